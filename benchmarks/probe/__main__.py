@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import benchmarks.probe as probe
+from benchmarks.probe import cores
 from benchmarks.probe.measuring import measure
 
-PREDICTED = Path("data/benchmarks/probe-rounds-2xh200-predicted.csv")
+PREDICTED = Path("data/benchmarks/probe-placed-2xh200-predicted.csv")
 
 
 def main() -> int:
@@ -31,6 +32,9 @@ def main() -> int:
     )
     measuring.add_argument("--seconds", type=float, default=270.0, help="no point begins later; default: 270")
     measuring.add_argument("--predictions", type=Path, default=PREDICTED, help="whose hash the result notes")
+    mapping = commands.add_parser("cores", help="find which processors share a core")
+    mapping.add_argument("--to", type=Path, required=True)
+    mapping.add_argument("--host", action="store_true", help="without GPUs")
     judging = commands.add_parser("judge", help="compare")
     judging.add_argument("predicted", type=Path)
     judging.add_argument("measured", type=Path)
@@ -44,6 +48,9 @@ def main() -> int:
         return min(
             1, measure(options.to, host=options.host, seconds=options.seconds, predictions=told, bound=options.bound)
         )
+    if options.command == "cores":
+        cores.measure(options.to, gpus=not options.host)
+        return 0
     from benchmarks.probe import pairs, predictions
 
     if options.command == "samples":

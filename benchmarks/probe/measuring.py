@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.probe import gathers, ranks
 from benchmarks.probe.plan import (
+    BINDING,
     BOUND,
     GPU,
     HOST,
@@ -59,6 +60,7 @@ class Row(NamedTuple):
     total: float | str = ""  # the end was seen; of a gather, by the caller
     device: float | str = ""  # of a gather: between two events of the GPU's stream that was kept busy before
     note: str = ""
+    where: str = ""  # NIXL with its thread: processors of each rank's posting thread, and of its others that run
 
 
 class Crew:
@@ -68,7 +70,7 @@ class Crew:
         context = multiprocessing.get_context("spawn")
         self.variant, self.scale = variant, scale
         half = ranks.SLOTS * scale.total
-        self.turn = 1
+        self.turn, self.where = 1, ""
         file, page = tempfile.mkstemp(prefix="pdsim-probe-")
         os.ftruncate(file, mmap.PAGESIZE)
         os.close(file)
@@ -123,6 +125,7 @@ class Crew:
             self.order(name, "go", self.turn, turns, list(orders), [flow for _, flow in mine])
         self.turn += turns
         found = {name: self.answer(name) for name in orders}
+        self.where = _where(self.processes, list(PLACES)) if self.variant.progress else ""
         return [
             [
                 (number, times)
@@ -181,11 +184,27 @@ def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterato
             found = crew.go(point, scale.warmup + scale.repeat)[scale.warmup :]
             for repeat, flows in enumerate(found, turn * scale.repeat):
                 for number, times in flows:
-                    yield _timed(_row(variant, point)._replace(section=section), number, repeat, times)
+                    row = _row(variant, point)._replace(section=section, where=crew.where)
+                    yield _timed(row, number, repeat, times)
     except Exception as error:
         yield _row(variant, point, f"failed: {error}")
     finally:
         crew.end()
+
+
+def _where(processes: Sequence[Any], names: Sequence[str]) -> str:
+    """Return for each process, as ``a0 3/7,9``, where its first thread ran last, and its others that run now."""
+    said = []
+    for process, name in zip(processes, names, strict=True):
+        first, others = "", []
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            if int(task.name) == process.pid:
+                first = fields[36]
+            elif fields[0] == "R":
+                others.append(fields[36])
+        said.append(f"{name} {first}/{','.join(others)}")
+    return " ".join(said)
 
 
 def _row(variant: Variant, point: Point, note: str = "") -> Row:
@@ -206,7 +225,7 @@ def measure(to: Path, *, host: bool, seconds: float, predictions: str, bound: bo
 
     With *bound* measure those of `BOUND` and no all-gathers instead.
     """
-    scale, began = HOST if host else GPU, time.monotonic()
+    scale, began = HOST if host else BINDING if bound else GPU, time.monotonic()
     deadline = began + seconds
     bad = 0
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +247,7 @@ def measure(to: Path, *, host: bool, seconds: float, predictions: str, bound: bo
 
 def _sections(scale: Scale, gpus: bool, deadline: float, bound: bool) -> Iterator[tuple[str, Iterator[Row]]]:
     for variant in BOUND if bound else VARIANTS:
-        yield f"{variant.library} {variant.name}", rows(variant, scale, gpus, deadline - 25.0 * gpus)
+        yield f"{variant.library} {variant.name}", rows(variant, scale, gpus, deadline - 25.0 * (gpus and not bound))
     if gpus and not bound:
         for mode in gathers.MODES:
             found = gathers.measured(mode, max(10.0, min(60.0, deadline - time.monotonic())))

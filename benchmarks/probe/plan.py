@@ -11,9 +11,9 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-SEED = 20261123
+SEED = 20261124
 PLACES = {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DESCRIPTORS = 8192  # most of a transfer
@@ -57,6 +57,9 @@ GPU = Scale(
     repeat=3,
     warmup=1,
 )
+BINDING = replace(GPU, rounds=2)
+"""How large a run of `BOUND` is."""
+
 HOST = Scale(
     4 * MIB,
     4 * MIB,
@@ -79,6 +82,7 @@ class Variant:
     progress: bool = False  # NIXL: its progress thread
     workers: int = 0  # NIXL: `num_threads`
     beside: int = 0  # NIXL: its progress thread is bound so many processors after the posting thread's; 0: it roams
+    busy: int = 0  # a stranger keeps the processor busy that is so many after the posting thread's; 0: there is none
     pairs: bool = True
     patterns: tuple[str, ...] = tuple(PATTERNS)
 
@@ -95,8 +99,19 @@ VARIANTS = (
 )
 
 
-BOUND = tuple(Variant("nixl", f"on0+{step}", progress=True, beside=step, patterns=()) for step in (1, 2, 12))
-"""The progress thread on the next processor, which may be the other thread of the same core, or further away."""
+BOUND = tuple(
+    Variant("nixl", f"on0+{step}" + f" busy {busy}" * bool(busy), progress=True, beside=step, busy=busy, patterns=())
+    for step, busy in ((1, 0), (2, 0), (4, 0), (12, 0), (4, 1), (4, 5))
+)
+"""The progress thread on the next processor, which may be the other thread of the same core, or further away, and a
+stranger on the processor beside the posting thread's, or beside the progress thread's.
+
+Foreseen: only a shared core matters. On one core the two take 7.5 to 10 us a descriptor, on two 5 to 6.5,
+however far apart; a stranger on the core of either costs 1.4 to 1.7 times as long. Where the thread roams,
+points with a thread that runs on the other half of the core of the initiator's posting or progress thread are
+that much slower than the others, and those are within 15 % of each other; so the more ranks post, the more
+often is the last a slow one.
+"""
 
 
 @dataclass(frozen=True)

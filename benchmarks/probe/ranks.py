@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.probe.board import Board, Processors
+from benchmarks.probe.cores import spin
 from benchmarks.probe.drivers import LIBRARIES, Memory
 from benchmarks.probe.plan import PLACES, Variant
 
@@ -77,6 +78,8 @@ class _Rank:
         self.processors.take()
         if variant.beside:
             self.processors.bind(own, variant.beside)
+        if variant.busy and self.processors.enough:
+            self.stranger = spin((self.processors.all[0] + variant.busy) % (os.cpu_count() or 1))
         gc.disable()  # its pauses are Python's own
 
     def meet(self, descriptions: dict[str, Any]) -> None:
