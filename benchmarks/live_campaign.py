@@ -233,7 +233,10 @@ def _reported(served: Served) -> dict[str, Any]:
 def _run_singles(
     campaign: Campaign, config: Config, pair: LiveDeployment, lengths: Sequence[int], repeat: int
 ) -> None:
-    """Measure single requests on the idle pair; the first of each length is a warm-up that is kept and marked."""
+    """Measure single requests on the idle pair; the first of each length is a warm-up that is kept and marked.
+
+    Should that fail, none of this length or a longer one follows: each would take its time to fail.
+    """
     number = 0
     for length in (n for n in lengths if n + SINGLE_OUTPUT <= config.model.context):
         for repetition in range(-1, repeat):
@@ -246,6 +249,10 @@ def _run_singles(
             row["itl"] = [round(gap, 6) for gap in served.rows[0].gaps]
             about = {"length": length, "repetition": repetition, "warmup": repetition < 0}
             campaign.singles.append({**about, "row": row, "reported": _reported(served)})
+            if repetition < 0 and row["status"] != "ok":
+                campaign.about["not_run"][f"single requests from {length} on"] = row["status"]
+                campaign.say(f"single {length}: {row['status']}; no longer ones")
+                return
         last = campaign.singles[-1]["row"]
         campaign.say(f"single {length}: {last['status']}, TTFT {last['ttft']}, handoff {last['handoff']}")
         campaign.write()

@@ -131,8 +131,8 @@ POSTS_ALONE = (
     "backend.intra.descriptor=4.9us", "backend.intra.read_descriptor=0s", "backend.intra.fresh_descriptor=0.9us"
 )  # fmt: skip
 """Of the model for `NO_THREAD`: the caller posts all descriptors itself, as fast as it did when first measured."""
-ONE_TO_TWO = ("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]")
-TWO_TO_ONE = ("parallel.prefill.tp=2", "live.prefill_gpus=[0,1]", "live.decode_gpus=[1]")
+ONE_TO_TWO = ("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]", "live.timeout=25s")
+TWO_TO_ONE = ("parallel.prefill.tp=2", "live.prefill_gpus=[0,1]", "live.decode_gpus=[1]", "live.timeout=25s")
 UNBALANCED = ("live.environment={SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK:'false'}",)
 """GPUs that other servers use, too."""
 SLICED = ("backend.intra.descriptor=2.85us",)
@@ -300,12 +300,13 @@ def run(plan: Mapping[str, Variant], asked: argparse.Namespace) -> int:
             lambda: all(reached(name, "ready") for name in plan) and (not asked.hold or asked.hold.exists()),
             asked.ready,
         )
-        for name in plan:
+        for name in sorted(plan, key=lambda one: not reached(one, "ready")):  # the slow ones last
             if processes[name].poll() is not None or left() < 30:
                 say(f"{name}: not measured, status {processes[name].poll()}, {left():.0f} s are left")
                 continue
             for other, before in plan.items():
-                if before.engine != variant.engine and reached(other, "done"):  # SGLang's loops never rest
+                rests = before.engine == variant.engine or "--rest" in before.flags  # else SGLang's loops never do
+                if not rests and reached(other, "done"):
                     (asked.output / other / "turns" / "end").touch()
             _wait(lambda: all(_rests(asked.output / one, processes[one]) for one in plan), 20.0)
             say(f"{name}: its turn, {'ready' if reached(name, 'ready') else 'not ready'}")
