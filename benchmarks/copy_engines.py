@@ -38,7 +38,9 @@ CANDIDATES = {
     "launches": "one process' launches are what is slow: two streams of one process at 256 KiB have less than 1.2 "
     "times the rate of one, two processes 1.6 times and more",
     "directions": "both directions share an engine: opposite copies of 16 MiB take 86 us, not 43 to 48",
-    "within": "copies between two processes of one GPU go at 55 to 60 GB/s (16 MiB: 280 to 300 us), not at 2,000",
+    "within": "copies within a GPU are slow: 16 MiB at 55 to 60 GB/s (280 to 300 us), whoever else copies",
+    "switches": "copies within a GPU are kernels, and one process' kernels wait for another's to be switched away: "
+    "16 MiB alone take 20 to 60 us, of two processes at once 250 to 350 us each",
     "host": "none of these: bare copies of 256 KiB at depth 2 reach 60 GB/s and more a process, four times those of "
     "pdsim's ranks, whose thread takes 14 to 17 us for each transfer, posting, asking and recording",
 }
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[tuple[str, str], ...]] = {
     "exchange": (("a0", "b0"), ("b1", "a1")),
     "ring of four": (("a0", "b0"), ("b0", "a1"), ("a1", "b1"), ("b1", "a0")),
     "within": (("a0", "a1"),),
+    "within both": (("a0", "a1"), ("a1", "a0")),
     "itself": (("a0", "a0"),),
     "within and out": (("a0", "a1"), ("a0", "b0")),
     "within beside out": (("a0", "a1"), ("a1", "b1")),
