@@ -60,7 +60,10 @@ def rows(operators: Operators, hw: str, kernels: Kernels) -> Iterator[list[Any]]
         )
         for batch, context in DECODE:
             tokens = batch * context
-            ours = roof.step(batch) + wide.context * tokens, sums.step(batch) + sums.context * tokens
+            ours = (
+                roof.step(batch) + wide.context * tokens,
+                sums.step(batch) + max(sums.context_of(batch) * tokens, sums.sequence * context),
+            )
             arguments = model, shape, batch, context, tp
             yield from _row(name, f"decode {batch} x {context}", ours, operators.step, arguments)
         for tokens in PREFILL:

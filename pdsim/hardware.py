@@ -76,13 +76,14 @@ class Gpu:
     memory_rate: Rate  # of its memory, reads and writes together
     compute: Flops  # dense bf16
     compute_fp8: Flops = 0.0  # of matrices of 8-bit elements; 0: none, they run as bf16
+    processors: int = 0  # multiprocessors, which take the tiles of a kernel in turn; 0: unknown, no tile waits
     pcie: Rate  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
     idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep
     idle_wake: Seconds = 0.0  # then, from the next transfer's start until they move its first byte
 
     def __post_init__(self) -> None:
-        not_negative("gpu", idle_after=self.idle_after, idle_wake=self.idle_wake)
+        not_negative("gpu", idle_after=self.idle_after, idle_wake=self.idle_wake, processors=self.processors)
         positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 

@@ -302,7 +302,9 @@ def _block(kernels: Kernels) -> Iterable[str]:
         value = getattr(kernels, field.name)
         if isinstance(value, Roof):
             yield f"  {field.name}:"
-            yield from (f"    {key}: {_text(key, own)}" for key, own in vars(value).items() if own and own != 1.0)
+            yield from (f"    {key}: {_text(key, own)}" for key, own in vars(value).items() if _told(key, own))
+    if kernels.tuned:
+        yield f"  tuned: [{', '.join(kernels.tuned)}]"
     if kernels.shapes:
         yield "  shapes:"
     for shape, correction in kernels.shapes.items():
@@ -316,14 +318,24 @@ def _block(kernels: Kernels) -> Iterable[str]:
         yield from (f"      {key}: {_text(key, own)}" for key, own in vars(ring).items())
     if kernels.absorbed_prefill:
         yield "  absorbed_prefill: true"
-    if kernels.layer_launch:
-        yield f"  layer_launch: {_text('launch', kernels.layer_launch)}"
+    for key in ("layer_launch", "mixed_launch"):
+        if seconds := getattr(kernels, key):
+            yield f"  {key}: {_text('launch', seconds)}"
+
+
+def _told(key: str, value: float) -> bool:
+    """Return whether *value* of a roof's *key* is written down: what has its default is not."""
+    return bool(value) and not (key == "blend" and value == 1.0)
 
 
 def _text(key: str, value: float) -> str:
-    """Return *value* as YAML has it: times in microseconds, rates in GB/s, everything else as a plain number."""
-    if key in ("launch", "latency", "part"):
+    """Return *value* as YAML has it: times in microseconds or less, rates in GB/s, others as a plain number."""
+    if key in ("launch", "latency", "part", "merge", "block"):
         return f"{value * 1e6:.4g}us"
+    if key == "walk":
+        return f"{value * 1e9:.4g}ns"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return f"{value / 1e9:.4g}GB/s" if key == "rate" else f"{value:g}"
 
 

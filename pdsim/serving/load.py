@@ -185,7 +185,7 @@ class _Decoding:
         """Return the seconds of an iteration of *batch* requests of mean context."""
         base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
         context = self.tokens / self.steps
-        return base + max(job.decode_time.context * batch * context, job.decode_time.sequence * context)
+        return base + max(job.decode_time.context_of(batch) * batch * context, job.decode_time.sequence * context)
 
     def batch(self, job: Deployment) -> int:
         """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.

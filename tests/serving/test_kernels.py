@@ -18,6 +18,7 @@ from pdsim.serving.compute import published
 from pdsim.serving.compute.forward import OperatorForward, forward, peaks
 from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.serving.compute.operators import Operators
+from pdsim.serving.compute.roof_fit import fit_roof, row_seconds
 from pdsim.serving.compute.shapes import layer_shape, products
 from pdsim.serving.settings import Compute, Llm, Side
 from tests.support.machines import machine
@@ -51,6 +52,48 @@ def test_a_step_is_the_sum_of_its_operators():
 def test_context_is_read_once_a_step():
     assert whole().context == pytest.approx(256 / 4e12)
     assert whole().sequence == 0.0
+
+
+SPLITTING = Roof(launch=1e-6, merge=2e-6, flops_share=0.25, memory_share=1.0, blend=21.0, tile=128, walk=1e-9)
+
+
+def test_decode_attention_splits_sequences_while_few_tiles_fill_the_gpu():
+    """1.6 tiles a multiprocessor are not split: 160 of 100 multiprocessors, 80 sequences with two KV heads."""
+    some = whole(kernels=replace(KERNELS, decode=SPLITTING), peaks=replace(PEAKS, processors=100))
+    keys = 2 * 2 * 2 * 16 / 0.25e15  # FLOPs of a row of both KV heads, 16 wide, with a key and a value
+    assert some.context_of(80) == pytest.approx(2 * keys * 128, rel=0.03)  # and a little of the bytes
+    assert some.context_of(79) == pytest.approx(2 * keys * 64, rel=0.03)
+    assert some.context == some.context_of(80)
+    assert some.sequence == 2 * 1e-9
+    plain = whole(peaks=replace(PEAKS, processors=100))
+    assert some.step(79) - plain.step(79) == pytest.approx(2 * 2e-6)
+    assert some.step(80) - plain.step(80) == pytest.approx(0.0)
+
+
+def test_pieces_of_a_batch_share_their_turns():
+    tiles = Roof(launch=1e-6, merge=3e-6, tile=128, walk=1e-12)
+    time = whole(kernels=replace(KERNELS, prefill=tiles), peaks=replace(PEAKS, processors=100))
+    alone = time.prefill([(0, 128)])
+    both = time.prefill([(0, 128), (0, 128)])
+    linear = time._linear(256, 2, absorbed=False) - time._linear(128, 1, absorbed=False)
+    assert both - alone == pytest.approx(linear)
+    chunk = time.prefill([(1000, 128)]) - alone
+    assert chunk == pytest.approx(2 * (3e-6 + 1000 * 32 * 1e-12))
+
+
+def test_a_layer_with_experts_launches_more_kernels():
+    mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
+    slow = replace(KERNELS, layer_launch=1.0, mixed_launch=3.0, experts=ONE, routing=ONE)
+    assert whole(kernels=slow, model=mixed).prefill([(0, 10)]) == 6.0
+    assert whole(kernels=replace(slow, mixed_launch=0.0), model=mixed).prefill([(0, 10)]) == 2.0
+
+
+def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
+    mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
+    slow = replace(KERNELS, experts=ONE, experts_tuned=replace(ONE, launch=5e-6), routing=ONE)
+    usual = whole(kernels=slow, model=mixed).experts(10, 8, 32)
+    tuned = whole(kernels=replace(slow, tuned=("8x32",)), model=mixed).experts(10, 8, 32)
+    assert tuned - usual == pytest.approx(4e-6)
 
 
 def test_a_chunk_attends_to_earlier_tokens():
@@ -99,6 +142,30 @@ def test_a_fit_finds_the_kernels_that_rows_were_made_with():
     held = [one for one in found.errors if "fitted to" not in one.what]
     assert {"gemm, held out", "decode, held out", "step of dense tp1, graph"} <= {one.what for one in held}
     assert max(one.median for one in held) < 0.01
+
+
+def test_a_fit_finds_the_tiles_that_rows_were_made_with():
+    peaks = replace(PEAKS, processors=132)
+    given = Roof(launch=6e-6, merge=9e-6, flops_share=0.9, blend=3.0, tile=128, walk=4e-11)
+    sizes = {
+        "operator": "prefill",
+        "head_dim": 128,
+        "value_dim": 128,
+        "kv_heads": 1,
+        "seconds": 1,
+        "low": 1,
+        "high": 1,
+    }
+    texts = [
+        {key: str(value) for key, value in (sizes | {"heads": heads, "tokens": tokens, "context": context}).items()}
+        for heads, tokens in ((8, 128), (8, 1024), (32, 2048), (32, 8192))
+        for context in (0, 1024, 8192)
+    ]
+    rows = [{"kernel": "", "dtype": "bf16", **row} for row in fit.rows_of(texts)]
+    made = [{**row, "seconds": row_seconds(given, row, peaks)} for row in rows]
+    found = fit_roof("prefill", made, peaks)
+    assert (found.tile, found.merge) == (128, pytest.approx(9e-6, rel=0.01))
+    assert found.walk == pytest.approx(4e-11, rel=0.02)
 
 
 def test_every_second_size_is_held_out():
@@ -150,7 +217,7 @@ def test_the_shipped_profile_says_what_was_measured():
     apart = []
     for row in (row for row in steps if row["model"] == "qwen3-8b"):
         time = fit.forward_of(config.compute.kernels, row, peaks(config.hw))
-        seconds = time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+        seconds = time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
         apart.append(abs(seconds / row["seconds"] - 1))
     assert len(apart) == 18
     assert np.median(apart) < 0.05
@@ -166,12 +233,12 @@ def made() -> list[fit.Row]:
         if case["operator"] in ("step", "forward"):
             time = fit.forward_of(KERNELS, row, PEAKS)
             if case["operator"] == "step":
-                seconds = time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+                seconds = time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
             else:
                 seconds = time.prefill([(row["context"], row["tokens"])])
         elif case["operator"] != "launch":
             roof: Roof = getattr(KERNELS, str(row["operator"]))
-            seconds = roof.seconds(*fit.work(row), PEAKS)
+            seconds = row_seconds(roof, row, PEAKS)
         else:
             seconds = 1e-6
         rows.append({**row, "seconds": seconds})

@@ -8,16 +8,17 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from pdsim.hardware import Machine
 from pdsim.serving.compute.experts import Exchange
-from pdsim.serving.compute.kernels import Kernels, Peaks, Roof, tiled
+from pdsim.serving.compute.kernels import Kernels, Peaks, Roof
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.compute.shapes import LayerShape, layer_shape, products
+from pdsim.serving.compute.tiles import SORTED, Work, causal_attention, grouped, product, whole_sequences
 from pdsim.serving.settings import Compute, Llm, Side
 
 __all__ = ["ForwardModel", "OperatorForward", "forward", "peaks"]
@@ -33,9 +34,12 @@ class ForwardModel(Protocol):
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
 
+    def context_of(self, batch: int) -> float:
+        """Return the seconds that a token of context adds to a decode iteration of *batch* requests."""
+
     @property
     def context(self) -> float:
-        """Seconds that a token of context adds to a decode iteration."""
+        """The most seconds that a token of context adds to a decode iteration, of whatever batch."""
 
     @property
     def sequence(self) -> float:
@@ -78,7 +82,8 @@ def peaks(machine: Machine) -> Peaks:
     """Return the peaks that kernels have shares of: those of the GPU, or of a host where compute is emulated."""
     if machine.gpu is None:
         return Peaks(HOST_FLOPS, HOST_FLOPS, machine.host.memory_rate)
-    return Peaks(machine.gpu.compute, machine.gpu.compute_fp8 or machine.gpu.compute, machine.gpu.memory_rate)
+    gpu = machine.gpu
+    return Peaks(gpu.compute, gpu.compute_fp8 or gpu.compute, gpu.memory_rate, gpu.processors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,29 +121,38 @@ class OperatorForward:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
         taken = list(pieces)
         tokens = sum(new for _, new in taken)
-        attention = sum(self._attention(before, new) for before, new in taken)
         linear = self._linear(tokens, len(taken), absorbed=self.kernels.absorbed_prefill)
-        device = (linear + self._layers() * attention) / self.share
-        least = self.kernels.layer_launch * self.model.layers / self.share
-        return self.scale * (max(device, least) + self.overhead)
+        device = (linear + self._layers() * self._attention(taken)) / self.share
+        return self.scale * (max(device, self._launching / self.share) + self.overhead)
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
-        attention, part = self._decode_roof().launch, -(-batch // self.stages)
+        part = -(-batch // self.stages)
+        roof = self._decode_roof()
+        attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
         device = (self._linear(part, part, absorbed=True) + self._layers() * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
+    def context_of(self, batch: int) -> float:
+        """Return the seconds that a token of context adds to a decode iteration of *batch* requests.
+
+        Kernels with tiles multiply all rows of one, few of which a request has: half as many where they split.
+        """
+        return self._token(self._whole(-(-batch // self.stages)))
+
     @cached_property
     def context(self) -> float:
-        """Seconds that a token of context adds to a decode iteration."""
-        roof, layers = self._decode_roof(), self._layers()
-        one = roof.seconds(self._decode_flops(), self.kv_bytes / layers, self.peaks) - roof.launch
-        return self.scale * one * layers
+        """The most seconds that a token of context adds to a decode iteration, of whatever batch."""
+        return max(self._token(True), self._token(False))
 
-    @property
+    @cached_property
     def sequence(self) -> float:
-        """Seconds that a token of the longest context alone keeps a decode iteration: there is no such limit."""
-        return 0.0
+        """Seconds that a token of the longest context alone keeps a decode iteration.
+
+        Tiles of a split sequence are added up one after the other, so a few sequences leave memory idle.
+        """
+        roof = self._decode_roof()
+        return self.scale * self._layers() * roof.walk if self.model.attention != "mla" else 0.0
 
     @property
     def exchange(self) -> Exchange:
@@ -146,6 +160,13 @@ class OperatorForward:
         return Exchange()
 
     # --- parts -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _launching(self) -> float:
+        """Seconds that launching all layers of a prefill takes, kernel by kernel."""
+        kernels, layers = self.kernels, self.model.layers
+        mixed = layers - self.shape.dense if self.model.experts else 0
+        return (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
 
     def _layers(self) -> int:
         pattern = self.model.hybrid.pattern
@@ -155,27 +176,42 @@ class OperatorForward:
     def _heads(self) -> int:
         return max(1, self.model.heads // (self.tp // self.dp))
 
-    def _attention(self, before: int, new: int) -> float:
-        """Return the seconds of one layer's attention of *new* tokens to themselves and *before* earlier ones."""
-        model = self.model
-        pairs = new * before + new * (new + 1) // 2
+    @property
+    def _kv_heads(self) -> int:
+        return max(1, self.model.kv_heads // (self.tp // self.dp))
+
+    def _attention(self, pieces: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of one layer's attention of *pieces*: new tokens to themselves and earlier ones."""
+        model, heads = self.model, self._heads
         if model.attention == "mla":
-            width, heads, name = 2 * model.head_dim + model.rope_dim, self._heads, "mla_prefill"
+            width, shared, name = 2 * model.head_dim + model.rope_dim, heads, "mla_prefill"
             if self.kernels.absorbed_prefill:
-                width, heads = 2 * model.latent_dim - model.rope_dim, 1
-            nbytes = (before + new) * heads * width * 2
+                width, shared = 2 * model.latent_dim - model.rope_dim, 1
+            token_bytes = 2.0 * shared * width
         else:
             width, name = 2 * model.head_dim, "prefill"
-            nbytes = (before + new) * int(self.kv_bytes * self.share / self._layers())
-        return self.kernels.roof(name, model.name).seconds(2 * pairs * width * self._heads, nbytes, self.peaks)
+            token_bytes = int(self.kv_bytes * self.share / self._layers())
+        roof = self.kernels.roof(name, model.name)
+        work = causal_attention(pieces, heads, width, token_bytes, roof.tile, self.peaks.processors)
+        return roof.seconds(work, self.peaks) + (roof.merge if any(before for before, _ in pieces) else 0.0)
 
     def _decode_roof(self) -> Roof:
         return self.kernels.roof("mla_decode" if self.model.attention == "mla" else "decode", self.model.name)
 
-    def _decode_flops(self) -> float:
-        model = self.model
-        width = 2 * model.head_dim if model.attention == "gqa" else 2 * model.latent_dim - model.rope_dim
-        return 2 * width * self._heads / self.share
+    def _whole(self, sequences: int) -> bool:
+        """Return whether decode attention of so many *sequences* splits none of them."""
+        return bool(self._decode_roof().tile) and whole_sequences(sequences, self._kv_heads, self.peaks.processors)
+
+    def _token(self, whole: bool) -> float:
+        """Return the seconds that a token of context adds to a decode iteration of *whole* sequences, or split."""
+        roof, layers, model = self._decode_roof(), self._layers(), self.model
+        if model.attention == "gqa":
+            rows = self._kv_heads * (roof.tile if whole else roof.tile // 2)
+            width = 2 * model.head_dim
+        else:
+            rows, width = self._heads, 2 * model.latent_dim - model.rope_dim
+        work = Work(2.0 * width * rows / self.share, self.kv_bytes / layers)
+        return self.scale * layers * (roof.seconds(work, self.peaks) - roof.launch)
 
     def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
         """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
@@ -183,11 +219,11 @@ class OperatorForward:
         narrow, every = model.dtype_bytes == 1, tokens * self.dp
         total = 0.0
         attention = ("qkv", "qkv_down", "q_up", "kv_up", "out")
-        for product in products(model, self.tp, self.tp // self.dp, absorbed=absorbed):
-            rows = tokens if product.name in attention else every
-            rows = sequences if product.name == "head" else rows
-            wide = product.name in ("head", "router")  # these stay in bf16
-            total += product.times * self.gemm(rows, product.n, product.k, narrow and not wide)
+        for one in products(model, self.tp, self.tp // self.dp, absorbed=absorbed):
+            rows = tokens if one.name in attention else every
+            rows = sequences if one.name == "head" else rows
+            wide = one.name in ("head", "router")  # these stay in bf16
+            total += one.times * self.gemm(rows, one.n, one.k, narrow and not wide)
         if absorbed and model.attention == "mla":
             total += model.layers * self._absorb(tokens)
         dense = shape.dense if model.experts else model.layers
@@ -196,7 +232,7 @@ class OperatorForward:
         if dense:
             total += dense * self._pointwise("activation", every, 3 * shape.intermediate // self.tp)
         if model.attention == "gqa":
-            width = self._heads + 2 * max(1, model.kv_heads // (self.tp // self.dp))
+            width = self._heads + 2 * self._kv_heads
             total += model.layers * self._pointwise("rotary", tokens, 2 * width * model.head_dim)
         if mixed:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
@@ -207,9 +243,8 @@ class OperatorForward:
         """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
         narrow = narrow and self.kernels.gemm_fp8 is not None
         roof = self.kernels.roof("gemm_fp8" if narrow else "gemm", self.model.name)
-        size = 1 if narrow else 2
-        whole = -(-rows // roof.tile) * roof.tile if roof.tile else rows
-        seconds = roof.seconds(2.0 * whole * n * k, size * (rows * k + n * k) + 2 * rows * n, self.peaks, narrow)
+        work = product(rows, n, k, 1 if narrow else 2, roof.tile, roof.columns, self.peaks.processors)
+        seconds = roof.seconds(work, self.peaks, narrow)
         return seconds * self.kernels.correction(n, k, narrow, rows)
 
     def experts(self, tokens: int, hit: float, width: int) -> float:
@@ -217,11 +252,13 @@ class OperatorForward:
         model = self.model
         routed = tokens * model.experts_per_token
         narrow = model.dtype_bytes == 1 and self.kernels.experts_fp8 is not None
-        roof = self.kernels.roof("experts_fp8" if narrow else "experts", model.name)
-        weights = 3 * hit * model.hidden * width
-        nbytes = (1 if narrow else 2) * weights + 2 * routed * (2 * model.hidden + 4 * width)
-        whole = tiled(routed, hit, roof.tile)
-        return roof.seconds(6.0 * whole * model.hidden * width, nbytes, self.peaks, narrow, model.experts)
+        tuned = not narrow and f"{model.experts}x{width}" in self.kernels.tuned
+        name = "experts_fp8" if narrow else "experts_tuned" if tuned else "experts"
+        roof = self.kernels.roof(name, model.name)
+        tile, columns = roof.cut(routed / model.experts)
+        size = 1 if narrow else 2
+        work = grouped(routed, hit, model.hidden, width, size, tile, columns, self.peaks.processors, self.even)
+        return roof.seconds(work, self.peaks, narrow, model.experts)
 
     def _hit(self, tokens: int) -> float:
         """Return how many experts *tokens* hit: in the mean, or all that they can if they are spread evenly."""
@@ -235,7 +272,7 @@ class OperatorForward:
         elements = self._heads * model.head_dim * rank
         nbytes = 4 * elements + 4 * tokens * self._heads * (rank + model.head_dim)
         roof = self.kernels.mla_absorb or self.kernels.roof("gemm", model.name)
-        return roof.seconds(4.0 * tokens * elements, nbytes, self.peaks)
+        return roof.seconds(Work(4.0 * tokens * elements, nbytes), self.peaks)
 
     def _pointwise(self, name: str, rows: int, width: int) -> float:
         """Return the seconds of the operator *name*, which moves *width* elements of 2 bytes a row.
@@ -243,7 +280,12 @@ class OperatorForward:
         Published tables have none of these: a forward by them is short by so much.
         """
         roof: Roof | None = getattr(self.kernels, name)
-        return roof.seconds(0.0, 2.0 * rows * width, self.peaks) if roof is not None else 0.0
+        if roof is None:
+            return 0.0
+        # of norms a row is one tile, whose elements are added up one after the other
+        work = Work(0.0, 2.0 * rows * width, depth=self.model.hidden if name == "norm" else 0.0)
+        more = rows > 1 if name == "rotary" else name == "routing" and rows * self.model.experts_per_token > SORTED
+        return roof.seconds(work, self.peaks) + (roof.merge if more else 0.0)
 
     def _allreduce(self, tokens: int) -> float:
         if self.tp == 1:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit `Kernels` to what was measured, and say how far off they are where they were not fitted.
 
-Every second size of an operator is held out, and all whole forwards.  Fits minimise relative errors, robustly:
-`scipy.optimize.least_squares` with its ``soft_l1`` loss, on the logarithms of positive parameters (`pdsim
-profile` asks for SciPy first).
+Every second size of an operator is held out, and all whole forwards; `pdsim.serving.compute.roof_fit` fits one
+operator (`pdsim profile` asks for SciPy first).
 
 A row is one measured point, as `pdsim profile` writes them and `pdsim.serving.compute.published` makes them of
 the tables of others: the operator, its sizes as integers (0 where one has no meaning), and seconds (median, least
@@ -20,12 +19,13 @@ import numpy as np
 
 from pdsim.errors import ConfigError
 from pdsim.serving.compute.forward import OperatorForward
-from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key, tiled
+from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key
+from pdsim.serving.compute.roof_fit import OPERATORS, fit_roof, row_seconds
+from pdsim.serving.compute.row_work import Row, operator_of
 from pdsim.serving.settings import Llm
 
-__all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split", "work"]
+__all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split"]
 
-Row = Mapping[str, Any]
 _NUMBERS = (
     *(
         "tp",
@@ -101,22 +101,24 @@ def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
     """Return what fits *rows* of a GPU with these *peaks*, and its errors.
 
     Operators are fitted one by one, so a whole forward, which is never fitted to, tests that their sum is right.
-    Its one parameter of its own, the launch of a layer kernel by kernel, is the least that was measured
-    (`layer_launch`).  Errors of a model left out are given where the others have products and attention to fit
-    to.
+    Its two parameters of its own, the launch of a layer kernel by kernel without and with experts, are the least
+    that was measured (`layer_launch`).  Errors of a model left out are given where the others have products and
+    attention to fit to.
 
     Raises:
         ConfigError: there are no matrix products or no attention to fit to.
     """
     fitted, held = split(rows)
-    kernels = replace(_kernels(fitted, peaks, gpu), layer_launch=layer_launch(rows))
+    kernels = _kernels(fitted, peaks, gpu)
+    kernels = replace(kernels, layer_launch=layer_launch(rows), mixed_launch=layer_launch(rows, mixed=True))
     whole = [row for row in rows if row["operator"] in ("step", "forward")]
     errors = [*_of_operators(kernels, fitted, held, peaks), *_of_forwards(kernels, whole, peaks)]
     for name in dict.fromkeys(str(row["model"]) for row in whole):
         others = [row for row in fitted if row["model"] != name]
         if not {"gemm", "decode", "prefill"} <= {str(row["operator"]) for row in others}:
             continue
-        left = _filled(replace(_kernels(others, peaks, gpu), layer_launch=kernels.layer_launch), kernels)
+        left = replace(_filled(_kernels(others, peaks, gpu), kernels), layer_launch=kernels.layer_launch)
+        left = replace(left, mixed_launch=kernels.mixed_launch)
         mine = _of_forwards(left, [row for row in whole if row["model"] == name], peaks)
         errors += [replace(one, what=f"{one.what}, fitted without it") for one in mine]
     return KernelFit(kernels, errors)
@@ -181,38 +183,24 @@ def _filled(kernels: Kernels, other: Kernels) -> Kernels:
 
 # --- fitting -------------------------------------------------------------------------------------------------------
 
-_PARTS = {
-    "gemm": "fm",
-    "gemm_fp8": "fm",
-    "prefill": "f",
-    "decode": "m",
-    "mla_prefill": "f",
-    "mla_decode": "fm",
-    "mla_absorb": "fm",
-    "experts": "fm",
-    "experts_fp8": "fm",
-    "routing": "m",
-    "norm": "m",
-    "activation": "m",
-    "rotary": "m",
-}
-"""Operators, and whether their time has a part for arithmetic (f) and one for memory (m)."""
-_TILES = {"gemm": (0, 8, 16, 32, 64, 128), "gemm_fp8": (0, 16, 64, 128)}
-_TILES |= {"experts": (0, 8, 16, 32, 64), "experts_fp8": (0, 8, 16, 32, 64)}
-
 
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
     """Return kernels fitted to *rows*, an operator each; one with fewer than three rows is left out."""
     found: dict[str, Any] = {}
-    for name, parts in _PARTS.items():
-        mine = [row for row in rows if _operator(row) == name]
+    for name in OPERATORS:
+        mine = [row for row in rows if operator_of(row) == name]
         if len(mine) >= 3:
-            found[name] = _roof(name, parts, mine, peaks)
+            blend = found["prefill"].blend if name == "mla_prefill" and "prefill" in found else 0.0
+            found[name] = fit_roof(name, mine, peaks, blend)
     if "gemm" not in found or not {"decode", "mla_decode"} & found.keys():
         raise ConfigError("the profile has too few rows of matrix products or attention; measure longer (--limit)")
     absorbed = any(row["kernel"] == "absorbed" for row in rows if row["operator"] == "mla_prefill")
     rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
     shared = {number: _ring(rows, int(number)) for number in sorted(rings)}
+    if any(row["kernel"] == "tuned" for row in rows):
+        found["tuned"] = tuple(
+            dict.fromkeys(f"{row['experts']}x{row['width']}" for row in rows if row["kernel"] == "tuned")
+        )
     kernels = Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **found)
     return replace(kernels, shapes=_corrections(kernels, rows, peaks))
 
@@ -241,55 +229,6 @@ def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[st
     return found
 
 
-def _operator(row: Row) -> str:
-    """Return the name in `Kernels` of the operator of *row*."""
-    return f"{row['operator']}_fp8" if row["dtype"] == "fp8" else str(row["operator"])
-
-
-def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
-    """Return the roof that fits *rows* best, of all tiles that are tried.
-
-    The time is ``launch + count * part + (compute**p + memory**p)**(1/p)``: a blend of the two roofs that is
-    their sum for ``p = 1`` and their maximum for large *p*.  *parts* says which of the two an operator has,
-    *count* is its number of experts.  A tile is the number of rows that a kernel rounds its tokens up to, 0 for
-    none; it is not differentiable, so every one of `_TILES` is fitted and the best taken.
-    """
-    from scipy.optimize import least_squares
-
-    seconds = np.log([row["seconds"] for row in rows])
-    peak = peaks.narrow if name.endswith("_fp8") else peaks.flops
-
-    count = np.array([row["experts"] if name.startswith("experts") else 0 for row in rows])
-    if len(set(count)) == 1:  # of one number of experts nothing can be told
-        count = 0 * count
-
-    def residuals(values: Any, flops: Any, nbytes: Any) -> Any:
-        launch, compute, memory = np.exp(values[0]), np.exp(values[1]), np.exp(values[2])
-        launch, power = launch + count * np.exp(values[4]), 1.0 + np.exp(np.minimum(values[3], 3.0))
-        one = flops / (peak * compute) if "f" in parts else 0.0 * flops
-        other = nbytes / (peaks.memory * memory) if "m" in parts else 0.0 * nbytes
-        return np.log(launch + (one**power + other**power) ** (1.0 / power)) - seconds
-
-    best: tuple[float, Roof] | None = None
-    start = [np.log(min(row["seconds"] for row in rows)), np.log(0.5), np.log(0.5), np.log(1.0), np.log(1e-8)]
-    for tile in _TILES.get(name, (0,)):
-        flops, nbytes = (np.array(column) for column in zip(*(work(row, tile) for row in rows), strict=True))
-        found = least_squares(residuals, start, args=(flops, nbytes), loss="soft_l1", f_scale=0.05)
-        launch, compute, memory = (float(f"{value:.4g}") for value in np.exp(found.x[:3]))
-        roof = Roof(
-            launch=launch,
-            flops_share=compute if "f" in parts else 0.0,
-            memory_share=memory if "m" in parts else 0.0,
-            blend=float(f"{1.0 + np.exp(min(found.x[3], 3.0)):.4g}") if parts == "fm" else 1.0,
-            part=float(f"{np.exp(found.x[4]):.4g}") if len(set(count)) > 1 else 0.0,
-            tile=tile,
-        )
-        if best is None or found.cost < best[0]:
-            best = found.cost, roof
-    assert best is not None
-    return best[1]
-
-
 def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
     """Return the all-reduce among *gpus* that fits *rows*: a latency in seconds, and bytes/s of the tensor."""
     from scipy.optimize import least_squares
@@ -306,61 +245,21 @@ def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
     return AllReduce(latency=float(f"{latency:.4g}"), rate=float(f"{rate:.4g}"))
 
 
-def work(row: Row, tile: int = 0) -> tuple[float, float]:
-    """Return the arithmetic and the bytes of an operator's *row*, as `OperatorForward` counts them.
-
-    Arithmetic is in operations (a multiplication and an addition are two), with the tokens of products rounded up
-    to *tile*; bytes are those read and written in memory once, two an element or one in FP8.  Causal attention of
-    a prompt counts each pair of tokens once, ``tokens * context + tokens * (tokens + 1) / 2``; decode reads the
-    keys and values of the whole context.
-    """
-    tokens, n, k, heads, kv = (row[name] for name in ("tokens", "n", "k", "heads", "kv_heads"))
-    batch, context, width, value = (row[name] for name in ("batch", "context", "head_dim", "value_dim"))
-    name = _operator(row)
-    if name in ("gemm", "gemm_fp8"):
-        size = 1 if name == "gemm_fp8" else 2
-        whole = -(-tokens // tile) * tile if tile else tokens
-        return 2.0 * whole * n * k, size * (tokens * k + n * k) + 2.0 * tokens * n
-    if name in ("prefill", "mla_prefill"):
-        pairs = tokens * context + tokens * (tokens + 1) // 2
-        both = (k or width) + value
-        return 2.0 * pairs * both * heads, 2.0 * (context + tokens) * kv * both
-    if name == "decode":
-        return 4.0 * batch * context * heads * width, 4.0 * batch * context * kv * width
-    if name == "mla_decode":
-        return 2.0 * batch * context * heads * (k + value), 2.0 * batch * context * k
-    if name == "mla_absorb":
-        elements = heads * width * value
-        return 4.0 * batch * elements, 4.0 * elements + 4.0 * batch * heads * (value + width)
-    routed = tokens * row["per_token"]
-    if row["operator"] == "experts":
-        weights = 3.0 * row["hit"] * n * row["width"] * (1 if row["dtype"] == "fp8" else 2)
-        whole = tiled(routed, row["hit"], tile)
-        return 6.0 * whole * n * row["width"], weights + 2.0 * routed * (2 * n + 4 * row["width"])
-    moved = {
-        "routing": 6 * row["per_token"] * n,
-        "norm": 4 * n,
-        "activation": 3 * n,
-        "rotary": 2 * (heads + 2 * kv) * width,
-    }
-    return 0.0, 2.0 * tokens * moved[name]
-
-
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
 def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
     """Yield the errors of each operator, of the rows that it was fitted to and of those held out."""
-    for name in [*_PARTS, "allreduce"]:
+    for name in [*OPERATORS, "allreduce"]:
         for rows, where in ((fitted, "fitted to"), (held, "held out")):
-            ratios = [_seconds(kernels, row, peaks) / row["seconds"] for row in rows if _operator(row) == name]
+            ratios = [_seconds(kernels, row, peaks) / row["seconds"] for row in rows if operator_of(row) == name]
             if ratios:
                 yield _errors(f"{name}, {where}", ratios)
 
 
 def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
     """Return what *kernels* say of an operator's *row*."""
-    name = _operator(row)
+    name = operator_of(row)
     if name == "allreduce":
         ring = kernels.allreduce[str(row["gpus"])]
         return float(ring.latency + 2.0 * row["tokens"] * row["n"] / ring.rate)
@@ -368,7 +267,7 @@ def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
     if roof is None:
         return float("nan")
     narrow = name.endswith("_fp8")
-    seconds = roof.seconds(*work(row, roof.tile), peaks, narrow, row["experts"])
+    seconds = row_seconds(roof, row, peaks)
     return seconds * (kernels.correction(row["n"], row["k"], narrow, row["tokens"]) if "gemm" in name else 1.0)
 
 
@@ -381,15 +280,22 @@ def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterato
         ratios = []
         for row in rows:
             if (row["model"], row["tp"], row["operator"], row["mode"]) == (model, tp, operator, mode):
-                time = forward_of(kernels if mode == "eager" else replace(kernels, layer_launch=0.0), row, peaks)
+                time = forward_of(
+                    kernels if mode == "eager" else replace(kernels, layer_launch=0.0, mixed_launch=0.0), row, peaks
+                )
                 step = operator == "step"
                 found = (
-                    time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+                    time.step(row["batch"]) + _reading(time, row["batch"], row["context"])
                     if step
                     else time.prefill([(row["context"], row["tokens"])])
                 )
                 ratios.append(found / row["seconds"])
         yield _errors(f"{operator} of {model} tp{tp}, {mode}", ratios)
+
+
+def _reading(time: OperatorForward, batch: int, context: int) -> float:
+    """Return the seconds that a step of *batch* sequences of *context* tokens takes longer for reading them."""
+    return max(time.context_of(batch) * batch * context, time.sequence * context)
 
 
 def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
@@ -408,10 +314,12 @@ def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
     return OperatorForward(model=model, kernels=kernels, peaks=peaks, kv_bytes=kv_bytes)
 
 
-def layer_launch(rows: Sequence[Row]) -> float:
-    """Return the least seconds a layer of a prefill launched kernel by kernel; 0 if none was measured."""
+def layer_launch(rows: Sequence[Row], mixed: bool = False) -> float:
+    """Return the least seconds a layer of prefill launched kernel by kernel, with experts if *mixed*; 0 of none."""
     found = [
-        row["seconds"] / row["layers"] for row in rows if row["operator"] == "forward" and row["mode"] == "eager"
+        row["seconds"] / row["layers"]
+        for row in rows
+        if row["operator"] == "forward" and row["mode"] == "eager" and bool(row["experts"]) == mixed
     ]
     return float(f"{min(found, default=0.0):.4g}")
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the operators of a forward take on a GPU: what ``pdsim profile`` found, as a configuration has it.
 
-Each operator has a `Roof`: a constant, and the norm of two times, that of its arithmetic and that of its bytes.
-Rates are shares of the hardware's own, so that numbers of one GPU say something of another.  `kernel_fit` beside
+Each operator has a `Roof`: a constant, and the norm of three times, those of its arithmetic, its bytes and its tiles
+(`pdsim.serving.compute.tiles`).  Rates are shares of the hardware's own, so that numbers of one GPU say something of
+another.  `kernel_fit` beside
 this module finds them; their errors are in the file that it writes, and `forward` adds them up.
 """
 
@@ -14,59 +15,69 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdsim.guards import not_negative
+from pdsim.serving.compute.tiles import WIDE, Work
 from pdsim.units import Rate, Seconds
 
-__all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key", "tiled"]
+__all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """The time of an operator: ``launch`` and the *blend*-norm of arithmetic and bytes at shares of the peaks.
+    """The time of an operator: ``launch`` and the *blend*-norm of its arithmetic, its bytes and its tiles.
 
-    A share of 0 leaves its part out.  Raise a `ValueError` for negative numbers and a *blend* below 1.
+    A share of 0 leaves its part out; tiles without *block* and *walk* take no time.  Raise a `ValueError` for
+    negative numbers and a *blend* below 1.
     """
 
     launch: Seconds = 0.0  # seconds of a call that does next to nothing
     flops_share: float = 0.0  # of the peak
     memory_share: float = 0.0  # of the memory's rate
-    blend: float = 1.0  # 1 adds both, more comes nearer to the longer of both
+    blend: float = 1.0  # 1 adds all, more comes nearer to the longest of them
     part: Seconds = 0.0  # of experts: seconds of each that a layer has, hit or not, for sorting by them
-    tile: int = 0  # rows of a tile, to whole ones of which arithmetic is rounded up; 0 rounds nothing
+    merge: Seconds = 0.0  # of kernels that only some sizes have: see `row_work.merged`
+    tile: int = 0  # rows of a tile; 0 rounds nothing and has no turns
+    columns: int = 0  # of products: columns of a tile; 0 only rounds rows up to whole tiles
+    widened: bool = False  # of experts: twice the columns where each has many rows, see `tiles.WIDE`
+    block: Seconds = 0.0  # of each tile that waited for another, whatever its depth
+    walk: Seconds = 0.0  # of an element of a tile's depth
 
     def __post_init__(self) -> None:
         values = {"launch": self.launch, "flops_share": self.flops_share, "memory_share": self.memory_share}
-        not_negative("compute.kernels", **values, part=self.part, tile=self.tile)
+        values |= {"part": self.part, "merge": self.merge, "block": self.block, "walk": self.walk}
+        not_negative("compute.kernels", **values, tile=self.tile, columns=self.columns)
         if self.blend < 1.0:
             raise ValueError(f"compute.kernels: blend must be >= 1, got {self.blend}")
 
-    def seconds(self, flops: float, nbytes: float, peaks: Peaks, narrow: bool = False, parts: int = 0) -> float:
-        """Return the seconds of so many *flops*, of 8-bit elements if *narrow*, and *nbytes*, in so many *parts*."""
+    def cut(self, rows: float = 0.0) -> tuple[int, int]:
+        """Return rows and columns of a tile, of experts that have so many *rows* each in the mean."""
+        return self.tile, 2 * self.columns if self.widened and rows > WIDE else self.columns
+
+    def seconds(self, work: Work, peaks: Peaks, narrow: bool = False, parts: int = 0) -> float:
+        """Return the seconds of *work*, of 8-bit elements if *narrow*, in so many *parts*, without `merge`."""
         peak = peaks.narrow if narrow else peaks.flops
-        compute = flops / (peak * self.flops_share) if self.flops_share else 0.0
-        memory = nbytes / (peaks.memory * self.memory_share) if self.memory_share else 0.0
+        compute = work.flops / (peak * self.flops_share) if self.flops_share else 0.0
+        memory = work.nbytes / (peaks.memory * self.memory_share) if self.memory_share else 0.0
+        tiles = work.turns * self.block + work.depth * self.walk
         least = self.launch + parts * self.part
-        if not compute or not memory or self.blend == 1.0:
-            return least + compute + memory
-        return least + float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
+        if self.blend == 1.0 or sum(part > 0.0 for part in (compute, memory, tiles)) < 2:
+            return least + compute + memory + tiles
+        norm = compute**self.blend + memory**self.blend + tiles**self.blend
+        return least + float(norm ** (1.0 / self.blend))
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """A GPU's FLOPs a second, those of 8-bit elements, and bytes of its memory a second."""
+    """A GPU's FLOPs a second, those of 8-bit elements, bytes of its memory a second, and its multiprocessors."""
 
     flops: float
     narrow: float
     memory: float
+    processors: int = 0  # 0: unknown, tiles run side by side
 
 
 def shape_key(n: int, k: int, narrow: bool) -> str:
     """Return the name of a matrix of *k* by *n*, of 8-bit elements if *narrow*, among `Kernels.shapes`."""
     return f"{n}x{k} fp8" if narrow else f"{n}x{k}"
-
-
-def tiled(rows: float, parts: float, tile: int) -> float:
-    """Return how many rows are computed if *rows* lie in so many *parts* of whole tiles; *rows* if *tile* is 0."""
-    return parts * math.ceil(rows / parts / tile) * tile if tile and parts else rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +127,15 @@ class Kernels:
     absorbed_prefill: bool = False  # whether *mla_prefill* is of latent rows, as decode is, instead of heads
     experts: Roof | None = None  # both products of the routed experts
     experts_fp8: Roof | None = None
+    experts_tuned: Roof | None = None  # of the experts that *tuned* names
+    tuned: tuple[str, ...] = ()  # experts for which a library has tiles of its own, such as "128x192": 128, 192 wide
     routing: Roof | None = None  # choosing, sorting, gathering, adding
     norm: Roof | None = None
     activation: Roof | None = None
     rotary: Roof | None = None
     allreduce: Mapping[str, AllReduce] = field(default_factory=dict)  # by the number of GPUs
     layer_launch: Seconds = 0.0  # the least that a layer of prefill takes, launched kernel by kernel
+    mixed_launch: Seconds = 0.0  # the same of a layer with experts; 0: as *layer_launch*
 
     def roof(self, name: str, model: str) -> Roof:
         """Return the operator *name*.  Raise a `ValueError` that names *model* if it was not measured."""

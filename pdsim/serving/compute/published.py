@@ -15,7 +15,7 @@ from typing import Any
 from pdsim.serving.compute.kernel_fit import Row
 from pdsim.serving.compute.operators import Operators
 
-__all__ = ["rows"]
+__all__ = ["TUNED", "rows"]
 
 _NARROWEST, _WIDEST = 512, 30_000  # of matrices
 _LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tables are of DeepSeek-V3's
@@ -46,6 +46,11 @@ _NOTHING: dict[str, Any] = dict.fromkeys(
     ("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim", "experts",
      "hit", "per_token", "width", "gpus", "round", "repeats"), 0
 ) | {"kernel": "", "mode": "graph", "dtype": "bf16", "model": ""}  # fmt: skip
+TUNED = ("128x192", "128x384", "128x768", "512x128", "512x256")
+"""Experts, and their width, for which SGLang has tiles found on an H200 in bf16: others take its default.
+
+Its folder fused_moe_triton/configs has a file for each, such as E=128,N=192,device_name=NVIDIA_H200.json.
+"""
 _DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8"}
 
 
@@ -118,7 +123,9 @@ def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
     if width < 64 or count < 64:
         return None
     sizes = {"tokens": tokens, "per_token": per, "experts": count, "hit": min(count, tokens * per), "width": width}
-    return {**sizes, "operator": "experts", "dtype": _DTYPES[row["moe_dtype"]], "n": int(row["hidden_size"])}
+    kernel = "tuned" if row["moe_dtype"] == "bfloat16" and f"{count}x{width}" in TUNED else ""
+    sizes |= {"n": int(row["hidden_size"])}
+    return {**sizes, "operator": "experts", "kernel": kernel, "dtype": _DTYPES[row["moe_dtype"]]}
 
 
 def _allreduce(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -108,6 +108,10 @@ class ForwardTime:
         linear = self._roof(share * self.token_flops / self.flops, self._weights(share) / self.weight_rate)
         return self.stages * self._total(parts * linear, stage)
 
+    def context_of(self, batch: int) -> float:  # noqa: ARG002
+        """Return the seconds that a token of context adds to a decode iteration of *batch* requests: `context`."""
+        return self.context
+
     @property
     def context(self) -> float:
         """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""

@@ -119,7 +119,7 @@ class RunningBatch:
         self._overlap = overlap
         self._variation = variation
         self._bases = [0.0] + [self._iteration(time.step(batch)) for batch in range(1, limit + 1)]
-        self._cost = time.context
+        self._costs = [time.context_of(batch) for batch in range(limit + 1)]
         self._sequence = time.sequence
         # a heap: step after which it is done, number, tokens at the end
         self._members: list[tuple[int, int, int]] = []
@@ -244,7 +244,8 @@ class RunningBatch:
         Attention reads the context of all, or waits for the longest alone: which of both is known when members
         change.
         """
-        cost, batch, context = self._cost, len(self._members), self._context
+        batch, context = len(self._members), self._context
+        cost = self._costs[batch]
         if self._sequence:
             longest = max((tokens - (end - self._step) for end, _, tokens in self._members), default=0)
             if self._sequence * longest > cost * context:
