@@ -38,7 +38,7 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
 
     if isinstance(values, ArrayColumn):
         if values.words is not None and len(values) < _SMALL:
-            return array(list(values), kind)
+            return _of_words(values, kind)
         if values.words is not None:
             return array(values.words, kind).take(array(values.values.astype(np.int64), pa.int64()))
         numbers = values.values
@@ -67,6 +67,17 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
         if ends[-1] < 1 << 31:
             return _of_buffers(kind, len(found), present, ends.astype(np.int32), b"".join(texts))
     return pa.array(values, type=kind)
+
+
+def _of_words(column: ArrayColumn, kind: pa.DataType) -> pa.Array:
+    """Return the words of *column*, each turned into bytes once however often it occurs."""
+    if str(kind) != "string" or None in column.words:  # type: ignore[operator]  # the caller knows that it has words
+        return array(list(column), kind)
+    texts = [word.encode() for word in column.words]  # type: ignore[union-attr]
+    lengths = np.fromiter(map(len, texts), np.int32, len(texts))
+    ends = np.zeros(len(column) + 1, np.int32)
+    np.cumsum(lengths[column.values], out=ends[1:])
+    return _of_buffers(kind, len(column), None, ends, b"".join(map(texts.__getitem__, column.values.tolist())))
 
 
 def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:

@@ -189,17 +189,27 @@ class Run:
         return path
 
     def _write_tables(self, name: str, tables: Iterable[pa.Table]) -> None:
-        """Write *tables* of one schema, one or more, as row groups: no two of them are in memory together."""
+        """Write *tables* of one schema, one or more, as row groups: no two of them are in memory together.
+
+        A short file, such as of a point of a sweep, is put together in memory and written at once.
+        """
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with (self.folder / name).open("wb") as file:
-            writer = None
+            writer, short = None, None
             for table in tables:
-                packed = "zstd" if table.num_rows >= _PACKED else "none"
-                writer = writer or pq.ParquetWriter(file, table.schema, compression=packed)
+                if writer is None and table.num_rows < _PACKED:
+                    short = pa.BufferOutputStream()
+                    words = [field.name for field in table.schema if pa.types.is_string(field.type)]
+                    own: dict[str, Any] = {"use_dictionary": words, "write_statistics": False}
+                    writer = pq.ParquetWriter(short, table.schema, compression="none", **own)
+                writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
                 writer.write_table(table)
             assert writer is not None
             writer.close()
+            if short is not None:
+                file.write(short.getvalue())
             if self._durable:
                 file.flush()
                 os.fsync(file.fileno())
