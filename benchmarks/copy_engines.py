@@ -35,6 +35,9 @@ CANDIDATES = {
     "172 us each; 1 GiB (2.75 ms) of two processes end at about 4.4 to 5.5 and 5.5 ms",
     "order": "the engine serves all copies of the GPU in the order of posting: at depth 2 all of two processes"
     " take 172 us as those of two streams do, none above 200; 1 GiB of two processes end at 2.75 and 5.5 ms",
+    "streams": "as slices, and within a process the engine stays with a stream until that has no copy queued: at "
+    "depth 2 and 4 copies of two streams of one process take 84 and 168 us as if each was alone, but for those that "
+    "wait until the other stream runs dry, for ms; at depth 1 they alternate (86 us)",
     "launches": "one process' launches are what is slow: two streams of one process at 256 KiB have less than 1.2 "
     "times the rate of one, two processes 1.6 times and more",
     "directions": "both directions share an engine: opposite copies of 16 MiB take 86 us, not 43 to 48",
