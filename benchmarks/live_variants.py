@@ -243,6 +243,22 @@ PLANS: Mapping[str, Mapping[str, Variant]] = {
             model=QUIET, flags=("--rest",),
         ),
     },
+    # what a change gains, 300 s more
+    "seventh": {
+        "vllm26-pull": Variant(
+            "vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPullConnector",),
+            model=("engine=vllm26", *QUIET),
+        ),
+        "vllm26-push": Variant(
+            "vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPushConnector",),
+            model=("engine=vllm26", *QUIET, *PUSHED),
+        ),
+        "vllm-page64": Variant("vllm", "vllm", SMALL, "mixed3k-70", words=("kv.page_size=64",), model=QUIET),
+        "vllm-nothread": Variant(
+            "vllm", "vllm", SMALL, "mixed3k-70", decode=("--kv-transfer-config", NO_THREAD),
+            model=(*QUIET, *POSTS_ALONE),
+        ),
+    },
 }  # fmt: skip
 """Variants by name, in the order in which they are measured."""
 

@@ -202,6 +202,8 @@ def job(config: Config, options: ServeOptions) -> Deployment:
 def _job(config: Config, options: ServeOptions) -> Deployment:
     """Return the deployment with prefill and decode apart, before it is checked."""
     parallel, shape = config.parallel, kv_shape(config.model)
+    if config.engine.packed:
+        shape = replace(shape, head_bytes=2 * shape.head_bytes, packed=True)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
     def pool(side: Side) -> int:

@@ -42,7 +42,7 @@ class KvShape:
 
     *state* says which layers those are, and what the others keep.
 
-    A layer's K and V have ``heads * head_bytes`` bytes of a token each; sizes are for all tensor-parallel ranks
+    Each of a layer's planes has ``heads * head_bytes`` bytes of a token; sizes are for all tensor-parallel ranks
     together.
 
     >>> llama = KvShape(layers=32, heads=8, head_bytes=256)  # Llama-3.1-8B in bf16
@@ -55,6 +55,7 @@ class KvShape:
     head_bytes: int  # of K, or of V, in one head and layer
     latent_bytes: int = 0  # in one layer
     state: StateShape = ATTENTION
+    packed: bool = False  # K and V of a head lie side by side: *head_bytes* are of both, and a layer is one plane
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_bytes"):
@@ -67,8 +68,8 @@ class KvShape:
 
     @property
     def tensors(self) -> int:
-        """Planes of a layer: K and V, or the latent row."""
-        return 1 if self.latent_bytes else 2
+        """Planes of a layer: K and V, or one with both, or the latent row."""
+        return 1 if self.latent_bytes or self.packed else 2
 
     @property
     def attention_layers(self) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["ORDERS", "FreeQueue", "PagePool", "Pages", "Pool", "SlotPool", "after", "page_pool"]
+__all__ = ["ORDERS", "FreeQueue", "FreeStack", "PagePool", "Pages", "Pool", "SlotPool", "after", "page_pool"]
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
 
-ORDERS = ("best_fit", "queue")
+ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
 
 
@@ -67,11 +67,13 @@ def page_pool(order: str, pages: int) -> Pool:
     """Return a pool of so many *pages*, all free, that gives them out in *order*.
 
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
-    what was freed longest ago (`FreeQueue`, as vLLM does).  Raise a `ValueError` if there is no such order.
+    what was freed longest ago (`FreeQueue`, as vLLM does), ``"stack"`` what was freed last (`FreeStack`, as vLLM
+    0.26 does).  Raise a `ValueError` if there is no such order.
     """
     if order not in ORDERS:
         raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
-    return PagePool(pages) if order == "best_fit" else FreeQueue(pages)
+    kinds: dict[str, Callable[[int], Pool]] = {"best_fit": PagePool, "queue": FreeQueue, "stack": FreeStack}
+    return kinds[order](pages)
 
 
 def after(pages: Pages, skip: int) -> Pages:
@@ -309,6 +311,27 @@ class FreeQueue:
         taken = [self._queue.popleft() for _ in range(count)]
         self.peak = max(self.peak, self.used)
         return taken
+
+
+class FreeStack(FreeQueue):
+    """As `FreeQueue`, but what was freed last is given out first, the last page of an owner before the others.
+
+    So does vLLM 0.26 with blocks that no prefix cache keeps (`prepend_n` in its block pool).  A request alone gets
+    ascending neighbours, the next one the same pages descending, then ascending again.
+
+    >>> pool = FreeStack(4)
+    >>> pool.allocate(1, 2)
+    ((0, 2),)
+    >>> pool.release(1)
+    >>> pool.allocate(2, 3)
+    ((1, 1), (0, 1), (2, 1))
+    """
+
+    def release(self, owner: int) -> None:
+        """As `Pool.release`: the last page of *owner* is the first of all to be given out again."""
+        if owner not in self._owned:
+            raise KeyError(f"owner {owner} has no pages to release")
+        self._queue.extendleft(self._owned.pop(owner))
 
 
 def _runs(pages: Iterable[int]) -> Pages:

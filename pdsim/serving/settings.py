@@ -471,6 +471,7 @@ class ServingEngine:
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     page_order: str = "tokens"  # in a page: "tokens" with their heads, or "heads" with their tokens
+    packed: bool = False  # K and V of a head lie side by side, so that a page of a layer is one descriptor
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
     lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
     heartbeat: Seconds = 5.0  # between two of the reader's renewals of the lease

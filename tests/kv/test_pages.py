@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdsim.kv.pages import ORDERS, FreeQueue, PagePool, SlotPool, page_pool
+from pdsim.kv.pages import ORDERS, FreeQueue, FreeStack, PagePool, SlotPool, page_pool
 
 
 def test_pages_are_handed_out_from_the_lowest():
@@ -136,6 +136,15 @@ def test_pages_of_a_queue_ascend_again_when_all_have_been_used_twice():
         pool.release(1)
 
 
+def test_a_stack_gives_out_what_was_freed_last():
+    pool = FreeStack(6)
+    assert [pool.allocate(1, 2), pool.allocate(2, 2)] == [((0, 2),), ((2, 2),)]
+    pool.release(1)
+    pool.release(2)
+    assert pool.allocate(3, 3) == ((3, 1), (2, 1), (1, 1))
+    assert pool.is_whole()
+
+
 def test_what_a_queue_adds_to_an_owner_comes_last():
     pool = FreeQueue(8)
     pool.allocate(1, 2)
@@ -151,7 +160,7 @@ def test_what_a_queue_adds_to_an_owner_comes_last():
     )
 
 
-@pytest.mark.parametrize("pool", [PagePool(4), FreeQueue(4)], ids=ORDERS)
+@pytest.mark.parametrize("pool", [PagePool(4), FreeQueue(4), FreeStack(4)], ids=ORDERS)
 def test_every_order_refuses_the_same(pool: PagePool | FreeQueue):
     assert pool.allocate(1, 5) is None
     pool.allocate(1, 2)
@@ -170,6 +179,6 @@ def test_every_order_refuses_the_same(pool: PagePool | FreeQueue):
 
 
 def test_an_unknown_order_is_refused_with_those_that_there_are():
-    assert [type(page_pool(order, 4)) for order in ORDERS] == [PagePool, FreeQueue]
-    with pytest.raises(ValueError, match="one of best_fit, queue, got 'random'"):
+    assert [type(page_pool(order, 4)) for order in ORDERS] == [PagePool, FreeQueue, FreeStack]
+    with pytest.raises(ValueError, match="one of best_fit, queue, stack, got 'random'"):
         page_pool("random", 4)

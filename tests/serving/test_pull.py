@@ -48,11 +48,11 @@ def serve(
 SIDES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
 
 
-@pytest.mark.parametrize("order", ["tokens", "heads"])
+@pytest.mark.parametrize("order", ["tokens", "heads", "packed"])
 @pytest.mark.parametrize(("prefill", "decode"), SIDES, ids=[f"{one}to{other}" for one, other in SIDES])
 def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: int, order: str):
     requests = [Request(0.01 * number, 60 + 7 * number, 5) for number in range(12)]
-    engine = replace(PULL, page_order=order)
+    engine = replace(PULL, packed=True) if order == "packed" else replace(PULL, page_order=order)
     outcome = serve(requests, prefill=Side(tp=prefill), decode=Side(tp=decode), engine=engine)
     assert statuses(outcome) == ["ok"] * 12  # contents compared
     assert {record.operation for rank in outcome.ranks.values() for record in rank.transfers} == {"read"}
