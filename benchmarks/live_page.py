@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.live_campaign import LOADS
+from benchmarks.live_campaign import LENGTHS, LOADS
 from benchmarks.live_campaign import THIRD as THIRD_LOADS
-from benchmarks.live_validation import DATA, FITTED, METRICS, compare, means
+from benchmarks.live_validation import DATA, FITTED, METRICS, compare, means, singles_of
 from benchmarks.live_variants import CHANGES, changed
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
@@ -34,11 +34,8 @@ BLIND = DATA / "blind"
 """Sealed predictions, ``expected-VARIANT.json``, and what was measured then, ``VARIANT/``.
 
 ``second-VARIANT.json`` are of the model after a change, sealed while the servers were measured, before their author
-had seen a figure of it.
+had seen a figure of it.  Predictions of later campaigns are named by their folder, as in ``third/VARIANT``.
 """
-
-THIRD = DATA / "third"
-"""The same of the campaign after it, whose predictions are named ``third/VARIANT``."""
 
 ROWS = {
     "vllm": "**vLLM, blind**",
@@ -55,6 +52,16 @@ ROWS = {
     "third/vllm26-pull": "vLLM 0.26.0, pull, blind, third host",
     "third/vllm26-push": "vLLM 0.26.0, push, blind, third host",
     "third/sglang": "**SGLang, blind again, third host**",
+    "fourth/vllm": "**vLLM, blind, fourth host**",
+    "fourth/vllm-as-sglang": "vLLM, blind, fourth host, by `engine=sglang`",
+    "fourth/vllm-chunk2k": "vLLM, chunks of 2,048, blind, fourth host",
+    "fourth/vllm-threads0": "vLLM, `num_threads=0`, blind, fourth host",
+    "fourth/vllm26-pull": "vLLM 0.26.0, pull, blind, fourth host",
+    "fourth/vllm26-push": "vLLM 0.26.0, push, blind, fourth host",
+    "fourth/vllm-page64": "vLLM with blocks of 64, blind, fourth host",
+    "fourth/vllm-nothread": "vLLM without NIXL's progress thread, fourth host",
+    "fourth/sglang": "**SGLang, blind, fourth host, garbage frozen**",
+    "fourth/sglang-as-vllm": "SGLang, blind, fourth host, by `engine=vllm`",
 }
 """Predictions of the blind campaigns, and what they are called in the table."""
 
@@ -67,20 +74,32 @@ REPEATS = {
 }
 """Loads that were measured twice: minutes apart on the same servers, or on two hosts."""
 
+HANDOFFS = {
+    "vllm": "vLLM",
+    "vllm-1to2": "vLLM, TP1 → TP2",
+    "vllm-2to1": "vLLM, TP2 → TP1",
+    "sglang": "SGLang",
+    "sglang-1to2": "SGLang, TP1 → TP2",
+    "sglang-2to1": "SGLang, TP2 → TP1",
+}
+"""Variants of the fourth campaign whose single requests are shown, and what they are called."""
+
+NEAR = 0.15
+"""The relative error that is asked for of single requests, from prefill's end to the first token."""
+
 SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p50"}
 """Metrics of what a change gains."""
 
 
 def _read(name: str) -> dict[str, Any]:
-    folder, name = (THIRD, name.partition("/")[2]) if name.startswith("third/") else (BLIND, name)
-    return unseal((folder / f"expected-{name}.json").read_bytes(), name)
+    campaign, _, own = name.rpartition("/")
+    return unseal((DATA / (campaign or BLIND.name) / f"expected-{own}.json").read_bytes(), name)
 
 
 def _folder(name: str) -> Path:
     """Return the folder of what was measured of the variant that the prediction *name* is about."""
-    if name.startswith("third/"):
-        return DATA / name
-    return BLIND / name.partition("-as-")[0]
+    campaign, _, own = name.rpartition("/")
+    return DATA / (campaign or BLIND.name) / own.partition("-as-")[0]
 
 
 def _measured(name: str) -> dict[str, Any]:
@@ -139,16 +158,34 @@ def _change_rows() -> Iterator[str]:
         yield f"| {change} | {load} | " + " | ".join(cells) + " |"
 
 
+def _handoff_rows() -> Iterator[str]:
+    """Yield the table of single requests of the fourth campaign: predicted and measured, and how many are near."""
+    lengths = [str(length) for length in LENGTHS]
+    shown = {n: label for n, label in HANDOFFS.items() if (_folder(f"fourth/{n}") / "singles.json").exists()}
+    if not shown:
+        return
+    heads = ["first token after prefill's end, ms, predicted / measured", *lengths, "within 15 %"]
+    yield ""
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    for name, label in shown.items():
+        made, found = _read(f"fourth/{name}")["singles"], singles_of(_folder(f"fourth/{name}"))
+        both = {n: (made[n]["handoff"], found[n]["handoff"]) for n in lengths if n in made and n in found}
+        cells = [f"{both[n][0] * 1e3:.0f} / {both[n][1] * 1e3:.0f}" if n in both else "-" for n in lengths]
+        near = sum(abs(one / other - 1.0) <= NEAR for one, other in both.values())
+        yield f"| {label} | " + " | ".join([*cells, f"{near} of {len(both)}"]) + " |"
+
+
 def changes() -> Iterator[tuple[str, str, Mapping[str, float], Mapping[str, float]]]:
     """Yield change, load, and by metric how many times as large it becomes: predicted and measured."""
-    for campaign in ("", "third/"):
+    for campaign, host in (("", ""), ("third/", ", third host"), ("fourth/", ", fourth host")):
         for change, pair in CHANGES.items():
             names = [campaign + name for name in pair]
             before, after = ({"loads": _measured(name)} for name in names)
             if before["loads"] and after["loads"]:
                 sealed = changed(*map(_read, names))
                 for load, found in changed(before, after).items():
-                    yield f"{change}{', third host' if campaign else ''}", load, sealed.get(load, {}), found
+                    yield f"{change}{host}", load, sealed.get(load, {}), found
 
 
 def points() -> Iterator[Table]:
@@ -273,6 +310,7 @@ def page() -> Iterator[str]:
     yield "Points within the bound, else within twice what the same loads differ by when measured again, or missed:"
     yield ""
     yield from (f"- {line}" for line in _counted())
+    yield from _handoff_rows()
     yield from _change_rows()
     yield ""
     yield "![Predicted and measured latencies over load](live.svg)"
