@@ -49,8 +49,8 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
     if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
         if type(values) is np.ndarray:
             return _of_buffers(kind, len(values), None, np.ascontiguousarray(values))
-        known = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
-        return _of_buffers(kind, len(values), known, np.ascontiguousarray(np.ma.getdata(values)))
+        shown = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+        return _of_buffers(kind, len(values), shown, np.ascontiguousarray(np.ma.getdata(values)))
     found = values.tolist() if isinstance(values, np.ndarray) else values
     types = set(map(type, found))
     present = None if type(None) not in types else np.fromiter((v is not None for v in found), np.bool_, len(found))
