@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hatchling.bridge.app import Application
 
+import pdsim.clock
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import hatch_build
 
@@ -38,3 +40,8 @@ def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "no-such-cc")
     begin_a_wheel(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_doctor_says_whether_this_pdsim_is_compiled(pdsim_says):
+    kind = "in pure Python" if pdsim.clock.__file__.endswith(".py") else "compiled"
+    assert f"\nthe model (target=model): works, {kind}, and needs nothing more\n" in pdsim_says("doctor")[1]

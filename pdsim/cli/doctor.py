@@ -20,6 +20,7 @@ from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.live_deployment import installed
+from pdsim import clock
 from pdsim.calibration.host_factor import measure
 from pdsim.cli.overrides import conf, describe, groups, options
 from pdsim.units import format_size, parse_time
@@ -52,6 +53,7 @@ def report(own: Sequence[Path] = ()) -> str:
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
     )
+    model = "in pure Python" if clock.__file__.endswith(".py") else "compiled"  # see hatch_build.py
     engines = [registry.diagnose(name) for name in registry.backends()]
     usable = [engine.name for engine in engines if engine.works]
     real = (
@@ -63,7 +65,7 @@ def report(own: Sequence[Path] = ()) -> str:
         (
             f"pdsim {__version__} on {machine}",
             "",
-            "the model (target=model): works, and needs nothing more",
+            f"the model (target=model): works, {model}, and needs nothing more",
             "",
             "devices",
             indent(_table(devices()), "  "),
