@@ -17,9 +17,12 @@ from pdsim.hardware import Machine
 from pdsim.serving.compute.experts import Exchange
 from pdsim.serving.compute.kernels import Kernels, Peaks, Roof
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
-from pdsim.serving.compute.shapes import LayerShape, layer_shape, products
+from pdsim.serving.compute.shapes import LayerShape, Product, layer_shape, products
 from pdsim.serving.compute.tiles import SORTED, Work, causal_attention, grouped, product, whole_sequences
 from pdsim.serving.settings import Compute, Llm, Side
+
+_ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
+"""Products of attention: of the tokens of one group; others are of those of all."""
 
 __all__ = ["ForwardModel", "OperatorForward", "forward", "peaks"]
 
@@ -215,15 +218,12 @@ class OperatorForward:
 
     def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
         """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
-        model, shape = self.model, self.shape
-        narrow, every = model.dtype_bytes == 1, tokens * self.dp
+        model, shape, every = self.model, self.shape, tokens * self.dp
         total = 0.0
-        attention = ("qkv", "qkv_down", "q_up", "kv_up", "out")
-        for one in products(model, self.tp, self.tp // self.dp, absorbed=absorbed):
-            rows = tokens if one.name in attention else every
+        for one, narrow in self._absorbed if absorbed else self._expanded:
+            rows = tokens if one.name in _ATTENTION else every
             rows = sequences if one.name == "head" else rows
-            wide = one.name in ("head", "router")  # these stay in bf16
-            total += one.times * self.gemm(rows, one.n, one.k, narrow and not wide)
+            total += one.times * self.gemm(rows, one.n, one.k, narrow)
         if absorbed and model.attention == "mla":
             total += model.layers * self._absorb(tokens)
         dense = shape.dense if model.experts else model.layers
@@ -238,6 +238,21 @@ class OperatorForward:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
             total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
         return total + 2 * model.layers * self._allreduce(tokens)
+
+    @cached_property
+    def _expanded(self) -> list[tuple[Product, bool]]:
+        """The products of a prefill, and whether they are of 8-bit elements."""
+        return self._products(absorbed=False)
+
+    @cached_property
+    def _absorbed(self) -> list[tuple[Product, bool]]:
+        """The same of a step."""
+        return self._products(absorbed=True)
+
+    def _products(self, absorbed: bool) -> list[tuple[Product, bool]]:
+        narrow = self.model.dtype_bytes == 1 and self.kernels.gemm_fp8 is not None
+        found = products(self.model, self.tp, self.tp // self.dp, absorbed=absorbed)
+        return [(one, narrow and one.name not in ("head", "router")) for one in found]  # these stay in bf16
 
     def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
         """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""

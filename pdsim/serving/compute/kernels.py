@@ -59,7 +59,7 @@ class Roof:
         memory = work.nbytes / (peaks.memory * self.memory_share) if self.memory_share else 0.0
         tiles = work.turns * self.block + work.depth * self.walk
         least = self.launch + parts * self.part
-        if self.blend == 1.0 or sum(part > 0.0 for part in (compute, memory, tiles)) < 2:
+        if self.blend == 1.0 or (compute > 0.0) + (memory > 0.0) + (tiles > 0.0) < 2:
             return least + compute + memory + tiles
         norm = compute**self.blend + memory**self.blend + tiles**self.blend
         return least + float(norm ** (1.0 / self.blend))

@@ -45,6 +45,8 @@ _ROWS: dict[str, tuple[int, ...]] = dict.fromkeys(
 )
 _ROWS |= {"prefill": (0, 64, 128), "mla_prefill": (0, 64, 128), "decode": (0, 128)}
 _COLUMNS = (64, 128, 256)
+_GROUPED = 128
+"""Columns of the tiles of PyTorch's grouped products, of twice as many where experts have many rows."""
 _MAXIMUM = 21.0
 """A blend at which the longest part nearly counts alone."""
 _NOTHING = 1e-13
@@ -73,7 +75,7 @@ def _cuts(name: str, processors: int) -> Iterator[Roof]:
         if tile and processors and "b" in OPERATORS[name]:
             for columns in _COLUMNS:
                 yield Roof(tile=tile, columns=columns)
-                if name == "experts":
+                if name == "experts" and columns == _GROUPED:
                     yield Roof(tile=tile, columns=columns, widened=True)
 
 

@@ -67,10 +67,10 @@ def tiles_of(rows: float, tile: int, even: bool = True) -> float:
     Unless they are *even*, rows are as many in the mean, drawn independently of each other: then nearly every second
     one that would fill its tiles exactly needs one more.
     """
+    if even:
+        return math.ceil(rows / tile) if tile else 0
     if not tile or not rows:
         return 0
-    if even:
-        return math.ceil(rows / tile)
     spread = math.sqrt(2.0 * rows)
     first = max(1, math.floor((rows - 3.0 * spread) / tile))  # tiles that all have
     last = math.ceil((rows + 3.0 * spread) / tile)
@@ -135,7 +135,10 @@ def causal_attention(
 
 
 WIDE = 128
-"""Rows an expert, in the mean of all that a layer has, beyond which PyTorch takes tiles of twice the columns."""
+"""Rows an expert, in the mean of all that a layer has, beyond which PyTorch takes tiles of 256 columns, not 128.
+
+Its ``dispatch_bf16_grouped_kernel_on_tile_size`` says so (aten/src/ATen/native/cuda/GroupMM.cu).
+"""
 SORTED = 128
 """Rows that a warp sorts alone; more take kernels more."""
 SPLIT = 1.6
