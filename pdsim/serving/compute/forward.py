@@ -220,7 +220,7 @@ class OperatorForward:
         """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
         model, shape, every = self.model, self.shape, tokens * self.dp
         total = 0.0
-        for one, narrow in self._absorbed if absorbed else self._expanded:
+        for one, narrow in self._products[absorbed]:
             rows = tokens if one.name in _ATTENTION else every
             rows = sequences if one.name == "head" else rows
             total += one.times * self.gemm(rows, one.n, one.k, narrow)
@@ -240,19 +240,14 @@ class OperatorForward:
         return total + 2 * model.layers * self._allreduce(tokens)
 
     @cached_property
-    def _expanded(self) -> list[tuple[Product, bool]]:
-        """The products of a prefill, and whether they are of 8-bit elements."""
-        return self._products(absorbed=False)
-
-    @cached_property
-    def _absorbed(self) -> list[tuple[Product, bool]]:
-        """The same of a step."""
-        return self._products(absorbed=True)
-
-    def _products(self, absorbed: bool) -> list[tuple[Product, bool]]:
+    def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
+        """The products of a prefill (False) and of a step (True), and whether they are of 8-bit elements."""
         narrow = self.model.dtype_bytes == 1 and self.kernels.gemm_fp8 is not None
-        found = products(self.model, self.tp, self.tp // self.dp, absorbed=absorbed)
-        return [(one, narrow and one.name not in ("head", "router")) for one in found]  # these stay in bf16
+        found = {each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)}
+        # the head and the router stay in bf16
+        return {
+            each: [(one, narrow and one.name not in ("head", "router")) for one in found[each]] for each in found
+        }
 
     def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
         """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
