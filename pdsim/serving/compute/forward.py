@@ -8,6 +8,7 @@ alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,16 @@ from pdsim.serving.compute.experts import Exchange
 from pdsim.serving.compute.kernels import Kernels, Peaks, Roof
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.compute.shapes import LayerShape, Product, layer_shape, products
-from pdsim.serving.compute.tiles import SORTED, Work, causal_attention, grouped, product, whole_sequences
+from pdsim.serving.compute.tiles import (
+    SORTED,
+    SPLIT,
+    Work,
+    causal_attention,
+    decode_rows,
+    grouped,
+    product,
+    whole_sequences,
+)
 from pdsim.serving.settings import Compute, Llm, Side
 
 _ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
@@ -139,14 +149,17 @@ class OperatorForward:
     def context_of(self, batch: int) -> float:
         """Return the seconds that a token of context adds to a decode iteration of *batch* requests.
 
-        Kernels with tiles multiply all rows of one, few of which a request has: half as many where they split.
+        Kernels with tiles multiply all rows of one, few of which a request has (`tiles.decode_rows`).
         """
-        return self._token(self._whole(-(-batch // self.stages)))
+        return self._token(-(-batch // self.stages))
 
     @cached_property
     def context(self) -> float:
         """The most seconds that a token of context adds to a decode iteration, of whatever batch."""
-        return max(self._token(True), self._token(False))
+        heads, processors = self._kv_heads, self.peaks.processors
+        # the fewest sequences that are not split, and that take three turns
+        whole = [math.ceil(SPLIT * processors / heads), 2 * processors // heads + 1] if processors else []
+        return max(self._token(sequences) for sequences in (1, *whole))
 
     @cached_property
     def sequence(self) -> float:
@@ -205,11 +218,11 @@ class OperatorForward:
         """Return whether decode attention of so many *sequences* splits none of them."""
         return bool(self._decode_roof().tile) and whole_sequences(sequences, self._kv_heads, self.peaks.processors)
 
-    def _token(self, whole: bool) -> float:
-        """Return the seconds that a token of context adds to a decode iteration of *whole* sequences, or split."""
+    def _token(self, sequences: int) -> float:
+        """Return the seconds that a token of context adds to a decode iteration of so many *sequences*."""
         roof, layers, model = self._decode_roof(), self._layers(), self.model
         if model.attention == "gqa":
-            rows = self._kv_heads * (roof.tile if whole else roof.tile // 2)
+            rows = decode_rows(sequences, self._kv_heads, roof.tile, self.peaks.processors)
             width = 2 * model.head_dim
         else:
             rows, width = self._heads, 2 * model.latent_dim - model.rope_dim

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdsim.serving.compute.kernels import Roof
-from pdsim.serving.compute.tiles import SORTED, Work, causal_attention, grouped, product, whole_sequences
+from pdsim.serving.compute.tiles import (
+    SORTED,
+    Work,
+    causal_attention,
+    decode_rows,
+    grouped,
+    product,
+    whole_sequences,
+)
 
 __all__ = ["Row", "merged", "operator_of", "work"]
 
@@ -38,9 +46,8 @@ def work(row: Row, roof: Roof, processors: int) -> Work:
         both = (k or width) + value
         return causal_attention([(context, tokens)], heads, both, 2.0 * kv * both, roof.tile, processors)
     if name == "decode":
-        whole = roof.tile > 0 and whole_sequences(batch, kv, processors)
-        rows = kv * (roof.tile if whole else roof.tile // 2)
-        depth = 0 if whole else context
+        rows = decode_rows(batch, kv, roof.tile, processors)
+        depth = 0 if roof.tile and whole_sequences(batch, kv, processors) else context
         return Work(4.0 * batch * context * rows * width, 4.0 * batch * context * kv * width, depth=depth)
     if name == "mla_decode":
         return Work(2.0 * batch * context * heads * (k + value), 2.0 * batch * context * k)

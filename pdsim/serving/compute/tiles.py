@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 __all__ = [
     "SORTED",
+    "SPLIT",
     "WIDE",
     "Work",
     "causal_attention",
+    "decode_rows",
     "grouped",
     "product",
     "tiles_of",
@@ -148,3 +150,14 @@ SPLIT = 1.6
 def whole_sequences(sequences: float, kv_heads: int, processors: int) -> bool:
     """Return whether decode attention has a tile for each of *sequences* and KV heads, instead of several."""
     return processors > 0 and sequences * kv_heads >= SPLIT * processors
+
+
+def decode_rows(sequences: float, kv_heads: int, tile: int, processors: int) -> float:
+    """Return how many rows decode attention computes for a token of context, of one of so many *sequences*.
+
+    Whole sequences have tiles of *tile* rows, few of which are a request's, and wait for each other's turns; split
+    ones have tiles of half as many.
+    """
+    if not whole_sequences(sequences, kv_heads, processors):
+        return kv_heads * (tile // 2)
+    return turns(sequences * kv_heads, processors) * processors / sequences * tile
