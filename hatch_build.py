@@ -9,8 +9,8 @@ and Python's headers; where one of these is missing, one line says which and wha
 The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  A compiled
 wheel has the sources too, for tracebacks.  Editable installs stay pure.
 
-Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and ranks' programs, which packages
-derive from with bases that a compiled class cannot have.
+Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and classes with two bases, such as the
+programs of a pulled handoff.  Ranks' programs may be derived from all the same (`pdsim.native_class`).
 """
 
 from __future__ import annotations
@@ -65,16 +65,31 @@ MODULES = (
     "pdsim/kv/status.py",
     "pdsim/kv/staging/staging_receiver.py",
     "pdsim/kv/staging/ring.py",
+    "pdsim/serving/arrivals.py",
+    "pdsim/serving/bootstrap_server.py",
     "pdsim/serving/compute/roofline.py",
+    "pdsim/serving/decode/block_manager.py",
+    "pdsim/serving/decode/decode_scheduler.py",
+    "pdsim/serving/decode/decode_worker.py",
     "pdsim/serving/decode/growing_memory.py",
+    "pdsim/serving/decode/preemption.py",
+    "pdsim/serving/decode/room_lookup.py",
     "pdsim/serving/decode/steps.py",
-    "pdsim/serving/scheduler_host.py",
+    "pdsim/serving/fences.py",
     "pdsim/serving/instances.py",
+    "pdsim/serving/introductions.py",
     "pdsim/serving/load.py",
     "pdsim/serving/outstanding.py",
+    "pdsim/serving/prefill/prefill_block_manager.py",
     "pdsim/serving/prefill/prefill_request.py",
+    "pdsim/serving/prefill/prefill_scheduler.py",
+    "pdsim/serving/prefill/prefill_worker.py",
     "pdsim/serving/prefix_cache.py",
+    "pdsim/serving/rank_process.py",
+    "pdsim/serving/request_log.py",
     "pdsim/serving/routed_requests.py",
+    "pdsim/serving/router.py",
+    "pdsim/serving/scheduler_host.py",
 )
 """What runs for each event, message or transfer."""
 

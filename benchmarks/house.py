@@ -34,7 +34,7 @@ HEAVY = (
 )
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
-_BASIS = ("version", "errors", "units", "guards", "plugins", "repository", "clock", "progress")
+_BASIS = ("version", "errors", "units", "guards", "native_class", "plugins", "repository", "clock", "progress")
 _WAIST = (
     "compact",
     "transfer",

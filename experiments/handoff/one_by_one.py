@@ -40,7 +40,7 @@ class _OneByOne(Arrivals):
         self._advance(None)
 
     def _advance(self, _: Event | None) -> None:
-        if self._next < len(self._requests) and not self._process.ended.triggered:
+        if self._next < len(self._requests) and not self._process.has_ended:
             self._next += 1
             self._arrive(self._requests[self._next - 1])
         self._idle()

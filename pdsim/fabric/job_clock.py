@@ -33,8 +33,9 @@ class RankClock(Clock):
         self.job = job
         self._put_off: list[Event | Call] = []
         # Environment.__init__ would make a queue and a time of its own
-        self._queue = job._queue
+        self._queue = self.queue = job.queue
         self._eid = job._eid if job.ties is None else Ties(job, job.ties, job.numbers)  # type: ignore[assignment]
+        self.order: Iterator[Any] = self._eid
         self._active_proc: Process | None = None
         BoundClass.bind_early(self)
 
@@ -51,7 +52,7 @@ class RankClock(Clock):
         """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
         if when < self.job.now:
             raise ValueError(f"at(={when}) must not be before now(={self.job.now})")
-        push(self._queue, (when, NORMAL, next(self._eid), Call(self, function, argument)))
+        push(self.queue, (when, NORMAL, next(self.order), Call(self, function, argument)))
 
     def stop(self) -> None:
         """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
@@ -87,11 +88,14 @@ class JobClock(Clock):
 
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()
+        self.queue: list[Any] = self._queue
+        """SimPy's own, as an attribute that a compiled clock finds at once; so is `order`."""
         self.ties = ties
         """Draws, if what is due at one instant on several ranks is to happen in any order."""
         self.numbers = count()
         if ties is not None:
             self._eid = Ties(self, ties, self.numbers, each=True)  # type: ignore[assignment]
+        self.order: Iterator[Any] = self._eid
         self.events = 0
         """Events processed until now."""
 
@@ -99,13 +103,15 @@ class JobClock(Clock):
         """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
         if when < self.now:
             raise ValueError(f"at(={when}) must not be before now(={self.now})")
-        push(self._queue, (when, NORMAL, next(self._eid), Call(self, function, argument)))
+        push(self.queue, (when, NORMAL, next(self.order), Call(self, function, argument)))
 
-    def step(self) -> None:
-        """As SimPy's, which `Environment.run` calls."""
-        if self._queue:
-            self.now = self._queue[0][0]
-        super().step()
+    @property
+    def _now(self) -> float:  # what SimPy's own methods read and set
+        return self.now
+
+    @_now.setter
+    def _now(self, now: float) -> None:
+        self.now = now
 
     def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
         """Process at most *limit* events, until *live* is empty.
@@ -113,22 +119,23 @@ class JobClock(Clock):
         Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
         raised.  Raise `EmptySchedule` if nothing is scheduled any more.
         """
-        queue, pop = self._queue, heappop
+        queue, pop = self.queue, heappop
         for _ in range(limit):
             if not live:
                 return
             if not queue:
                 raise EmptySchedule
-            event: Any
-            now, _, _, event = pop(queue)
-            self.now = self._now = now
+            entry: tuple[Any, ...] = pop(queue)
+            self.now = entry[0]
             self.events += 1
-            if event.__class__ is Call:  # more than half of them
-                if not event.env.halted:
-                    event.function(event.argument)
+            if type(entry[3]) is Call:  # more than half of them
+                call: Call = entry[3]
+                if not call.env.halted:
+                    call.function(call.argument)
                 else:
-                    event.env.put_off(event)
+                    call.env.put_off(call)
                 continue
+            event = entry[3]
             clock = event.env
             if clock.halted:
                 clock.put_off(event)

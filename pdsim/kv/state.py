@@ -131,6 +131,7 @@ class StatePool:
 
     def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:
         self._shape = shape
+        self._components = shape.components
         self._page_size = page_size
         self.slots = SlotPool(slots) if shape.mamba else None
         self.window = PagePool(window_pages) if shape.window else None
@@ -153,6 +154,8 @@ class StatePool:
         *tokens* are those of the handoff and *reach* those that it grows to, *pages* its pages of keys and values,
         where index rows lie too.
         """
+        if not self._components:
+            return ()
         rows: dict[str, Pages] = {"index": pages}
         if self.window is not None:
             window = self.window.allocate(owner, self.need(tokens, reach))
@@ -166,7 +169,7 @@ class StatePool:
                     self.window.release(owner)
                 return None
             rows["mamba"] = ((slot, 1),)
-        return tuple(rows[name] for name in self._shape.components)
+        return tuple(rows[name] for name in self._components)
 
     def release(self, owner: int) -> None:
         """Take the rows of *owner* back.  Raise a `KeyError` if it has none."""

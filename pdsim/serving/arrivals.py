@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 from simpy.events import Event
 
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.routed_requests import RoutedRequest
 
 __all__ = ["Arrivals"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals:
     """Calls *arrive* with each of *requests* when it comes, and *idle* whenever no further one is due by itself.
 
@@ -87,7 +89,7 @@ class Arrivals:
     def _advance(self, _: Event | None) -> None:
         """Let all arrive that are due, and wake when the next is; call *idle* once none is left."""
         clock = self._process.clock
-        while self._next < self._count and not self._process.ended.triggered:
+        while self._next < self._count and not self._process.has_ended:
             request = self._requests[self._next if self._open is None else self._open[self._next]]
             arrival = self.start + request.arrival
             if arrival > clock.now:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from pdsim.job import Rank
 from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import Enroll, Gone, KvMessage, Locate, Located, MessageError, Ping, Pong, Ready
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.instances import InstanceRegistry, own_place
 from pdsim.serving.rank_process import Handler, RankProcess
@@ -20,6 +21,7 @@ from pdsim.transfer import Program
 __all__ = ["BootstrapServer"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BootstrapServer(RankProcess, ABC):
     """Keeps the registry of instances, and pings every rank three times in `Deployment.deadline` seconds.
 
@@ -65,7 +67,7 @@ class BootstrapServer(RankProcess, ABC):
 
     def watch(self) -> Program:
         """Ping every rank three times a deadline, and give up instances that do not answer."""
-        while not self.ended.triggered:
+        while not self.has_ended:
             asked = self.clock.now
             self.send(self.last_heard, Ping())
             yield self.clock.timeout(self.job.deadline / 3)

@@ -52,12 +52,12 @@ class PeerFence:
 
     def _introduce(self, peer: str, message: Callable[[], KvMessage]) -> Program:
         yield from self._wait(instance_of(peer), epoch_of(peer) - 1)
-        if not self._process.ended.triggered:
+        if not self._process.has_ended:
             self._process.send([rank_name(instance_of(peer), index) for index in self._peers], message())
 
     def _prove(self, fence: Fence) -> Program:
         yield from self._wait(instance_of(fence.life), epoch_of(fence.life))
-        if not self._process.ended.triggered:
+        if not self._process.has_ended:
             self._fenced(Fenced(fence.number))
 
     def _wait(self, instance: str, epoch: int) -> Program:

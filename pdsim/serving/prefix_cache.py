@@ -58,8 +58,10 @@ class PrefixCache:
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the least recently used first
+        self._capacity = capacity or 0
+        self._ordered: OrderedDict[int, int] | None = None if capacity is None else OrderedDict()
+        # tokens of each, if there is a capacity the least recently used first
+        self._blocks: dict[int, int] = {} if self._ordered is None else self._ordered
 
     def __len__(self) -> int:
         """Return the number of blocks that are held."""
@@ -77,22 +79,40 @@ class PrefixCache:
 
     def insert(self, request: Request) -> None:
         """Hold the prompt of *request*, and evict what is too much."""
+        self._insert(request, 0)
+
+    def use(self, request: Request) -> int:
+        """Return what `match` does, and `insert`."""
+        tokens = full = 0
+        for block in request.hash_ids:
+            held = self._blocks.get(block, 0)
+            tokens += held
+            if held < HASHED:
+                break
+            full += 1
+        self._insert(request, full)
+        return min(tokens, request.input)
+
+    def _insert(self, request: Request, full: int) -> None:
+        """Hold the prompt of *request*, the first blocks of which, *full* of them, are held to their ends."""
         blocks, ids = self._blocks, request.hash_ids
         left = request.input - (len(ids) - 1) * HASHED  # tokens from the start of the last block on
-        if self._capacity is None:  # nothing is ever evicted, so nobody asks which is the least recently used
-            for block in reversed(ids):
+        if self._ordered is None:  # nothing is ever evicted, so nobody asks which is the least recently used
+            for block in reversed(ids[full:]):
                 tokens = left if left < HASHED else HASHED  # noqa: FURB136
                 if blocks.get(block, 0) < tokens:
                     blocks[block] = tokens
                 left += HASHED
             return
-        for block in reversed(ids):  # the first is the most recently used; there are dozens, and calls take long
+        for block in reversed(ids[full:]):  # the first is the most recently used; there are dozens: calls take long
             held = blocks.pop(block, 0)
             tokens = left if left < HASHED else HASHED  # noqa: FURB136
             blocks[block] = tokens if tokens > held else held  # noqa: FURB136
             left += HASHED
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+        for block in reversed(ids[:full]):
+            self._ordered.move_to_end(block)
+        while len(blocks) > self._capacity:
+            self._ordered.popitem(last=False)
 
 
 def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float | None:
@@ -105,7 +125,6 @@ def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float
     cache, held, tokens, hashed = PrefixCache(capacity), 0, 0, False
     for request in requests:
         hashed = hashed or bool(request.hash_ids)
-        held += cache.match(request)
+        held += cache.use(request)
         tokens += request.input
-        cache.insert(request)
     return held / tokens if hashed else None

@@ -26,6 +26,7 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Program
@@ -36,6 +37,7 @@ Handler = Callable[[str, Any], None]
 """Called with the rank that sent a message, and the message."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RankProcess:
     """One rank of a job.  Subclasses register a handler for each type of message that they expect.
 
@@ -55,6 +57,7 @@ class RankProcess:
         self.job = job
         self.clock = rank.clock
         self.ended = Event(rank.clock)
+        self.has_ended = False  # whether that is triggered: asked at each message
         self.ignored = 0
         self.handlers: dict[type[KvMessage], Handler] = {Ping: self._ping}
         self._heard = rank.clock.now
@@ -90,12 +93,14 @@ class RankProcess:
 
     def end(self, *_: Any) -> None:
         """End this rank in order."""
-        if not self.ended.triggered:
+        if not self.has_ended:
+            self.has_ended = True
             self.ended.succeed()
 
     def fail(self, error: Exception) -> None:
         """End this rank with *error*."""
-        if not self.ended.triggered:
+        if not self.has_ended:
+            self.has_ended = True
             self.ended.fail(error)
 
     def refuse(self, sender: str, reason: str) -> None:
@@ -108,7 +113,7 @@ class RankProcess:
 
     def watch(self) -> Program:
         """End this rank once the router has been silent for too long."""
-        while not self.ended.triggered:
+        while not self.has_ended:
             yield self.clock.timeout(self.job.deadline / 2)
             if self.clock.now - self._heard > self.job.deadline:
                 self.fail(PeerLost(f"nothing from {ROUTER} for {self.job.deadline} s"))
@@ -121,7 +126,7 @@ class RankProcess:
             self.fail(error)
 
     def _on_message(self, message: Envelope) -> None:
-        if self.ended.triggered:
+        if self.has_ended:
             return
         try:
             self._handle(*message)
@@ -166,6 +171,7 @@ class RankProcess:
         return False
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EngineProcess(RankProcess):
     """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
 

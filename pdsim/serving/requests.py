@@ -148,6 +148,15 @@ class RequestTable(Sequence[Request], Compact):
         first = int(self.ends[number - 1]) if number else 0
         return tuple(self.hash_ids[first : int(self.ends[number])].tolist())
 
+    def _spans(self, first: int, end: int) -> list[tuple[int, ...]]:
+        """Return `blocks` of the requests from *first* to before *end*, from one look at either column."""
+        assert self.ends is not None
+        assert self.hash_ids is not None
+        before = int(self.ends[first - 1]) if first else 0
+        ends = (self.ends[first:end] - before).tolist()
+        hashes = tuple(self.hash_ids[before : before + ends[-1]].tolist())
+        return [hashes[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+
     def plain(self) -> list[list[float]]:
         """Return rows of arrival, input and output: what a router is given.
 
@@ -169,7 +178,7 @@ class RequestTable(Sequence[Request], Compact):
             patience = [None] * size if self.patience is None else map(_or_none, self.patience[part].tolist())
             after = [-1] * size if self.after is None else self.after[part].tolist()
             priority = [0] * size if self.priority is None else self.priority[part].tolist()
-            blocks = [()] * size if self.ends is None else map(self.blocks, range(first, first + size))
+            blocks = [()] * size if self.ends is None else self._spans(first, first + size)
             numbers = (column[part].tolist() for column in (self.arrival, self.input, self.output))
             yield from (Request(*row) for row in zip(*numbers, patience, blocks, after, priority, strict=True))
 

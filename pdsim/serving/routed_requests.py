@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from pdsim.kv.messages import Finished, Submit
+from pdsim.serving.requests import RequestTable
 
 __all__ = ["ComingRequests", "RoutedRequest"]
 
@@ -70,6 +71,13 @@ class ComingRequests(Sequence[RoutedRequest]):
         self._blocks = blocks
         self._priorities = priorities
 
+    def most(self) -> tuple[int, int]:
+        """Return the most tokens of any prompt, and of any output; 1 if there are no requests."""
+        rows = self._rows
+        if isinstance(rows, RequestTable) and len(rows):
+            return int(rows.input.max()), int(rows.output.max())
+        return max((int(row[1]) for row in rows), default=1), max((int(row[2]) for row in rows), default=1)
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -80,9 +88,14 @@ class ComingRequests(Sequence[RoutedRequest]):
     def __getitem__(self, index: int | slice) -> RoutedRequest | list[RoutedRequest]:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
-        arrival, given, wanted = self._rows[index][:3]
+        rows = self._rows
+        if isinstance(rows, RequestTable):  # not by its rows, whose hashes would be most of the work
+            arrival, given, wanted = float(rows.arrival[index]), int(rows.input[index]), int(rows.output[index])
+        else:
+            first, *lengths = rows[index][:3]
+            arrival, (given, wanted) = first, map(int, lengths)
         blocks = tuple(self._blocks[index]) if self._blocks else ()
         priority = self._priorities[index] if self._priorities else 0
         return RoutedRequest(
-            arrival, int(given), int(wanted), self._leaves.get(index), blocks, priority, range(len(self))[index]
+            arrival, given, wanted, self._leaves.get(index), blocks, priority, range(len(self))[index]
         )

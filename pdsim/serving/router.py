@@ -7,7 +7,7 @@ It is also where ranks enrol and where it is decided that an instance is lost (`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -27,6 +27,7 @@ from pdsim.kv.messages import (
     Streamed,
     Took,
 )
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.arrivals import Arrivals
 from pdsim.serving.bootstrap_server import BootstrapServer
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
@@ -66,6 +67,7 @@ def program(
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Router(BootstrapServer):
     """The rank that requests arrive at.
 
@@ -85,7 +87,7 @@ class Router(BootstrapServer):
     A subclass may have requests arrive otherwise, by its own *arrivals_type*.
     """
 
-    arrivals_type: type[Arrivals] = Arrivals
+    arrivals_type: ClassVar[type[Arrivals]] = Arrivals
 
     def __init__(
         self,
@@ -98,17 +100,16 @@ class Router(BootstrapServer):
         priorities: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, job)
-        self.requests: Sequence[RoutedRequest] = ComingRequests(requests, leaves, blocks, priorities)
+        coming = ComingRequests(requests, leaves, blocks, priorities)
+        self.requests: Sequence[RoutedRequest] = coming
         self.log = RequestLog(len(requests), rank.journal)
         self.arrivals = self.arrivals_type(self, self.requests, after, self._come, self._stop_if_done)
         self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.start = 0.0
-        given = max((int(row[1]) for row in requests), default=1)
-        wanted = max((int(row[2]) for row in requests), default=1)
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
-        self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
+        self._patience = job.deadline * 4 / 3 + 2 * job.longest(*coming.most())
         self._moved = 0.0  # when a request last got somewhere, or a write of one
         rank.counts(lambda: self.tokens.generated[0], len(self.requests))
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
@@ -276,7 +277,7 @@ class Router(BootstrapServer):
 
     def _leave(self, request: RoutedRequest) -> None:
         """Have the user of *request* leave, unless it has its answer."""
-        if not request.status and request.finished is None and not self.ended.triggered:
+        if not request.status and request.finished is None and not self.has_ended:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
     def _find(self, room: int) -> RoutedRequest | None:
@@ -324,7 +325,7 @@ class Router(BootstrapServer):
 
     def _stop_if_done(self) -> None:
         """Stop all ranks, and end, once no request is under way and none can arrive."""
-        if not self._rooms and self.arrivals.over and not self.ended.triggered:
+        if not self._rooms and self.arrivals.over and not self.has_ended:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()

@@ -142,7 +142,7 @@ class StepVariation:
             drawn = self._mean * (self._random.gamma(self._shape, 1 / self._shape, _DRAWS) - 1)
             blocks.append(self._sum + np.cumsum(drawn))  # of dozens of steps a request, nine are asked for
             self._sum = float(blocks[-1][-1])
-        return float(blocks[number - self._first][place])
+        return blocks[number - self._first].item(place)
 
     def forget(self, step: int) -> None:
         """Take note that nobody will ask for fewer steps than *step*."""

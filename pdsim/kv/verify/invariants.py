@@ -329,7 +329,7 @@ class InvariantChecker:
             return
         self._stopped = True
         for name, member in self._members.items():
-            if name not in self._gone and not member.ended.triggered:
+            if name not in self._gone and not member.has_ended:
                 self._leftovers.check(name)
 
     # --- all ---

@@ -26,6 +26,7 @@ from pdsim.kv.pages import Pages, SlotPool, after
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.kv.status import Status
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.fences import FenceCount
@@ -69,6 +70,7 @@ class DecodeRequest:
         return self.consensus.status is Status.FAILED
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BlockManager(DecodeWorker, ABC):
     """The rank that hands out pages of its group, and sees to it that they come back.
 

@@ -29,6 +29,7 @@ from pdsim.kv.pages import Pages
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall, out_of_memory
 from pdsim.kv.status import Status
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
 from pdsim.serving.decode.growing_memory import GrowingMemory
 from pdsim.serving.decode.preemption import Retraction, pieces_again
@@ -48,6 +49,7 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     return (yield from handoff_of(deployment.engine).decode(rank, deployment, instance, index).run())
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeScheduler(BlockManager):
     """The rank that also schedules.
 
@@ -187,7 +189,7 @@ class DecodeScheduler(BlockManager):
         event.callbacks.append(self._boundary)
 
     def _boundary(self, event: Event) -> None:
-        if event is self._due_event and not self.ended.triggered:
+        if event is self._due_event and not self.has_ended:
             due, self._due = self._due, math.inf
             self.guard(self._between_steps, due)
 

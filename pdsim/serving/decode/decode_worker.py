@@ -22,6 +22,7 @@ from pdsim.kv.messages import (
     Return,
 )
 from pdsim.kv.receiver import KvReceiver
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, leader
 from pdsim.serving.fences import PeerFence
 from pdsim.serving.rank_process import EngineProcess
@@ -30,6 +31,7 @@ from pdsim.transfer import Notification, Program
 __all__ = ["DecodeWorker"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeWorker(EngineProcess):
     """A rank that receives its part of each request's KV and tells its leader.
 
@@ -96,7 +98,7 @@ class DecodeWorker(EngineProcess):
         self.send(leader(self.instance), message)
 
     def _on_notification(self, notification: Notification) -> None:
-        if self.ended.triggered:
+        if self.has_ended:
             return
         try:
             self.receiver.notice(notification)

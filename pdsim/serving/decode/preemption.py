@@ -49,7 +49,7 @@ class Retraction:
         worker.send(self._followers, Offload(worker.life, out * each, back * each))
         event = worker.offload(out * each, back * each)
         assert event.callbacks is not None
-        event.callbacks.append(lambda _: None if worker.ended.triggered else worker.guard(self._moved))
+        event.callbacks.append(lambda _: None if worker.has_ended else worker.guard(self._moved))
 
     def _moved(self) -> None:
         news, self.under_way, self.news = self.news, False, False

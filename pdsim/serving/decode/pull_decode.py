@@ -86,7 +86,7 @@ class PullDecodeWorker(DecodeWorker):
             self.receiver.read(message)
 
 
-class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
+class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
     """The rank that also schedules: it hears of a request when prefill has answered, and has the ranks read it.
 
     Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes
@@ -279,7 +279,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         It comes again, a heartbeat later, while there are any.
         """
         self._beats = False
-        if not self._sources or self.ended.triggered:
+        if not self._sources or self.has_ended:
             return
         rooms: dict[str, list[int]] = {}
         for number, lent in self._sources.items():

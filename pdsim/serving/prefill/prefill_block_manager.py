@@ -26,6 +26,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import SlotPool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.introductions import ReadyCount
 from pdsim.serving.prefill.prefill_request import PrefillRequest
@@ -37,6 +38,7 @@ from pdsim.serving.scheduler_host import SchedulerHost
 __all__ = ["PrefillBlockManager"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillBlockManager(PrefillWorker, ABC):
     """The rank that the router talks to: it owns the pages of its group, and the rooms that they are given to.
 

@@ -21,6 +21,7 @@ from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import cut, pair
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall, out_of_memory
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill.prefill_block_manager import PrefillBlockManager
 from pdsim.serving.prefill.prefill_request import PrefillRequest
@@ -36,6 +37,7 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     return (yield from handoff_of(deployment.engine).prefill(rank, deployment, instance, index).run())
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillScheduler(PrefillBlockManager):
     """The rank that also schedules.
 
@@ -93,7 +95,7 @@ class PrefillScheduler(PrefillBlockManager):
         computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen at
         this one's end.
         """
-        while not self.ended.triggered:
+        while not self.has_ended:
             try:
                 forward, self._next = self._next or self.next_forward(), None
             except PdsimError as error:

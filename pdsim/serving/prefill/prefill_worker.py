@@ -22,6 +22,7 @@ from pdsim.kv.messages import (
     Settled,
 )
 from pdsim.kv.sender import KvSender
+from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, instance_of, leader
 from pdsim.serving.introductions import Introductions
 from pdsim.serving.rank_process import EngineProcess
@@ -30,6 +31,7 @@ from pdsim.serving.scheduler_host import PostingHost
 __all__ = ["PrefillWorker"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillWorker(EngineProcess):
     """A rank that computes what its leader says, and writes what it computed.
 
@@ -133,7 +135,7 @@ class PrefillWorker(EngineProcess):
 
     def _pass(self, message: Forward, done: Event) -> None:
         """Begin a forward of a later pipeline stage, whose input has come; *done* fires at its end."""
-        if not self.ended.triggered:
+        if not self.has_ended:
             forward = self._begin_forward(message)
             assert forward.callbacks is not None
             forward.callbacks.append(lambda _: fire(done))
@@ -181,7 +183,7 @@ class PrefillWorker(EngineProcess):
 
     def _sending(self, what: tuple[tuple[Chunk, ...], bool]) -> None:
         """Write chunks of a forward, the host being done with them."""
-        if not self.ended.triggered:
+        if not self.has_ended:
             self.guard(self._write, what)
 
     def _write_early(self, message: Forward) -> None:
@@ -207,15 +209,23 @@ class PrefillWorker(EngineProcess):
             self.sender.poll()
 
     def peer_gone(self, life: str) -> None:
-        """Forget the ranks of *life*."""
+        """Forget *life*, and its ranks."""
         self._met.discard(life)
-        self.introductions.drop(life)
+        self.part_with(life)
 
     def meet(self, peer: str) -> None:
-        """Connect to the ranks of *peer* that make themselves known, and forget an earlier life of that instance."""
+        """Get connected to the ranks of *peer*, and forget an earlier life of that instance."""
         for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
             self.peer_gone(life)
         self._met.add(peer)
+        self.introduce(peer)
+
+    def part_with(self, life: str) -> None:
+        """Forget the ranks of *life*."""
+        self.introductions.drop(life)
+
+    def introduce(self, peer: str) -> None:
+        """Connect to the ranks of *peer* that make themselves known."""
         self.introductions.meet(peer)
 
     def _found(self, life: str) -> None:

@@ -27,7 +27,7 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import pair
 from pdsim.kv.rooms import Timers
-from pdsim.serving.deployment import ROUTER, Deployment, index_of, instance_of, leader
+from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader
 from pdsim.serving.fences import FenceCount, PeerFence
 from pdsim.serving.prefill.prefill_scheduler import PrefillRequest, PrefillScheduler
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
@@ -59,23 +59,19 @@ class PullPrefillWorker(PrefillWorker):
             job.checked,
         )
 
-    def peer_gone(self, life: str) -> None:
-        """Forget *life*."""
-        self._met.discard(life)
+    def part_with(self, life: str) -> None:
+        """Do nothing: its ranks connect to this one."""
 
     def fenced(self, message: Fenced) -> None:
         """Tell the leader that nothing is read here any more by a decode instance that is gone."""
         self.send(leader(self.instance), message)
 
-    def meet(self, peer: str) -> None:
+    def introduce(self, peer: str) -> None:
         """Make this rank's pool known to *peer*, once no earlier life of it reads here."""
-        for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
-            self.peer_gone(life)
-        self._met.add(peer)
         self.proof.introduce(peer, lambda: self.sender.register(self.life, peer))
 
 
-class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
+class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
     """The rank that also schedules: a request runs as soon as it has pages, whatever decode does.
 
     When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease`
