@@ -31,6 +31,8 @@ from pdsim.errors import TransferError
 __all__ = ["WarmStart"]
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PATIENCE = 60.0  # seconds for all that it imports, on a busy machine
+_ENDED = "the process that forks ranks has ended; start the job again"
 
 
 class WarmStart:
@@ -62,22 +64,26 @@ class WarmStart:
             "folder": os.getcwd(),  # noqa: PTH109
             "processors": sorted(os.sched_getaffinity(0)),
         }
+        answer = b""
         _adopt(True)  # a rank whose first parent has ended is a child of this process
         try:
             socket.send_fds(line, [json.dumps(asked).encode()], [connection, output.fileno()])
             answer = line.recv(64)
-        except BrokenPipeError:
-            answer = b""
+        except OSError as error:
+            raise TransferError(f"{_ENDED} ({error})") from error
         finally:
             _adopt(False)
+            if not answer:  # nor will it be taken for that of the next request
+                line.close()
+                self._line = None
         if not answer:
-            self._line = None
-            raise TransferError("the process that forks ranks has ended; start the job again")
+            raise TransferError(_ENDED)
         return ForkedRank(int(answer))
 
     def _started(self) -> socket.socket:
         """Start the process that forks, and return a socket of it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_PATIENCE)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "backends.jobs.warm_start", str(theirs.fileno()), *self._modules],
