@@ -66,7 +66,11 @@ ROWS = {
 """Predictions of the blind campaigns, and what they are called in the table."""
 
 REPEATS = {
-    "vllm": (("third/vllm", "fixed700-35", "third/vllm", "fixed700-35@2"),),
+    "vllm": (
+        ("third/vllm", "fixed700-35", "third/vllm", "fixed700-35@2"),
+        ("fourth/vllm", "fixed500-40", "fourth/vllm", "fixed500-40@2"),
+        ("third/vllm", "mixed3k-70", "fourth/vllm", "mixed3k-70"),
+    ),
     "sglang": (
         ("third/sglang", "fixed700-35", "third/sglang", "fixed700-35@2"),
         *(("sglang", load, "third/sglang", load) for load in ("answers-45", "fixed3k-75", "fixed1k-30")),
