@@ -37,6 +37,7 @@ MODULES = (
     "pdsim/fabric/initiator.py",
     "pdsim/fabric/regions.py",
     "pdsim/fabric/inbox.py",
+    "pdsim/fabric/copy_engine.py",
     "pdsim/fabric/engine.py",
     "pdsim/fabric/flows/foreseen.py",
     "pdsim/fabric/flows/links.py",

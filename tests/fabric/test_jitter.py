@@ -4,7 +4,8 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.costs import Jitter
-from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
+from pdsim.fabric.copy_engine import CopyEngine
+from pdsim.fabric.engine import PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.jitter import Draws
 from pdsim.fabric.topology import Route
