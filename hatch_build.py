@@ -39,6 +39,7 @@ MODULES = (
     "pdsim/fabric/inbox.py",
     "pdsim/fabric/copy_engine.py",
     "pdsim/fabric/engine.py",
+    "pdsim/fabric/posting.py",
     "pdsim/fabric/flows/foreseen.py",
     "pdsim/fabric/flows/links.py",
     "pdsim/fabric/flows/network.py",

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.clock import Clock
-    from pdsim.fabric.engine import Posting, PostingThread
     from pdsim.fabric.flows.network import Network
     from pdsim.fabric.jitter import Draws
+    from pdsim.fabric.posting import Posting, PostingThread
     from pdsim.hardware import Gpu
 
 __all__ = ["CopyEngine"]

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import SendQueueFull
+from pdsim.fabric.posting import Posting, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,72 +41,13 @@ if TYPE_CHECKING:
     from pdsim.fabric.flows.foreseen import Steps
     from pdsim.fabric.flows.network import Flow, Link, Network, Path
     from pdsim.fabric.jitter import Draws
-    from pdsim.fabric.posting_threads import PostingThreads
-    from pdsim.fabric.tcp import Streams
+    from pdsim.fabric.posting import PostingThread
     from pdsim.fabric.topology import Route
 
-__all__ = ["Posting", "PostingThread", "SendQueue", "SeriesSteps"]
+__all__ = ["SendQueue", "SeriesSteps"]
 
 Times = npt.NDArray[np.float64]
 Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
-
-
-class PostingThread:
-    """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
-
-    __slots__ = ("free", "slowness", "threads", "under_way")
-
-    def __init__(self, threads: PostingThreads | None = None) -> None:
-        self.threads = threads  # that share the work; None: there is this one
-        self.free = 0.0  # when it has done everything that it was given
-        self.slowness = 1.0  # how many times as long as usual its work takes
-        self.under_way = 0  # transfers, but those that are done in the call that posts them
-
-
-class Posting:
-    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
-
-    __slots__ = (
-        *("done", "flow", "held", "least", "wire"),
-        *("aborted", "at_once", "carried", "descriptors", "nbytes", "posted", "tag"),
-    )
-
-    def __init__(
-        self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
-    ) -> None:
-        self.nbytes = nbytes
-        self.descriptors = descriptors
-        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
-        self.aborted = False
-        self.at_once = False  # done in the call that posts it
-        self.tag = tag
-        self.wire = wire
-        self.done = done
-        self.held = held
-        self.least = 0.0  # when its bytes are there at the earliest
-        self.flow: Flow | None = None
-        self.carried = False  # by the wire, while a thread is still posting it
-
-
-class _Wire:
-    """One direction between two endpoints: what a poster writes, or what it reads."""
-
-    __slots__ = ("latency", "occupancy", "path", "rate", "streams")
-
-    def __init__(self, path: Path, model: EngineModel, route: Route, cap: float, *, read: bool) -> None:
-        self.path = path
-        self.latency = model.latency + route.latency + (model.read if read else 0.0)
-        narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(cap, narrowest)  # of a transfer that is alone
-        self.occupancy = model.held_up(narrowest, read=read)
-        self.streams: Streams | None = None  # of TCP, where the way takes time
-        if route.chain is not None:
-            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
-            self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
-
-    def tail(self, posting: Posting) -> float:
-        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
-        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
 
 
 class SeriesSteps:
@@ -198,8 +140,8 @@ class SendQueue:
         caps = model.rate, model.fastest(read=True)
         if copier is not None and copier.within:  # the rates are those of links to other GPUs
             caps = inf, inf
-        self._outward = _Wire(network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False)
-        self._inward = _Wire(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
+        self._outward = Wire(network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False)
+        self._inward = Wire(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
 
     def post(
         self,

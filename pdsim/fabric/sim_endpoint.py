@@ -22,9 +22,10 @@ from simpy.events import Event
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.fabric.connections import Connection, Visitors
 from pdsim.fabric.copy_engine import CopyEngine
-from pdsim.fabric.engine import PostingThread, SendQueue
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.inbox import NotificationInbox
 from pdsim.fabric.initiator import DETECTION, Initiator
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.regions import RegionTable
 from pdsim.fabric.shared import EndpointAddress, Fabric
 from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer

@@ -8,8 +8,9 @@ from pdsim.clock import Clock
 from pdsim.costs import Ramp
 from pdsim.errors import SendQueueFull
 from pdsim.fabric.copy_engine import CopyEngine
-from pdsim.fabric.engine import PostingThread, SendQueue
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.flows.network import Network
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.topology import Route
 from tests.support.machines import cost, machine
 
