@@ -190,8 +190,11 @@ class Causes:
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
                 return life.ended - life.tries[-1][0] >= limit
-        delayed = self._scenario.faults.delay  # mean; heartbeats are a third of a lease apart
-        return "the lease of" in status and delayed > job.engine.lease / 100
+        if "the lease of" not in status:
+            return False
+        if any(self._is_out(instance, life.began, life.ended) for instance in life.instances):
+            return True  # nobody reads, or renews
+        return self._scenario.faults.delay > job.engine.lease / 100  # mean; heartbeats are a third of a lease apart
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
         """Yield each pair of instances that lives at the end and has not served its probe."""

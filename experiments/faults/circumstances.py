@@ -8,27 +8,33 @@ the seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import inf
 
 import numpy as np
 
 from pdsim.config import Config
-from pdsim.costs import Engine
+from pdsim.costs import Engine, EngineModel
 from pdsim.fabric.faults import Pause, Silence
 from pdsim.hardware import Machine, Nic
+from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Parallel, Side
+from pdsim.serving.settings import HostCosts, Parallel, Side
 from pdsim.serving.workload import Request
 
 __all__ = [
+    "another_engine",
     "edge_lengths",
     "full_queue",
     "growing",
     "hasty",
+    "hosted",
     "limited",
     "other_policy",
     "pauses",
+    "pulled",
+    "routed",
     "silences",
     "slow_scatter",
     "tiny",
@@ -54,6 +60,7 @@ _POLICIES = (
     Policy(queues=1, metadata="write", notify="message", grouping="pages"),
     Policy(queues=2, metadata="control", staging=True),
 )
+_ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 _OUTPUTS = 1, 1, 2
 """Tokens, one of which is drawn: a request of one token is over when its KV is there."""
 
@@ -132,6 +139,36 @@ def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
     return replace(engine, intra=intra, inter=inter)
 
 
+def another_engine(engine: Engine, random: np.random.Generator) -> Engine:
+    """Return *engine* with other stages, order, queues and threads: completions come in other orders."""
+    chance = random.random(9).tolist()
+    threads = 1 + int(3 * chance[0])
+
+    def other(model: EngineModel | None) -> EngineModel | None:
+        if model is None:
+            return None
+        return replace(
+            model,
+            overlap=chance[1] < 0.7,
+            pipelined=chance[1] < 0.35,
+            in_order=chance[2] < 0.5,
+            queues=1 + int(3 * chance[3]),
+            queue_rate=1e6 if chance[4] < 0.5 else inf,
+            wire_descriptor=1e-5 * (chance[5] < 0.5),
+            read=1e-4 * chance[6],
+            read_descriptor=1e-6 * chance[6],
+            read_rate=1e6 if chance[7] < 0.5 else inf,
+        )
+
+    return replace(
+        engine,
+        intra=other(engine.intra),
+        inter=other(engine.inter),
+        threads=threads,
+        serial=chance[8] if threads > 1 else 1.0,
+    )
+
+
 def growing(job: Deployment, least: int, random: np.random.Generator) -> Deployment:
     """Return *job* whose decode admits requests with pages for their input, and preempts when others run short.
 
@@ -148,6 +185,59 @@ def growing(job: Deployment, least: int, random: np.random.Generator) -> Deploym
         scheduler="fcfs" if victim < 0.5 else "least_generated",
     )
     return replace(job, engine=engine, decode_pages=int(least * (1.0 + share / 2)))
+
+
+def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose engine has the loops of SGLang or vLLM, each of their rules with an even chance.
+
+    Host costs are half of the time none, otherwise from a hundredth of a forward to three.
+    """
+    chance = random.random(10).tolist()
+    engine = replace(
+        job.engine,
+        ahead=chance[0] < 0.5,
+        overlap=chance[1] < 0.5,
+        pipeline=int(4 * chance[2]),
+        posting_holds=chance[3] < 0.5,
+        busy=1.0 + 2.0 * chance[4],
+        variation=0.5 * (chance[5] < 0.5),
+        proxy=1e-3 * chance[6],
+        scheduler="fcfs" if chance[7] < 0.5 else "least_generated",
+        page_order="tokens" if chance[8] < 0.5 or job.staging else "heads",
+        pages=ORDERS[int(len(ORDERS) * chance[9])],
+        prefill=_costs(random),
+        decode=_costs(random),
+        packed=bool(random.random() < 0.5) and not job.staging,
+    )
+    return replace(job, engine=engine)
+
+
+def _costs(random: np.random.Generator) -> HostCosts:
+    """Return what the host of one side adds: all that there is, whether that side has a use for it or not."""
+    found = {}
+    for name in (each.name for each in fields(HostCosts)):
+        chance, size = random.random(2).tolist()
+        each = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5)
+        found[name] = each / 10 if name.endswith("_token") else each
+    return HostCosts(**found)
+
+
+def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* whose decode reads what prefill keeps for it, under leases from a few reads to all of the run."""
+    lease = 10.0 ** float(random.uniform(-1.5, 1.5))
+    engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    return replace(job, engine=engine, staging=None)
+
+
+def routed(job: Deployment, random: np.random.Generator) -> Deployment:
+    """Return *job* with a routing policy that needs no cache, and retries from none to three."""
+    policy, unknown, retries = random.random(3).tolist()
+    return replace(
+        job,
+        policy=_ROUTES[int(len(_ROUTES) * policy)],
+        output_known=unknown < 0.5,
+        retries=int(4 * retries),
+    )
 
 
 def tiny(job: Deployment, least: tuple[int, int], random: np.random.Generator) -> Deployment:

@@ -38,6 +38,12 @@ KINDS = {
     "on meanwhile, and it may be given up",
     "grows": "decode's pages grow with the tokens; a request without pages for the next is preempted, and its KV "
     "computed again, or moved to host memory and back",
+    "hosts": "host costs of the loops of SGLang and vLLM: forwards chosen ahead, KV posted in turn, slow launches, "
+    "steps between the look that finds KV and the one that uses it",
+    "pulls": "decode reads what prefill lends it, under leases of which some end early",
+    "engines": "the transfer engine keeps order or not, posts with several threads, has several queues, and reads "
+    "cost more than writes; slices of pages are written plane by plane",
+    "routes": "another routing policy, output lengths that it does not know, and fewer retries or none",
 }
 """Effect by name."""
 

@@ -22,13 +22,17 @@ import numpy as np
 from experiments import serve
 from experiments.faults.causes import Causes
 from experiments.faults.circumstances import (
+    another_engine,
     edge_lengths,
     full_queue,
     growing,
     hasty,
+    hosted,
     limited,
     other_policy,
     pauses,
+    pulled,
+    routed,
     silences,
     slow_scatter,
     tiny,
@@ -162,7 +166,16 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         job = limited(job, stream(seed, "faults.limits"))
     if "grows" in kinds:
         job = growing(job, job.page_count(sum(_LONGEST)), stream(seed, "faults.grows"))
+    if "hosts" in kinds:
+        job = hosted(job, stream(seed, "faults.hosts"))
+    if "pulls" in kinds:
+        job = pulled(job, stream(seed, "faults.pulls"))
+    if "routes" in kinds:
+        job = routed(job, stream(seed, "faults.routes"))
     machine, engine = config.hw, config.backend
+    if "engines" in kinds:
+        engine = another_engine(engine, stream(seed, "faults.engines"))
+        job = replace(job, handoff=replace(job.handoff, slices="plane"))
     if "full" in kinds:
         engine = full_queue(engine, stream(seed, "faults.full"))
     if "scatter" in kinds:
@@ -190,7 +203,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         kill = kill | {ROUTER: float(stream(seed, "faults.router").uniform(0.0, span))}
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
     specs = serve.specs(config, job, requests)
-    if "held" in kinds:
+    if "held" in kinds and job.engine.handoff == "push":  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))

@@ -193,6 +193,10 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             config.kv.staging or config.target != "model" or config.engine.handoff != "push"
         ):
             raise ValueError("kv.layerwise has target=model, a pushed handoff and no staging; leave it at false")
+        if config.kv.staging and config.engine.page_order == "heads":
+            raise ValueError(
+                "kv.staging cuts slices of pages by tokens; set engine.page_order=tokens or kv.staging=false"
+            )
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error

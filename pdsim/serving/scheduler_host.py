@@ -98,12 +98,13 @@ class PostingHost(SchedulerHost):
     def turns(self, now: float, late: float, requests: int) -> list[float]:
         """Return when the KV of a forward that ends *now*, and is seen to *late* seconds later, is posted.
 
-        That is once for all of its *requests*, or with `HostCosts.send_next` once for each; nothing is at once.
+        That is once for all of its *requests*, or with `HostCosts.send_next` once for each; nothing is at once, if
+        nothing waits: posts do not overtake each other.
         """
         seconds = self._drawn(self.costs.send) + late
-        if not seconds:
-            return []
         last = self._turns[-1] if self._turns else 0.0
+        if not seconds and last <= now:
+            return []
         while self._turns and self._turns[0] <= now:
             self._turns.popleft()
         found: list[float] = []

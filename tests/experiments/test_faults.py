@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from experiments.faults.kinds import KINDS, RARE
 from experiments.faults.scenario import attempt, draw
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
+from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.progress import silent
@@ -25,6 +27,7 @@ from pdsim.results.record import Result
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.support.configs import make_config
@@ -260,3 +263,72 @@ def test_a_paused_leader_of_an_earlier_life_may_ask_to_forget_what_the_next_life
 )
 def test_what_the_campaign_of_100_000_found_is_mended(seed: int, requests: int, kinds: set[str]):
     assert not FaultTrial(seed, requests, 0.4, frozenset(KINDS) - kinds).run().violations
+
+
+def test_a_forward_that_was_chosen_ahead_leaves_out_what_was_given_up_since():
+    """D14: pages of a room that nobody had begun were free, and then computed and written all the same."""
+    trial = FaultTrial(339, 3, 0.4, frozenset(KINDS) - {"aborts", "edges", "hosts"})
+    assert not trial.run().violations
+    with patched(((prefill.PrefillScheduler, "_still_wanted", lambda _, forward: forward),)):
+        assert "which is nobody's" in trial.run().violations[0].what
+
+
+def test_posts_of_one_instant_keep_their_order():
+    """D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first."""
+    trial = FaultTrial(462, 4, 0.4, frozenset(KINDS) - {"delays", "hosts", "shuffle"})
+    assert not trial.run().violations
+
+    def takes_its_own(self: PrefillWorker, message: Any) -> None:
+        self._computing -= 1
+        turns = self.posts.turns(self.clock.now, self.launching(message.seconds), len(message.chunks))
+        pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
+        for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
+            self.clock.call_at(when, self._write, (chunks, number == len(turns)))
+        if not turns:
+            self._write((message.chunks, True))
+
+    with patched(((PrefillWorker, "_computed", takes_its_own),)):
+        assert trial.run().violations[0].invariant == "I7"
+
+
+def test_a_request_that_waits_for_pages_of_a_revoked_room_fails_for_that():
+    """D16: a queue behind pages that a reader had not settled was taken for stalled: nobody looked at it again."""
+    done = FaultTrial(1420, 22, 0.4, frozenset(KINDS) - {"late", "pulls", "silences"}).run()
+    assert (done.violations, done.statuses) == ([], {"ok": 20, "TransferTimeout": 1, "OutOfMemory": 1})
+
+
+NOT_DRAWN = {
+    "window_share": "of windows: all pages or fewer are the same to the protocol",
+    "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
+    "rates, shed": "of the router alone, before a request is sent out: tests/serving",
+    "handoff.pool": "where memory is, which a model without real memory cannot tell",
+    "checked": "all contents are checked",
+    "kv_dtype": "bytes are drawn with the models",
+    "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
+    "engine.step_tokens": "is the chunk, which is drawn",
+    "layerwise, cache.prefill, cache.decode, cache.eviction, cache.found, cache.early, cache.host, cache.limit, "
+    "colocated": "contents cannot be checked: pdsim refuses or skips them with memory=tracked; tests/serving",
+    "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
+    "backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, backend.by_option":
+    "lengths of posting and of the wire, which other times of the scenario vary",
+}  # fmt: skip
+"""Settings that are the same in all scenarios, and why."""
+
+
+def test_every_setting_of_the_protocol_is_drawn_or_named_with_a_reason():
+    drawn: dict[str, set[str]] = {}
+
+    def look(prefix: str, what: Any) -> None:
+        for each in fields(what):
+            value = getattr(what, each.name)
+            if isinstance(value, ServingEngine | HostCosts | Policy | Staging | Cache):
+                look(f"{prefix}{each.name}.", value)
+            else:
+                drawn.setdefault(prefix + each.name, set()).add(repr(value))
+
+    for seed in range(300):
+        scenario = draw(seed, 1, 0.4)
+        look("", scenario.job)
+        look("backend.", scenario.engine.intra)
+    same = {name for name, values in drawn.items() if len(values) == 1 and name != "staging"}
+    assert same == {name for names in NOT_DRAWN for name in names.split(", ")}

@@ -44,7 +44,8 @@ class ComputedChecker:
     def __init__(self, found: Callable[[str, str], None]) -> None:
         self._found = found
         self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
-        self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, as planned
+        self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
+        self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this life
 
     def joined(self, member: Any) -> None:
@@ -57,8 +58,9 @@ class ComputedChecker:
             return
         name = member.rank.name
         self._done[name] = {}
-        if hasattr(member, "iteration_seconds"):
-            member.iteration_seconds = partial(self._planned, name, member.iteration_seconds)
+        if hasattr(member, "next_forward"):
+            member.iteration_seconds = partial(self._timed, name, member.iteration_seconds)
+            member.next_forward = partial(self._chosen, name, member.next_forward)
         member.compute = partial(self._compute, name, member.compute)
         contents.computed = partial(self.computed, name)
 
@@ -74,13 +76,23 @@ class ComputedChecker:
 
     # --- what is planned and computed ---
 
-    def _planned(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
-        self._pieces[leader] = list(pieces)
+    def _timed(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
+        self._pieces[leader] = pieces
         return seconds(pieces)
 
+    def _chosen(self, leader: str, choose: Callable[[bool], Any], ahead: bool = False) -> Any:
+        """Take note of the tokens of each chunk: of a forward that is chosen ahead some may be left out later."""
+        forward = choose(ahead)
+        if forward is not None:
+            for chunk, piece in zip(forward.chunks, self._pieces.pop(leader, ()), strict=False):
+                self._planned[leader, chunk.room, chunk.index] = piece
+        return forward
+
     def _compute(self, rank: str, compute: Callable[[Any], Any], message: Any) -> Any:
-        for chunk, (context, tokens) in zip(message.chunks, self._pieces.pop(rank, ()), strict=False):
-            self._plan(chunk.room, _ChunkSpan(chunk.index, context, context + tokens))
+        for chunk in message.chunks:
+            piece = self._planned.pop((rank, chunk.room, chunk.index), None)
+            if piece is not None:
+                self._plan(chunk.room, _ChunkSpan(chunk.index, piece[0], sum(piece)))
         forward = compute(message)
         forward.callbacks.insert(0, lambda _: self._ended(rank, message))  # before what is computed is sent
         return forward

@@ -22,9 +22,13 @@ from typing import Any
 
 __all__ = ["LeakChecker"]
 
-_NOT_STATE = frozenset({"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"})
-"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or remembered
-of rooms that are over for longer than a scenario lasts (`pdsim.kv.rooms.OVER`)."""
+_NOT_STATE = frozenset(
+    {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
+    | {"host", "posts", "_variation"}
+)
+"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, numbers and times of
+a host that were drawn ahead, or remembered of rooms that are over for longer than a scenario lasts
+(`pdsim.kv.rooms.OVER`)."""
 
 _POOLS = frozenset({"_starts", "_counts", "_free", "unused"})
 """Lists of what is free; how much that is says what is owned."""

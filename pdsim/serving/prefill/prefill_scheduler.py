@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.errors import ConfigError, PdsimError
@@ -97,7 +98,7 @@ class PrefillScheduler(PrefillBlockManager):
         """
         while not self.has_ended:
             try:
-                forward, self._next = self._next or self.next_forward(), None
+                forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
             except PdsimError as error:
                 self.fail(error)
                 return
@@ -135,6 +136,21 @@ class PrefillScheduler(PrefillBlockManager):
         self.send(self.followers, message)
         return self.offload(message)
 
+    def _still_wanted(self, forward: Forward | None) -> Forward | None:
+        """Return *forward*, which was chosen ahead, without what has been given up since: it takes as long.
+
+        No rank had heard of it, so none waits for it before the pages of a failed room are free.
+        """
+        if forward is None:
+            return None
+        if all(chunk.room in self._rooms and not self._rooms[chunk.room].failed for chunk in forward.chunks):
+            return forward
+        wanted = {number for number, room in self._rooms.items() if not room.failed}
+        kept = replace(forward, chunks=tuple(chunk for chunk in forward.chunks if chunk.room in wanted))
+        if isinstance(kept, Preceded):
+            kept = replace(kept, cached=tuple(chunk for chunk in kept.cached if chunk.room in wanted))
+        return kept
+
     def next_forward(self, ahead: bool = False) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now.
 
@@ -161,7 +177,7 @@ class PrefillScheduler(PrefillBlockManager):
                 del self._queue[chosen[0]]
                 continue
             if room.source_slot < 0 and not self._begin(room):
-                if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
+                if any(self.gives_back(other) for other in self._rooms.values()):
                     self._blocked.clear()
                     break  # until one of them gives its pages back
                 if not self._blocked.too_long():
@@ -196,6 +212,10 @@ class PrefillScheduler(PrefillBlockManager):
             travel = [new for _, new in pieces if self.job.prefill_time.exchange]
             return Preceded(self.life, seconds, tuple(chunks), tuple(cached), sum(travel))
         return Forward(self.life, seconds, tuple(chunks))
+
+    def gives_back(self, room: PrefillRequest) -> bool:
+        """Return whether *room* has pages that it gives back when it is done: in quarantine they may stay."""
+        return room.source_slot >= 0 and not room.failed
 
     def _after_launch(self, forward: float, held_up: float, ahead: bool) -> float:
         """Return how long an iteration takes, its launch and *held_up*, the host's part before it, included.

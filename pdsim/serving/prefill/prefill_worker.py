@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from simpy.events import AllOf, Event
@@ -52,6 +53,7 @@ class PrefillWorker(EngineProcess):
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `working` was called
         self._met: set[str] = set()  # lives of decode instances
+        self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
         self._ahead: list[Forward | Abort] = []  # of the leader: came before this rank was told of its own life
         self.handlers |= {
             Forward: self._forward,
@@ -172,7 +174,8 @@ class PrefillWorker(EngineProcess):
             return
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
         for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
-            self.clock.call_at(when, self._sending, (chunks, number == len(turns)))
+            self._unposted.append((chunks, number == len(turns)))
+            self.clock.call_at(when, self._sending, None)
 
     def launching(self, forward: float) -> float:  # noqa: ARG002 for ranks that schedule
         """Return for how long the end of a *forward* is not seen to, in seconds, as the host is busy with the next.
@@ -181,8 +184,9 @@ class PrefillWorker(EngineProcess):
         """
         return 0.0
 
-    def _sending(self, what: tuple[tuple[Chunk, ...], bool]) -> None:
-        """Write chunks of a forward, the host being done with them."""
+    def _sending(self, _: None) -> None:
+        """Write the chunks whose turn it is, posts of one instant keep their order."""
+        what = self._unposted.popleft()
         if not self.has_ended:
             self.guard(self._write, what)
 

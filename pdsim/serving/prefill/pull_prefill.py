@@ -107,6 +107,10 @@ class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
         room.noticed = max(self.clock.now, room.ready)
         self.enqueue(room)
 
+    def gives_back(self, room: PrefillRequest) -> bool:
+        """As `PrefillScheduler.gives_back`; of a room that was revoked the pages are in quarantine."""
+        return super().gives_back(room) and room.request.room not in self._revoked
+
     def give_back(self, room: PrefillRequest) -> None:
         """Give the pages of *room* back; there is no row for metadata."""
         self.pages.release(room.request.room)
@@ -124,6 +128,7 @@ class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
             self._revoked.add(number)
             self._leases.drop(number)
         self._begin_fence(life, rooms)
+        self._wake()
 
     def stop(self, sender: str, message: Stop) -> None:
         """As `PrefillScheduler.stop`; a reader may end before it answers, so its end is waited for, too."""
@@ -206,6 +211,7 @@ class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
             self._leases.drop(number)
             decode = self._lent[number].request.decode
             self.send(leader(decode), Revoked(number, decode, self.life))
+            self._wake()  # pages in quarantine may be in the way
 
     def _renew(self, _: str, message: Renew) -> None:
         """Begin the leases of these rooms anew; one that was revoked stays so."""
