@@ -137,10 +137,7 @@ class TransferLog(_RecordSequence):
             new = self._new if self._spill is None else self._new[: KEPT - before]
             self._new = self._new[len(new) :]
             engine, operation, source, target, nbytes, descriptors, *times, status, labels = zip(*new, strict=True)
-            kinds = list(zip(engine, operation, source, target, status, strict=True))
-            for kind in dict.fromkeys(kinds):  # a few
-                self._code(kind)
-            self._of.extend(map(self._codes.__getitem__, kinds))
+            self._of.extend(map(self._code, zip(engine, operation, source, target, status, strict=True)))
             self._labels.extend(labels)
             self._nbytes.extend(nbytes)
             self._descriptors.extend(descriptors)

@@ -136,7 +136,7 @@ class JobClock(Clock):
                     call.env.put_off(call)
                 continue
             event = entry[3]
-            clock = event.env
+            clock: Clock = event.env
             if clock.halted:
                 clock.put_off(event)
                 continue

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.results.record import Metric
-from pdsim.results.statistics import label, mean, needed, percentile
+from pdsim.results.statistics import label, mean, needed
 
 __all__ = ["BATCHES", "half_width", "intervals", "trend"]
 
@@ -45,8 +45,8 @@ def half_width(values: Floats, q: float | None) -> float | None:
         if len(values) < batches * least:
             continue
         size = len(values) // batches
-        parts = [values[start * size : (start + 1) * size] for start in range(batches)]
-        of_batches = np.array([mean(part) if q is None else percentile(part, q) for part in parts], dtype=np.float64)
+        parts = np.reshape(np.asarray(values[: batches * size], np.float64), (batches, size))
+        of_batches = np.array([mean(part) for part in parts]) if q is None else np.percentile(parts, q, axis=1)
         found = quantile * float(np.std(of_batches, ddof=1)) / math.sqrt(batches)
         if _correlation(of_batches) <= 1.645 / math.sqrt(batches):
             break

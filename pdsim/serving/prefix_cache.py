@@ -95,20 +95,20 @@ class PrefixCache:
 
     def _insert(self, request: Request, full: int) -> None:
         """Hold the prompt of *request*, the first blocks of which, *full* of them, are held to their ends."""
-        blocks, ids = self._blocks, request.hash_ids
-        left = request.input - (len(ids) - 1) * HASHED  # tokens from the start of the last block on
+        blocks, ids, whole = self._blocks, request.hash_ids, HASHED
+        left = request.input - (len(ids) - 1) * whole  # tokens from the start of the last block on
         if self._ordered is None:  # nothing is ever evicted, so nobody asks which is the least recently used
             for block in reversed(ids[full:]):
-                tokens = left if left < HASHED else HASHED  # noqa: FURB136
+                tokens = left if left < whole else whole  # noqa: FURB136
                 if blocks.get(block, 0) < tokens:
                     blocks[block] = tokens
-                left += HASHED
+                left += whole
             return
         for block in reversed(ids[full:]):  # the first is the most recently used; there are dozens: calls take long
             held = blocks.pop(block, 0)
-            tokens = left if left < HASHED else HASHED  # noqa: FURB136
+            tokens = left if left < whole else whole  # noqa: FURB136
             blocks[block] = tokens if tokens > held else held  # noqa: FURB136
-            left += HASHED
+            left += whole
         for block in reversed(ids[:full]):
             self._ordered.move_to_end(block)
         while len(blocks) > self._capacity:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdsim.serving.compute.forward import ForwardModel
@@ -20,7 +21,8 @@ from pdsim.serving.settings import HostCosts
 __all__ = ["DecodeSpan", "Member", "RunningBatch", "steps_that_fit"]
 
 
-class DecodeSpan(NamedTuple):
+@dataclass(slots=True)
+class DecodeSpan:
     """Steps of one batch, the first of which begins at *start*.
 
     With *variation* every step has a deviation of its own on top, whose sums are known ahead.

@@ -172,7 +172,7 @@ class PrefillBlockManager(PrefillWorker, ABC):
         room = self._rooms.get(message.room)
         if room is None:
             self.ignore()
-        elif isinstance(message, Settled):
+        elif not isinstance(message, Sent):
             if room.consensus.settle(rank):
                 self._forget(room)
                 self.settled(room)

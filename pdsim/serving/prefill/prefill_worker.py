@@ -120,7 +120,7 @@ class PrefillWorker(EngineProcess):
 
         A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says.
         """
-        cached = message.cached if isinstance(message, Preceded) else ()
+        cached = message.cached if type(message) is Preceded else ()
         self.sender.expect((*cached, *message.chunks))
         self._computing += 1
         begin = self.clock.now
@@ -149,10 +149,10 @@ class PrefillWorker(EngineProcess):
         that is begun at this instant, too.
         """
         forward = self.rank.device.compute(message.seconds)
-        if isinstance(message, Preceded) and message.tokens:
+        if type(message) is Preceded and message.tokens:
             forward = self._routed(forward, message)
         assert forward.callbacks is not None
-        cached = isinstance(message, Preceded) and message.cached
+        cached = type(message) is Preceded and message.cached
         if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
         return forward
@@ -192,7 +192,7 @@ class PrefillWorker(EngineProcess):
 
     def _write_early(self, message: Forward) -> None:
         """Write what is cached, and each plane of the rest once its layer is computed."""
-        for chunk in message.cached if isinstance(message, Preceded) else ():
+        for chunk in message.cached if type(message) is Preceded else ():
             self.sender.send(chunk)
         if self.job.layerwise:
             for chunk in message.chunks:
