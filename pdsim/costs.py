@@ -174,6 +174,9 @@ class EngineModel:
     full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
     pipelined: bool = False  # with overlap
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
+    streams: bool = (
+        False  # with *in_order*: it goes on with the same peer as long as there is something for that one
+    )
     ramp: tuple[Ramp, ...] = ()
     small: InlineSaving | None = None  # batches that are done in the call that posts them
     workers: Workers | None = None  # threads of the engine that post large batches

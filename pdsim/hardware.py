@@ -81,9 +81,18 @@ class Gpu:
     copies: Copies = field(default_factory=Copies)
     idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep
     idle_wake: Seconds = 0.0  # then, from the next transfer's start until they move its first byte
+    slice: Seconds = 0.0  # for which one process has them while others wait; 0: processes copy side by side
+    process_switch: Seconds = 0.0  # of copies within it, which are kernels: until those of another process begin
 
     def __post_init__(self) -> None:
-        not_negative("gpu", idle_after=self.idle_after, idle_wake=self.idle_wake, processors=self.processors)
+        not_negative(
+            "gpu",
+            idle_after=self.idle_after,
+            idle_wake=self.idle_wake,
+            slice=self.slice,
+            process_switch=self.process_switch,
+            processors=self.processors,
+        )
         positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 

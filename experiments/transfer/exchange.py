@@ -90,7 +90,8 @@ def exchange(
     In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in
     flight until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two:
     a process that has slept needs several transfers until it is as fast as it can be.  Between two of them a loop
-    waits for *pause*, by half of it more or less, drawn from *seed*: what a real program takes.
+    waits for *pause*, by half of it more or less, drawn from *seed*: what a real program's one thread takes, so the
+    pauses of a rank follow each other.
 
     All ranks begin each point together, those without a flow in it too, over one region that is registered once.
     *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing
@@ -104,7 +105,7 @@ def exchange(
     buffer = rank.device.allocate(region_bytes(rank.name, points))
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
-    pauses = _pauses(pause, seed, rank.name)
+    pauses = _Pauses(rank.clock, pause, seed, rank.name) if pause else None
     if rank.name == min(rank.name, *rank.peers):  # one is enough
         rank.counts(lambda: len(done), len(points))
     try:
@@ -151,7 +152,7 @@ class _TransferLoop:
         seed: int,
         check: bool,
         timeout: float,
-        pauses: Iterator[Seconds] | None,
+        pauses: _Pauses | None,
     ) -> None:
         self._rank, self._task, self._buffer = rank, task, buffer
         self._pauses = pauses
@@ -233,12 +234,20 @@ def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
     return first
 
 
-def _pauses(mean: Seconds, seed: int, rank: str) -> Iterator[Seconds] | None:
-    """Return the pauses of *rank*, from half of *mean* to one and a half, or None for none."""
-    if not mean:
-        return None
-    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
-    return (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
+class _Pauses:
+    """What a rank's program does between two transfers: one thread's work, so one pause comes after the other."""
+
+    def __init__(self, clock: Clock, mean: Seconds, seed: int, rank: str) -> None:
+        self._clock = clock
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
+        self._drawn = (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
+        self._free = 0.0
+
+    def next(self) -> Seconds:
+        """Return in how many seconds a pause that is asked for now is over: of half to one and a half *mean*."""
+        now = self._clock.now
+        self._free = max(now, self._free) + next(self._drawn)
+        return self._free - now
 
 
 def _loop(
@@ -246,7 +255,7 @@ def _loop(
     waves: _Waves,
     budget: Iterator[int],
     start: Mapping[str, Any],
-    pauses: Iterator[Seconds] | None,
+    pauses: _Pauses | None,
 ) -> _Loop:
     """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows.
 
@@ -259,7 +268,7 @@ def _loop(
                 for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
                     yield transfer
                 if pauses is not None:
-                    yield clock.timeout(next(pauses))
+                    yield clock.timeout(pauses.next())
     except TransferError as error:
         return error
     return None

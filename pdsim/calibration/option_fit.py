@@ -6,10 +6,11 @@ descriptor takes longer and bytes move more slowly, however many other threads t
 post batches of ``split_batch_size`` (1,024) descriptors and more, side by side and on workers of their own: what is
 left there is the wire.  So three numbers are fitted, *latency*, *descriptor* and *rate*, to all variants at once.
 
-Sets of processes differ by more than any two models do, and in two states: where a spinning thread shares the
-caller's core, posting takes some 1.5 times as long, for a pair or for a whole set (bound there, 8 to 10 us a
-descriptor; to another core, 6 to 7; ``data/benchmarks/probe-bound-2xh200.csv``).  Fitted is the state without it,
-the quickest set of each pair on each host (`undisturbed`).  The intervals are those of a set that nobody has seen:
+Sets of processes differ by more than any two models do.  A guest does not see who shares its cores: at any moment
+24 of 32 processors of one launched 1.4 times as slowly as the others, soon other ones
+(``data/benchmarks/cores-2xh200.csv``), and where its threads are bound matters less (6.3 to 7.7 us a descriptor,
+``data/benchmarks/probe-bound-2xh200-again.csv``).  So all sets of all hosts are fitted: what the quickest of three
+hosts said was 15 % too fast in the median on the fourth.  The intervals are those of a set that nobody has seen,
 from fits to each set alone, by Student's distribution.
 """
 
@@ -39,7 +40,6 @@ __all__ = [
     "process_sets",
     "spans",
     "spread",
-    "undisturbed",
 ]
 
 BASE = "nixl_bare-2xh200"
@@ -52,8 +52,8 @@ VARIANTS: Mapping[str, Workers | None] = {
 }
 """Samples in ``data/calibration``, and who posts large batches."""
 
-HOSTS = ("", "-host2", "-host3")
-"""Ends of the names of a variant's samples, a host each; the third's are of other pairs."""
+HOSTS = ("", "-host2", "-host3", "-host4")
+"""Ends of the names of a variant's samples, a host each; the last two's are of other pairs."""
 
 FREE = ("latency", "descriptor", "rate")
 _START = (1e-6, 2e-6, 0.8)
@@ -86,16 +86,6 @@ def process_sets() -> list[ProcessSet]:
         found += [
             ProcessSet(variant, host, [replace(row, seconds=row.per_job[job]) for row in rows]) for job in jobs
         ]
-    return found
-
-
-def undisturbed(sets: Sequence[ProcessSet]) -> list[ProcessSet]:
-    """Return for each variant and host of *sets* one set: each pair as the quickest had it."""
-    found = []
-    for variant, host in dict.fromkeys((one.variant, one.host) for one in sets):
-        mine = [one.rows for one in sets if (one.variant, one.host) == (variant, host)]
-        quickest = [min(rows, key=lambda row: row.seconds) for rows in zip(*mine, strict=True)]
-        found.append(ProcessSet(variant, host, quickest))
     return found
 
 

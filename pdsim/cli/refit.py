@@ -120,7 +120,7 @@ def _options(_: Sequence[str]) -> list[Table]:
     ).backend.intra
     assert base is not None
     sets = option_fit.process_sets()
-    values, ends = option_fit.fit(base, option_fit.undisturbed(sets)), option_fit.spans(base, sets)
+    values, ends = option_fit.fit(base, sets), option_fit.spans(base, sets)
     scale = {"latency": 1e6, "descriptor": 1e6, "rate": 1.0}
     numbers: list[list[Any]] = [
         [name, value * scale[name], *(end * scale[name] for end in ends[name])]

@@ -17,9 +17,10 @@ from pdsim.transfer import Batch, Region
 
 if TYPE_CHECKING:
     from pdsim.clock import Clock
-    from pdsim.fabric.engine import Posting, SendQueue
+    from pdsim.fabric.engine import SendQueue
     from pdsim.fabric.inbox import NotificationInbox
     from pdsim.fabric.memory import Bytes, SimBuffer
+    from pdsim.fabric.posting import Posting
     from pdsim.fabric.regions import RegionTable, Registration
     from pdsim.transfer import Transfer
 

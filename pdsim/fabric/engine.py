@@ -10,7 +10,7 @@ A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineMode
 
 The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
-*In order*, the wire takes the next transfer of a GPU when it is done with the one before: see `CopyEngine`.
+*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.fabric.copy_engine`.
 A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
 A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
 
@@ -30,160 +30,24 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import SendQueueFull
+from pdsim.fabric.posting import Posting, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.clock import Clock
     from pdsim.costs import EngineModel
+    from pdsim.fabric.copy_engine import CopyEngine
     from pdsim.fabric.flows.foreseen import Steps
     from pdsim.fabric.flows.network import Flow, Link, Network, Path
     from pdsim.fabric.jitter import Draws
-    from pdsim.fabric.posting_threads import PostingThreads
-    from pdsim.fabric.tcp import Streams
+    from pdsim.fabric.posting import PostingThread
     from pdsim.fabric.topology import Route
-    from pdsim.hardware import Gpu
 
-__all__ = ["CopyEngine", "Posting", "PostingThread", "SendQueue", "SeriesSteps"]
+__all__ = ["SendQueue", "SeriesSteps"]
 
 Times = npt.NDArray[np.float64]
 Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
-
-
-class PostingThread:
-    """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
-
-    __slots__ = ("free", "slowness", "threads", "under_way")
-
-    def __init__(self, threads: PostingThreads | None = None) -> None:
-        self.threads = threads  # that share the work; None: there is this one
-        self.free = 0.0  # when it has done everything that it was given
-        self.slowness = 1.0  # how many times as long as usual its work takes
-        self.under_way = 0  # transfers, but those that are done in the call that posts them
-
-
-class CopyEngine:
-    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
-
-    So do the copies of a GPU over NVLink, whatever streams of a process they are in: of two transfers of 1 GiB to
-    two GPUs, the first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200,
-    `docs/validation.md`). Sources that begin with the same sink share its port and leave the other sinks idle, again
-    and again.  The copies of two processes on one GPU go on side by side.
-
-    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin with the next.
-    """
-
-    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_idle_after", "_idle_wake", "_waiting", "posters")
-
-    def __init__(self, clock: Clock, gpu: Gpu | None = None, draws: Draws | None = None) -> None:
-        self._clock = clock
-        self._draws = draws
-        self._idle_after, self._idle_wake = (gpu.idle_after, gpu.idle_wake) if gpu is not None else (0.0, 0.0)
-        self._idle = clock.now  # since when, or when it will be awake
-        self._busy: dict[PostingThread, Posting] = {}
-        self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
-        self.posters: set[PostingThread] = set()
-        """Those of the ranks that post through it."""
-
-    def take(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
-        """Call ``start(posting)`` when its turn has come among those of *poster*."""
-        if poster in self._busy:
-            self._waiting.setdefault(poster, deque()).append((start, posting))
-        else:
-            self._begin(start, posting, poster)
-
-    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
-        """Carry *posting* at once, or when the engine is awake; with jitter its start is drawn."""
-        now = self._clock.now
-        if not self._busy and now - self._idle > self._idle_after:
-            self._idle = now + self._idle_wake
-        self._busy[poster] = posting
-        at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
-        if at > now:
-            self._clock.call_at(at, start, posting)
-        else:
-            start(posting)
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether it takes time to begin after it was idle."""
-        return self._idle_wake > 0.0
-
-    def stays_awake(self, at: float, pause: float) -> bool:
-        """Return whether it is idle and needs no rousing for a transfer at *at*, nor after *pause* seconds without.
-
-        It is not known where several ranks post: then its rest depends on all of them.
-        """
-        now = self._clock.now
-        idle = not self._busy and len(self.posters) == 1 and self._idle <= now
-        return idle and at - self._idle <= self._idle_after and pause < self._idle_after / 2
-
-    def rests_since(self, at: float) -> None:
-        """Take note that a transfer that was not shown to it ended at *at*."""
-        self._idle = max(self._idle, at)
-
-    def hold(self, posting: Posting, poster: PostingThread) -> None:
-        """Carry *posting*, which has begun before."""
-        self._busy[poster] = posting
-
-    def leave(self, posting: Posting, poster: PostingThread) -> None:
-        """Go on to the next of *poster*, if it was *posting* that was carried."""
-        if self._busy.get(poster) is not posting:
-            return
-        del self._busy[poster]
-        self._idle = max(self._idle, self._clock.now)
-        waiting = self._waiting.get(poster)
-        while waiting:
-            start, posting = waiting.popleft()
-            if not posting.aborted:
-                self._begin(start, posting, poster)
-                return
-
-
-class Posting:
-    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
-
-    __slots__ = (
-        *("done", "flow", "held", "least", "wire"),
-        *("aborted", "at_once", "carried", "descriptors", "nbytes", "posted", "tag"),
-    )
-
-    def __init__(
-        self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
-    ) -> None:
-        self.nbytes = nbytes
-        self.descriptors = descriptors
-        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
-        self.aborted = False
-        self.at_once = False  # done in the call that posts it
-        self.tag = tag
-        self.wire = wire
-        self.done = done
-        self.held = held
-        self.least = 0.0  # when its bytes are there at the earliest
-        self.flow: Flow | None = None
-        self.carried = False  # by the wire, while a thread is still posting it
-
-
-class _Wire:
-    """One direction between two endpoints: what a poster writes, or what it reads."""
-
-    __slots__ = ("latency", "occupancy", "path", "rate", "streams")
-
-    def __init__(self, path: Path, model: EngineModel, route: Route, *, read: bool) -> None:
-        self.path = path
-        self.latency = model.latency + route.latency + (model.read if read else 0.0)
-        narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(model.fastest(read=read), narrowest)  # of a transfer that is alone
-        self.occupancy = model.held_up(narrowest, read=read)
-        self.streams: Streams | None = None  # of TCP, where the way takes time
-        if route.chain is not None:
-            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
-            self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
-
-    def tail(self, posting: Posting) -> float:
-        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
-        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
 
 
 class SeriesSteps:
@@ -273,10 +137,11 @@ class SendQueue:
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
-        self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward, read=False)
-        self._inward = _Wire(
-            network.path((*inward.links, *queues), model.fastest(read=True)), model, inward, read=True
-        )
+        caps = model.rate, model.fastest(read=True)
+        if copier is not None and copier.within:  # the rates are those of links to other GPUs
+            caps = inf, inf
+        self._outward = Wire(network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False)
+        self._inward = Wire(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
 
     def post(
         self,
@@ -316,6 +181,8 @@ class SendQueue:
         if not simple or at_once or model.fresh_descriptor or poster.free > self._clock.now or not size:
             return None
         posting = model.posting(descriptors) * poster.slowness
+        if self._copier is not None and self._copier.shared:
+            return None
         if self._copier is not None and self._copier.sleeps:
             first = self._clock.now if model.overlap else self._clock.now + posting
             if not self._copier.stays_awake(first, posting + wire.latency):
@@ -387,6 +254,7 @@ class SendQueue:
             self._network.abort(posting.flow)
         if self._copier is not None:
             self._copier.leave(posting, self._poster)
+            self._copier.rest(posting, self._poster)
         if self._poster.threads is not None:
             self._poster.threads.drop(posting)
         self._leave(posting)
@@ -458,14 +326,24 @@ class SendQueue:
             least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
             posting.least = self._clock.now + least
             posting.held += growing
-        posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
+        if self._copier is None:
+            posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
+        else:
+            self._copier.carry(self._network, posting, self._poster, size, self._on_carried)
 
     def _on_carried(self, posting: Posting) -> None:
         posting.flow = None
         assert posting.posted is not None
         if posting.posted == inf:
             posting.carried = True
-            return
+        else:
+            self._ends(posting)
+        if self._copier is not None:
+            self._copier.rest(posting, self._poster)
+
+    def _ends(self, posting: Posting) -> None:
+        """See to the end of *posting*, which is off the wire: it makes way when it is posted, too."""
+        assert posting.posted is not None
         wire = posting.wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
         now = self._clock.now

@@ -26,9 +26,10 @@ from pdsim.transfer import Batch, Notification, Peer, Region, Repeated, Transfer
 
 if TYPE_CHECKING:
     from pdsim.clock import Clock
-    from pdsim.fabric.engine import Posting, PostingThread, Stages, Times
+    from pdsim.fabric.engine import Stages, Times
     from pdsim.fabric.flows.network import Flow
     from pdsim.fabric.memory import SimDevice
+    from pdsim.fabric.posting import Posting, PostingThread
     from pdsim.fabric.regions import RegionTable
     from pdsim.fabric.shared import Fabric
 

@@ -15,7 +15,7 @@ from pdsim.transfer import Region
 if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.costs import Engine
-    from pdsim.fabric.engine import CopyEngine
+    from pdsim.fabric.copy_engine import CopyEngine
     from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.flows.network import Network
     from pdsim.fabric.jitter import Draws

@@ -21,9 +21,11 @@ from simpy.events import Event
 
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.fabric.connections import Connection, Visitors
-from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
+from pdsim.fabric.copy_engine import CopyEngine
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.inbox import NotificationInbox
 from pdsim.fabric.initiator import DETECTION, Initiator
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.regions import RegionTable
 from pdsim.fabric.shared import EndpointAddress, Fabric
 from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
@@ -232,7 +234,9 @@ class SimEndpoint:
         inward = fabric.topology.route(model.path, remote.site, self.site)
         copier = None
         if model.in_order:
-            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu, fabric.draws))
+            within = self.site == remote.site
+            made = CopyEngine(fabric.clock, fabric.gpu, fabric.draws, streams=model.streams, within=within)
+            copier = fabric.copiers.setdefault(self.site.name + "/within" * within, made)
             copier.posters.add(self._poster)
         name = f"{self.name}>{remote.name}"
         return SendQueue(fabric.network, self._poster, model, outward, inward, name, copier, fabric.draws)

@@ -7,8 +7,10 @@ import pytest
 from pdsim.clock import Clock
 from pdsim.costs import Ramp
 from pdsim.errors import SendQueueFull
-from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
+from pdsim.fabric.copy_engine import CopyEngine
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.flows.network import Network
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.topology import Route
 from tests.support.machines import cost, machine
 
@@ -316,7 +318,7 @@ class TestEvents:
 class Crossing:
     """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
 
-    def __init__(self, gpu=None, **changes):
+    def __init__(self, gpu=None, streams=False, within=False, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
@@ -324,7 +326,7 @@ class Crossing:
         self.lanes = {}
         ports = {name: self.network.link(name, 100.0) for name in "abcd"}
         for source in "ab":
-            poster, copier = PostingThread(), CopyEngine(self.clock, gpu)
+            poster, copier = PostingThread(), CopyEngine(self.clock, gpu, streams=streams, within=within)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
                 name = source + sink
@@ -382,6 +384,79 @@ def test_a_process_whose_posting_is_slow_leaves_the_port_to_another():
     slow._poster = PostingThread()
     crossing.post("ac", "ad")
     assert crossing.run() == [(2.0, "ad"), (3.0, "ac")]
+
+
+def test_a_copy_engine_stays_with_a_stream_until_it_is_empty():
+    crossing = Crossing(streams=True)
+    crossing.post("ac", "ad", "ac", "ad")
+    crossing.clock.call_at(1.5, crossing.post, "ac")
+    crossing.clock.call_at(3.5, crossing.post, "ac")
+    assert crossing.run() == [(1.0, "ac"), (2.0, "ac"), (3.0, "ac"), (4.0, "ad"), (5.0, "ad"), (6.0, "ac")]
+
+
+class TestSlices:
+    """Processes c and d of GPU a have its copy engine in turns of 1.5 s."""
+
+    @staticmethod
+    def crossing(seconds=1.5, within=False, **changes):
+        crossing = Crossing(replace(machine().gpu, slice=seconds, **changes), within=within)
+        for lane in ("ac", "ad"):
+            queue = crossing.lanes[lane]
+            queue._poster = PostingThread()
+            queue._copier.posters.add(queue._poster)
+        return crossing
+
+    def test_a_process_has_the_engine_as_long_as_it_has_something_queued(self):
+        crossing = self.crossing(100.0)
+        crossing.post("ac", "ad", "ac", "ad")
+        assert crossing.run() == [(1.0, "ac"), (2.0, "ac"), (3.0, "ad"), (4.0, "ad")]
+
+    def test_a_slice_ends_in_the_middle_of_a_copy(self):
+        crossing = self.crossing()
+        crossing.post("ac", "ad", "ac", "ad")  # c until 1.5, d until 3.0, c until 3.5, d until 4
+        assert crossing.run() == [(1.0, "ac"), (2.5, "ad"), (3.5, "ac"), (4.0, "ad")]
+
+    def test_slices_follow_each_other_while_nobody_waits(self):
+        crossing = self.crossing()
+        crossing.post("ac", nbytes=400)
+        crossing.clock.call_at(2.0, crossing.post, "ad")  # the second slice ends at 3.0
+        assert crossing.run() == [(4.0, "ad"), (5.0, "ac")]
+
+    def test_a_copy_that_ends_with_its_slice_is_not_taken_away(self):
+        crossing = self.crossing(1.0)
+        crossing.post("ac", "ad", "ac", "ad")
+        assert crossing.run() == [(1.0, "ac"), (2.0, "ad"), (3.0, "ac"), (4.0, "ad")]
+
+    def test_within_a_gpu_every_other_process_waits_for_the_switch(self):
+        crossing = self.crossing(100.0, process_switch=0.25, within=True)
+        crossing.post("ac", "ad", "ad")
+        crossing.clock.call_at(5.0, crossing.post, "ad")
+        crossing.clock.call_at(7.0, crossing.post, "ac")
+        assert crossing.run() == [(1.0, "ac"), (2.25, "ad"), (3.25, "ad"), (6.0, "ad"), (8.25, "ac")]
+
+    def test_an_abort_before_the_switch_is_over_lets_nothing_begin_and_the_way_back_is_another(self):
+        crossing = self.crossing(100.0, process_switch=0.25, within=True)
+        _, second = crossing.post("ac", "ad")
+        crossing.clock.call_at(1.125, lambda _: crossing.lanes["ad"].abort(second), None)
+        crossing.clock.call_at(2.0, crossing.post, "ac")
+        assert crossing.run() == [(1.0, "ac"), (3.25, "ac")]
+
+    @pytest.mark.parametrize("name", ["ac", "ad"])
+    def test_an_abort_of_what_is_served_or_waits_leaves_the_engine_to_the_other(self, name):
+        crossing = self.crossing(100.0)
+        posted = dict(zip(("ac", "ad"), crossing.post("ac", "ad"), strict=True))
+        crossing.clock.call_at(0.5, lambda _: crossing.lanes[name].abort(posted[name]), None)
+        assert crossing.run() == [(1.5, "ad")] if name == "ac" else [(1.0, "ac")]
+
+    def test_no_byte_is_lost_or_moved_twice(self):
+        crossing = self.crossing(0.375)
+        crossing.post(*("ac", "ad") * 8)
+        assert crossing.run()[-1][0] == pytest.approx(16.0)
+        carried = {
+            link.name: bytes_
+            for link, bytes_ in zip(crossing.network.links, crossing.network.carried(), strict=True)
+        }
+        assert (carried["a"], carried["c"], carried["d"]) == pytest.approx((1600.0, 800.0, 800.0))
 
 
 class TestRousing:

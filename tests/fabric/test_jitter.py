@@ -4,9 +4,11 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.costs import Jitter
-from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
+from pdsim.fabric.copy_engine import CopyEngine
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.jitter import Draws
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.topology import Route
 from tests.support.machines import cost
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pdsim.clock import Clock
-from pdsim.fabric.engine import PostingThread, SendQueue
+from pdsim.fabric.engine import SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.model import Model
+from pdsim.fabric.posting import PostingThread
 from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.topology import Route
 from pdsim.job import Place, RankSpec
