@@ -21,6 +21,8 @@ import simpy
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, PENDING, Event
 
+from pdsim.errors import NeverPaused
+
 push: Callable[[list[Any], Any], None] = _heappush  # SimPy types its queue's entries by their event class
 
 __all__ = ["LAST", "Alarm", "Clock", "Mailbox", "Source", "WallClock", "fire"]
@@ -85,8 +87,14 @@ class Clock(simpy.Environment):
         self.schedule_at(Call(self, function, argument), when)
 
     def put_off(self, event: Event | Call) -> None:
-        """Process *event*, which is due, at the end of a pause.  Only ranks of a modelled job are ever paused."""
-        raise NotImplementedError
+        """Process *event*, which is due, at the end of a pause.
+
+        Raise a `NeverPaused`: of all clocks, only those of a modelled job's ranks are ever paused.
+        """
+        raise NeverPaused(
+            f"{type(event).__name__} put off by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
+            "it has no pauses that could end; set neither of them, and pause a modelled rank with RankClock.pause"
+        )
 
     def settle(self) -> None:
         """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
@@ -339,10 +347,6 @@ class WallClock(Clock):
         """
         self._calls.append(function)
         os.eventfd_write(self._wake, 1)
-
-    def put_off(self, event: Event | Call) -> None:
-        """Process *event*, which is due, at the end of a pause.  Only ranks of a modelled job are ever paused."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Do what is for idle times, if it is due, until it has finished."""

@@ -6,6 +6,7 @@
     PdsimError
     ├── ConfigError              what the user typed cannot be run; the message says what to type instead
     ├── MessageError             bytes from another process that are no message of ours
+    ├── NeverPaused              an event was put off on a clock that has no pauses
     └── TransferError
         ├── BackendUnavailable   the engine cannot work on this machine; the message says what is missing
         ├── RegistrationError    memory that cannot be registered, or is not
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "InvalidBatch",
     "MessageError",
+    "NeverPaused",
     "OutOfMemory",
     "PdsimError",
     "PeerLost",
@@ -52,6 +54,13 @@ class MessageError(PdsimError):
     """Bytes that are not a message of the schema: another version, an unknown type, a wrong field, no text.
 
     The receiver drops the sender's connection: whoever speaks another schema is not heard any more.
+    """
+
+
+class NeverPaused(PdsimError):
+    """An event was put off until the end of a pause, on a clock whose ranks are never paused.
+
+    A mistake of the program: somebody has set ``paused`` of such a clock.  Nothing was lost: the event is as before.
     """
 
 

@@ -9,7 +9,8 @@ import pytest
 from simpy import Interrupt
 from simpy.core import EmptySchedule
 
-from pdsim.clock import LAST, Alarm, Clock, Mailbox, WallClock, fire
+from pdsim.clock import LAST, Alarm, Call, Clock, Mailbox, WallClock, fire
+from pdsim.errors import NeverPaused
 
 
 @pytest.fixture
@@ -445,3 +446,29 @@ class TestWallClock:
         assert descriptors() == before + 2
         clock.close()
         assert descriptors() == before
+
+
+class TestClocksWithoutPauses:
+    """Only a modelled rank's clock is ever paused; others say so instead of losing what is due."""
+
+    @pytest.mark.parametrize("kind", ["clock", "wall"])
+    def test_what_is_fired_on_a_paused_clock_is_refused_and_not_lost(self, kind, request, log):
+        clock = request.getfixturevalue(kind)
+        event = clock.event()
+        event.callbacks.append(log.append)
+        clock.paused = True
+        with pytest.raises(NeverPaused) as refused:
+            fire(event, "here")
+        text = str(refused.value)
+        assert text.startswith(f"Event put off by {type(clock).__name__}, paused=True, halted=False: ")
+        assert text.endswith("; set neither of them, and pause a modelled rank with RankClock.pause")
+        assert "\n" not in text
+        assert event.callbacks == [log.append]
+        assert not log
+
+    @pytest.mark.parametrize("kind", ["clock", "wall"])
+    def test_a_call_is_refused_too(self, kind, request, log):
+        clock = request.getfixturevalue(kind)
+        with pytest.raises(NeverPaused, match="Call put off by"):
+            clock.put_off(Call(clock, log.append, None))
+        assert not log

@@ -66,8 +66,8 @@ class Wire:
     def __init__(self, path: Path, model: EngineModel, route: Route, cap: float, *, read: bool) -> None:
         self.path = path
         self.latency = model.latency + route.latency + (model.read if read else 0.0)
-        narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(cap, narrowest)  # of a transfer that is alone
+        narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
+        self.rate = min(cap, narrowest)  # of a transfer that is alone, and no fault on the way
         self.occupancy = model.held_up(narrowest, read=read)
         self.streams: Streams | None = None  # of TCP, where the way takes time
         if route.chain is not None:

@@ -297,6 +297,17 @@ def test_a_request_that_waits_for_pages_of_a_revoked_room_fails_for_that():
     assert (done.violations, done.statuses) == ([], {"ok": 20, "TransferTimeout": 1, "OutOfMemory": 1})
 
 
+def test_posts_whose_turn_has_passed_in_a_pause_are_not_overtaken():
+    """D17: a rank that went on handed a room's last chunk over before its first, and ended with a `KeyError`."""
+    assert not FaultTrial(6511, 13, 0.4, frozenset(KINDS) - {"hosts", "pauses", "pulls"}).run().violations
+
+
+def test_a_rank_that_nobody_reads_from_may_hear_of_a_decode_instance_late():
+    """Where prefill's ranks hold copies of a head, decode reads one of them and waits for no other."""
+    kinds = frozenset(KINDS) - {"delays", "layouts", "pulls", "shuffle"}
+    assert not FaultTrial(5505, 1, 0.4, kinds).run().violations
+
+
 NOT_DRAWN = {
     "window_share": "of windows: all pages or fewer are the same to the protocol",
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",

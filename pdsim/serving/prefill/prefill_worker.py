@@ -170,8 +170,10 @@ class PrefillWorker(EngineProcess):
         self._computed_one = True
         turns = self.posts.turns(self.clock.now, self.launching(message.seconds), len(message.chunks))
         if not turns:
-            self._write((message.chunks, True))
-            return
+            if not self._unposted:
+                self._write((message.chunks, True))
+                return
+            turns = [self.clock.now]  # after a pause, posts whose turn has passed are still to come
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
         for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
             self._unposted.append((chunks, number == len(turns)))
