@@ -31,7 +31,8 @@ from benchmarks.serve import CASES, configuration, measure, overrides_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = (
-    *("serve-tp4-tp4", "serve-tp4-tp2-sliced", "serve-tp4-tp2-staged", "serve-dp8-mla", "serve-state-aborts"),
+    *("serve-tp4-tp4", "serve-tp4-tp2-sliced", "serve-tp4-tp2-staged", "serve-pulled", "serve-dp8-mla"),
+    "serve-state-aborts",
     *("serve-tracked-state", "transfer-rdma", "handoff-paths"),
 )
 """Both sides' programs, pages, state and contents, over every path."""

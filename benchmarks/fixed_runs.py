@@ -70,10 +70,11 @@ class Run:
 
 SMALL = "workload=poisson workload.count=40"
 RUNS = {
-    # serve: TP4 -> TP4 and the trace that is shipped; TP4 -> TP2 in slices and staged; DP and MLA; PP; CP; state
+    # serve: TP4 -> TP4 and the shipped trace; TP4 -> TP2 in slices, staged, pulled; DP and MLA; PP; CP; state
     "serve-tp4-tp4": Run("engine=generic"),
     "serve-tp4-tp2-sliced": Run(f"engine=generic backend=nixl parallel.decode.tp=2 {SMALL}"),
     "serve-tp4-tp2-staged": Run(f"engine=generic backend=nixl parallel.decode.tp=2 kv.staging=true {SMALL}"),
+    "serve-pulled": Run(f"engine=vllm backend=nixl hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 {SMALL}"),
     "serve-dp8-mla": Run(
         "engine=generic hw=2x8xh20 model=deepseek-v3 parallel=tp8 parallel.prefill.dp=8 workload=bursty "
         "workload.count=30"
