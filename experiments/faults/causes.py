@@ -230,8 +230,19 @@ class Causes:
         """
         if any(room in self._held for _, room, *_ in life.tries) or self._queued(life):
             return True
-        windows = [self._disturbed[name] for name in life.instances if name in self._disturbed]
+        return self._is_disturbed(life.instances, life) or self._behind(life)
+
+    def _is_disturbed(self, instances: Iterable[str], life: Life) -> bool:
+        """Return whether one of *instances* was slow while *life* went on."""
+        windows = [self._disturbed[name] for name in instances if name in self._disturbed]
         return any(start <= life.ended and life.began <= end + BACKLOG for each in windows for start, end in each)
+
+    def _behind(self, life: Life) -> bool:
+        """Return whether it waited: the engine carries a rank's transfers in order, and one was slow."""
+        if not any(model is not None and model.in_order for model in self._models):
+            return False
+        before = [other for other in self._lives if other.began <= life.ended and other.ended >= life.began]
+        return any(self._is_disturbed(other.instances, life) for other in before if other.instances & life.instances)
 
     def _queued(self, life: Life) -> bool:
         """Return whether transfers wait for room in a send queue in which one of the same instances was held up."""

@@ -302,6 +302,12 @@ def test_posts_whose_turn_has_passed_in_a_pause_are_not_overtaken():
     assert not FaultTrial(6511, 13, 0.4, frozenset(KINDS) - {"hosts", "pauses", "pulls"}).run().violations
 
 
+def test_what_is_behind_a_transfer_over_a_slow_link_may_time_out():
+    """The engine carries what a rank posts in order, and the link of another instance was slow."""
+    kinds = frozenset(KINDS) - {"engines", "layouts", "nodes", "squeezes"}
+    assert not FaultTrial(6898, 25, 0.4, kinds).run().violations
+
+
 def test_a_rank_that_nobody_reads_from_may_hear_of_a_decode_instance_late():
     """Where prefill's ranks hold copies of a head, decode reads one of them and waits for no other."""
     kinds = frozenset(KINDS) - {"delays", "layouts", "pulls", "shuffle"}
