@@ -64,7 +64,9 @@ class Introductions:
         is reported to the router; one that says nonsense is refused.
         """
         if message.peer != self._process.life or message.instance not in self._peers:
-            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
+            kept = self._early.get(sender)  # one of each rank, and of no life that is over for long
+            if kept is None or _lives(kept) <= _lives(message):  # those of two lives may come in any order
+                self._early[sender] = message
             return
         try:
             self._peers.connect(message)
@@ -74,6 +76,11 @@ class Introductions:
             self._process.refuse(sender, str(error))
         else:
             self._ready(message.instance)
+
+
+def _lives(message: Register) -> tuple[int, int]:
+    """Return which life of its sender's instance *message* is of, and which of the other side's it means."""
+    return epoch_of(message.instance), epoch_of(message.peer)
 
 
 class ReadyCount:

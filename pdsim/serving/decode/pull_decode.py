@@ -138,6 +138,13 @@ class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
     def release_slot(self, room: DecodeRequest) -> None:
         """Do nothing: there is none."""
 
+    def meet(self, peer: str) -> None:
+        """As a `PullDecodeWorker`, and forget what ranks of earlier lives, of either side, were ready for."""
+        self.readiness.keep(self.life)
+        for older in range(1, epoch_of(peer)):
+            self.peer_gone(life_name(instance_of(peer), older))
+        super().meet(peer)
+
     def peer_gone(self, life: str) -> None:
         """Fail the rooms that are read from *life*; their pages come back when those reads have settled."""
         PullDecodeWorker.peer_gone(self, life)
