@@ -109,6 +109,7 @@ class OptionCosts:
 
     Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers*
     take the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
+    *errors*, ``mean``, ``median`` and ``p95``, are of samples left out, and hold instead of the calibration's.
 
     The first of `EngineModel.by_option` whose options all fit is applied, once, when a configuration is loaded.
     """
@@ -120,10 +121,13 @@ class OptionCosts:
     rate: float = 1.0
     workers: Workers | None = None
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         not_negative("by_option", latency=self.latency, descriptor=self.descriptor)
         positive("by_option", rate=self.rate)
+        if self.errors and set(self.errors) != {"mean", "median", "p95"}:
+            raise ValueError(f"by_option.errors must be mean, median and p95, got {', '.join(self.errors)}")
         for name, span in self.intervals.items():
             one_of("by_option.intervals", ("latency", "descriptor", "rate"), key=name)
             if len(span) != 2:

@@ -46,7 +46,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, policy = _without_policy(values)
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values, known=_known)
-    backend, changed, spans = _varied(config.backend, keys, config.target)
+    backend, changed, spans, errors = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)
     if factor != 1.0:
@@ -59,6 +59,12 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     if calibration is not None and changed:
         known = {key: span for key, span in calibration.intervals.items() if key not in changed}
         calibration = replace(calibration, intervals=known | {key: spans[key] for key in changed if key in spans})
+    if calibration is not None and errors:
+        for part in ("held_out", "held_out_reads"):
+            if (held := getattr(calibration, part)) is not None:
+                how = f"{held.how}; with these options, errors of those who measured them"
+                held = replace(held, how=how, floor=None, floor_p95=None, **errors)
+                calibration = replace(calibration, **{part: held})
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
@@ -126,8 +132,8 @@ def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 def _varied(
     backend: Engine, overridden: Iterable[str], target: str
-) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]]]:
-    """Return *backend* with what its options change of its costs, and sources and intervals of that, by full key.
+) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]], dict[str, float]]:
+    """Return *backend* with what its options change of its costs, and sources and intervals by key, and errors.
 
     What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
 
@@ -136,6 +142,7 @@ def _varied(
     """
     sources: dict[str, str] = {}
     spans: dict[str, tuple[str, ...]] = {}
+    errors: dict[str, float] = {}
     by_hand = tuple(overridden)
     for at in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, at)
@@ -157,10 +164,11 @@ def _varied(
         if chosen is not None:
             told = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
             sources |= {f"backend.{at}.{name}": text for name, text in told.items() if name != "by_option"}
+            errors |= chosen.errors
             spans |= {
                 f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in told
             }
-    return backend, sources, spans
+    return backend, sources, spans, errors
 
 
 def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:

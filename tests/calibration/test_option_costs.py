@@ -111,6 +111,10 @@ def test_at_pairs_left_out_the_model_is_as_good_as_the_mean_of_other_processes()
     evidence = shipped()["4"].evidence
     said, others = (float(number) / 100 for number in re.findall(r"([\d.]+) %", evidence))
     assert np.median(errors) == pytest.approx(said, abs=5e-4)
+    of_all = {"mean": errors.mean(), "median": np.median(errors), "p95": np.percentile(errors, 95)}
+    assert shipped()["4"].errors == pytest.approx(of_all, abs=1e-3)
+    assert nixl("progress_thread=true", "num_threads=4").calibration.held_out.p95 == shipped()["4"].errors["p95"]
+    assert nixl().calibration.held_out.p95 < 0.15
     assert np.median(option_fit.spread(sets)) == pytest.approx(others, abs=5e-4)
     assert said < others
 
