@@ -194,6 +194,8 @@ class Causes:
             return False
         if any(self._is_out(instance, life.began, life.ended) for instance in life.instances):
             return True  # nobody reads, or renews
+        if 2 * len(self._scenario.requests) * job.engine.proxy > job.engine.lease:
+            return True  # the router sends each request on twice, and may have all of them to send before this one
         return self._scenario.faults.delay > job.engine.lease / 100  # mean; heartbeats are a third of a lease apart
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
