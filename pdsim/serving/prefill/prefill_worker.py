@@ -187,7 +187,7 @@ class PrefillWorker(EngineProcess):
         return 0.0
 
     def _sending(self, _: None) -> None:
-        """Write the chunks whose turn it is, posts of one instant keep their order."""
+        """Write the chunks whose turn it is; posts of one instant keep their order."""
         what = self._unposted.popleft()
         if not self.has_ended:
             self.guard(self._write, what)
