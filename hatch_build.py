@@ -29,7 +29,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SWITCH = "PDSIM_COMPILE"
 OPTIMIZE = "PDSIM_COMPILE_LEVEL"  # of the C compiler: 0 to 3
 MODULES = (
+    "pdsim/batch.py",
     "pdsim/clock.py",
+    "pdsim/event_queue.py",
+    "pdsim/mailbox.py",
     "pdsim/fabric/channel.py",
     "pdsim/fabric/connections.py",
     "pdsim/fabric/deadlines.py",

@@ -34,13 +34,17 @@ HEAVY = (
 )
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
-_BASIS = ("version", "errors", "units", "guards", "native_class", "plugins", "repository", "clock", "progress")
+_BASIS = (
+    *("version", "errors", "units", "guards", "native_class", "plugins", "repository", "progress"),
+    *("event_queue", "clock", "mailbox"),
+)
 _WAIST = (
     "compact",
+    "region",
+    "batch",
     "transfer",
     "record_runs",
     "transfer_log",
-    "lazy_batch",
     "descriptors",
     "group",
     "job",

@@ -4,6 +4,9 @@
 `Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits:
 for real time to reach the next event, and for the completions of real engines, which it learns from *sources*.
 
+Both are environments of SimPy's events, conditions and processes.  They do not derive from `simpy.Environment`, so
+that they can be compiled as a whole: the time is read and something is scheduled dozens of times a request.
+
 Neither knows what is transferred or computed.
 """
 
@@ -13,19 +16,17 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Container
-from heapq import heappush as _heappush
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from math import inf
 from typing import Any, Protocol
 
-import simpy
 from simpy.core import EmptySchedule
-from simpy.events import NORMAL, PENDING, Event
+from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, Timeout
 
 from pdsim.errors import NeverPaused
+from pdsim.event_queue import EventQueue
 
-push: Callable[[list[Any], Any], None] = _heappush  # SimPy types its queue's entries by their event class
-
-__all__ = ["LAST", "Alarm", "Clock", "Mailbox", "Source", "WallClock", "fire"]
+__all__ = ["LAST", "Alarm", "Clock", "Source", "WallClock", "fire", "process_event"]
 
 LAST = NORMAL + 1
 """Priority of an event that comes after all other events of its instant."""
@@ -42,57 +43,159 @@ def fire(event: Any, value: Any = None, ok: bool = True) -> None:
         raise RuntimeError(f"{event} has been triggered already")
     event._ok = ok
     event._value = value
-    if (clock := event.env).paused:
-        clock.put_off(event)
+    clock: Clock = event.env
+    if clock.paused:
+        clock.put_off(None, event)
         return
     callbacks, event.callbacks = event.callbacks, None
     for callback in callbacks:
         callback(event)
 
 
-class Clock(simpy.Environment):
+class Clock:
     """Virtual time in seconds, from 0.
 
     One clock for each job on the model, whose ranks share it.  Events of one instant are processed in the order of
     their priority, and then of their being scheduled, so a run depends on nothing but its inputs.
+
+    Methods that `simpy.Environment` has too are as there; SimPy itself calls `schedule`, and sets `_active_proc`.
     """
 
-    virtual = True
-    stopped = False  # the rank that lives on this clock has ended, and its events are dropped
-    paused = False  # it stands still, and its events are put off
-    halted = False  # one of the two
+    def __init__(self, queue: EventQueue | None = None) -> None:
+        self.virtual = True
+        self.stopped = False  # the rank that lives on this clock has ended, and its events are dropped
+        self.paused = False  # it stands still, and its events are put off
+        self.halted = False  # one of the two
+        self._queue = EventQueue() if queue is None else queue
+        self.numbers: Iterator[int] | None = None  # of what is scheduled, if not as it comes; all are different
+        self._active_proc: Process | None = None
 
-    def schedule_at(self, event: Event | Call, at: float, priority: int = NORMAL) -> None:
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._queue.now
+
+    @property
+    def active_process(self) -> Process | None:
+        """The process that runs now, if one does."""
+        return self._active_proc
+
+    def event(self) -> Event:
+        """Return a new event, to be triggered with its `succeed` or `fail`, or with `fire`."""
+        environment: Any = self
+        return Event(environment)
+
+    def timeout(self, delay: float = 0, value: Any = None) -> Timeout:
+        """Return an event that succeeds with *value* in *delay* seconds."""
+        environment: Any = self
+        return Timeout(environment, delay, value)
+
+    def process(self, generator: Generator[Event, Any, Any]) -> Process:
+        """Start a process, and return the event of its end."""
+        environment: Any = self
+        return Process(environment, generator)
+
+    def any_of(self, events: Iterable[Event]) -> AnyOf:
+        """Return an event that succeeds when one of *events* does."""
+        environment: Any = self
+        return AnyOf(environment, events)
+
+    def all_of(self, events: Iterable[Event]) -> AllOf:
+        """Return an event that succeeds when all of *events* have."""
+        environment: Any = self
+        return AllOf(environment, events)
+
+    def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
+        """Process *event*, which is triggered, in *delay* seconds."""
+        self._queue.add(self.now + delay, priority, self.numbers, self, None, event)
+
+    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
         """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
 
         Raise a `ValueError` if *at* lies in the past.
         """
-        if at < self._now:
-            raise ValueError(f"at(={at}) must not be before now(={self._now})")
-        push(self._queue, (at, priority, next(self._eid), event))
+        self.call_at(at, None, event, priority)
 
     def at(self, when: float, value: Any = None) -> Event:
         """Return an event that succeeds with *value* at the absolute time *when*.
 
         The event counts as triggered from now on, as SimPy's `Timeout` does; a past time is a `ValueError`.
         """
-        event = Event(self)
-        event._ok = True
-        event._value = value
-        self.schedule_at(event, when)
+        event = _Moment(self, value)
+        self.call_at(when, None, event)
         return event
 
-    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
-        """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`."""
-        self.schedule_at(Call(self, function, argument), when)
+    def call_at(
+        self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
+    ) -> None:
+        """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`.
 
-    def put_off(self, event: Event | Call) -> None:
-        """Process *event*, which is due, at the end of a pause.
+        Cheaper than an `Event` with a callback: nobody can wait for it, fail it, or take it back.  Without a
+        function, *argument* is an event that is processed.
+        """
+        queue = self._queue
+        if when < queue.now:
+            raise ValueError(f"at(={when}) must not be before now(={queue.now})")
+        queue.add(when, priority, self.numbers, self, function, argument)
+
+    def scheduled(self) -> int:
+        """Return how many events have been scheduled so far."""
+        return self._queue.number
+
+    def peek(self) -> float:
+        """Return the time of the next event; infinity if there is none."""
+        return self._queue.peek()
+
+    def step(self) -> None:
+        """Process the next event.
+
+        Raise `EmptySchedule` if there is none, and what an event failed with that nobody has handled.
+        """
+        _, _, _, _, function, argument = self._queue.take()
+        if function is not None:
+            function(argument)
+        elif (error := process_event(argument)) is not None:
+            raise error
+
+    def run(self, until: float | Event | None = None) -> Any:
+        """Process events *until* that time, or that event, whose value is returned; by default until none is left.
+
+        Raise a `ValueError` if the time is not in the future, a `RuntimeError` if nothing is scheduled any more and
+        the event has not happened, and what it failed with.
+        """
+        while until is None:
+            try:
+                self.step()
+            except EmptySchedule:
+                return None
+        # anything, for SimPy says that `callbacks` is a list, which compiled code would insist on
+        end: Any = until if isinstance(until, Event) else self._end(until)
+        end.defused = True
+        while end.callbacks is not None:
+            try:
+                self.step()
+            except EmptySchedule:
+                raise RuntimeError(f"nothing is scheduled any more, and {end} has not happened") from None
+        if not end.ok:
+            raise end.value
+        return end.value
+
+    def _end(self, at: float) -> Event:
+        """Return an event that comes before all others of the time *at*."""
+        if at <= self.now:
+            raise ValueError(f"until(={at}) must be greater than now(={self.now})")
+        end = _Moment(self, None)
+        self.call_at(float(at), None, end, URGENT)
+        return end
+
+    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+        """Call *function*, or process the event *argument*, which is due, at the end of a pause.
 
         Raise a `NeverPaused`: of all clocks, only those of a modelled job's ranks are ever paused.
         """
+        what = type(argument).__name__ if function is None else "call"
         raise NeverPaused(
-            f"{type(event).__name__} put off by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
+            f"{what} put off by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
             "it has no pauses that could end; set neither of them, and pause a modelled rank with RankClock.pause"
         )
 
@@ -100,31 +203,26 @@ class Clock(simpy.Environment):
         """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
 
 
-class Call:
-    """A function to be called: what the clock needs of an event, and nothing that anybody could wait for.
+class _Moment(Event):
+    """An event that has been triggered, with *value*, and is to be processed at a given time; as `Timeout` is."""
 
-    Cheaper than an `Event` with a callback: nobody can wait for it, fail it, or take it back.
-    """
-
-    __slots__ = ("argument", "callbacks", "env", "function")
-    _ok = True
-
-    def __init__(self, clock: Clock, function: Callable[[Any], None], argument: Any) -> None:
-        self.env = clock
-        self.callbacks: Any = _CALLING  # not a method of its own, which would make a cycle of each
-        self.function = function
-        self.argument = argument
+    def __init__(self, environment: Any, value: Any) -> None:
+        self.env = environment
+        self.callbacks = []
+        self._ok = True
+        self._value = value
 
 
-def _call(call: Any) -> None:
-    """Make *call*."""
-    call.function(call.argument)
+def process_event(event: Any) -> BaseException | None:
+    """Call the callbacks of *event*; return what it failed with if nobody has handled that."""
+    callbacks, event.callbacks = event.callbacks, None
+    for callback in callbacks:
+        callback(event)
+    failed = not event._ok and not hasattr(event, "_defused")
+    return event._value if failed else None
 
 
-_CALLING = (_call,)
-
-
-class Alarm(Event):
+class Alarm:
     """A wake-up that may be armed again and again, without a new object each time.
 
     The *wake* callback is called with the alarm.  An alarm must not be armed while it is armed.
@@ -133,135 +231,30 @@ class Alarm(Event):
     taken back: who needs it earlier makes another one and ignores the old.  Arming an armed one is a `RuntimeError`.
     """
 
-    def __init__(self, clock: Clock, wake: Callable[[Event], None], priority: int = NORMAL) -> None:
-        self.env = clock
-        self.clock = clock
-        self.priority = priority
-        self._wake = [wake]
-        self._ok = True
-        self._value = None
-        as_event: Any = self  # of which SimPy says that `callbacks` is a list
-        as_event.callbacks = None  # "processed": nothing waits in the queue
+    __slots__ = ("_clock", "_priority", "_wake", "armed")
 
-    @property
-    def armed(self) -> bool:
+    def __init__(self, clock: Clock, wake: Callable[[Alarm], None], priority: int = NORMAL) -> None:
+        self.armed = False
         """Whether the alarm waits to fire."""
-        as_event: Any = self
-        return as_event.callbacks is not None
+        self._clock = clock
+        self._wake = wake
+        self._priority = priority
 
     def arm(self, at: float) -> None:
         """Fire at the absolute time *at*."""
         if self.armed:
             raise RuntimeError("this alarm is armed already; let it fire first")
-        self.callbacks = self._wake
-        self.clock.schedule_at(self, at, self.priority)
+        self.armed = True
+        self._clock.call_at(at, _ring, self, self._priority)
+
+    def ring(self) -> None:
+        """Fire."""
+        self.armed = False
+        self._wake(self)
 
 
-class _Getter(Event):
-    """A wait for one item.  Its first callback, *unclaimed*, sees to it that no item is lost with its waiter."""
-
-    def __init__(self, clock: Clock, unclaimed: Callable[[Event], None]) -> None:
-        super().__init__(clock)
-        self.callbacks.append(unclaimed)
-        self.waiters = self.callbacks  # SimPy takes the list away before it calls what is in it
-
-    @property
-    def given_up(self) -> bool:
-        """Whether nobody waits: its process was interrupted, or waited in a condition that came true otherwise."""
-        return len(self.waiters) == 1
-
-
-class Mailbox:
-    """Items in the order in which they were put, for one or more processes that wait for them.
-
-    Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.  With
-    `listen`, a function gets the items instead.
-
-    Invariant: no item is lost and none is given twice, whatever happens to the processes that wait.
-    """
-
-    __slots__ = ("_clock", "_items", "_listener", "_waiting")
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._items: deque[Any] = deque()
-        self._waiting: deque[_Getter] = deque()
-        self._listener: Callable[[Any], None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, item: Any) -> None:
-        """Hand *item* to the listener or the longest-waiting getter, in a turn of its own, or keep it."""
-        if self._listener is not None:
-            self._clock.call_at(self._clock.now, self._listener, item)
-            return
-        getter = self._getter()
-        if getter is None:
-            self._items.append(item)
-        else:
-            getter.succeed(item)
-
-    def deliver(self, item: Any) -> None:
-        """Do as `put` does, without an event of its own.  Like `fire`, only for callbacks."""
-        if self._listener is not None:
-            self._listener(item)
-            return
-        getter = self._getter()
-        if getter is None:
-            self._items.append(item)
-        else:
-            fire(getter, item)
-
-    def listen(self, listener: Callable[[Any], None]) -> None:
-        """Call *listener*, which must not raise, with every item from now on, those that are kept first.
-
-        What `get` returned before gets nothing any more.  Raise a `RuntimeError` if there is a listener already.
-        """
-        if self._listener is not None:
-            raise RuntimeError("this mailbox has a listener already")
-        self._listener = listener
-        for item in self.drain():
-            self.put(item)
-
-    def get(self) -> Event:
-        """Return an event that succeeds with the next item.
-
-        Yield it at once, alone or in a condition: a getter that nobody waits for counts as given up, and the item
-        goes to the next.
-        """
-        getter = _Getter(self._clock, self._unclaimed)
-        if self._items:
-            getter.succeed(self._items.popleft())
-        else:
-            while self._waiting and self._waiting[0].given_up:  # lest a poll with a deadline piles them up
-                self._waiting.popleft()
-            self._waiting.append(getter)
-        return getter
-
-    def _getter(self) -> _Getter | None:
-        while self._waiting:
-            getter = self._waiting.popleft()
-            if not getter.given_up:
-                return getter
-        return None
-
-    def _unclaimed(self, event: Event) -> None:
-        """Keep the item of a getter that was given up between its trigger and now."""
-        assert isinstance(event, _Getter)
-        if not event.given_up:
-            return
-        getter = self._getter()
-        if getter is None:
-            self._items.appendleft(event.value)
-        else:
-            getter.succeed(event.value)
-
-    def drain(self) -> list[Any]:
-        """Return all items that are here now, without waiting."""
-        items = list(self._items)
-        self._items.clear()
-        return items
+def _ring(alarm: Alarm) -> None:
+    alarm.ring()
 
 
 class Source(Protocol):
@@ -295,10 +288,9 @@ class WallClock(Clock):
     many seconds it has something to do again, which is 0 if it has not finished.
     """
 
-    virtual = False
-
     def __init__(self, origin: float | None = None, spin: float = 50e-6, nap: float = 20e-6) -> None:
         super().__init__()
+        self.virtual = False
         self.origin = time.monotonic() if origin is None else origin
         self.spin = spin
         self.nap = nap
@@ -312,7 +304,7 @@ class WallClock(Clock):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._now = self.now
+        self._queue.now = self.now
 
     @property
     def now(self) -> float:
@@ -353,10 +345,6 @@ class WallClock(Clock):
         while self.idle is not None and (now := self.now) >= self._idle_due:
             self._idle_due = now + self.idle()
 
-    def scheduled(self) -> int:
-        """Return how many events have been scheduled on this clock so far, calls of this method included."""
-        return next(self._eid)
-
     def close(self) -> None:
         """Give the clock's descriptors back."""
         self._epoll.close()
@@ -364,27 +352,29 @@ class WallClock(Clock):
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
         """Schedule *event* *delay* seconds from real now; a zero delay keeps SimPy's order within the instant."""
-        at = self.now + delay if delay else self._now
-        push(self._queue, (at, priority, next(self._eid), event))
+        self.call_at(self.now + delay if delay else self._queue.now, None, event, priority)
 
-    def schedule_at(self, event: Event | Call, at: float, priority: int = NORMAL) -> None:
-        """Schedule *event* at *at*; a time that has passed meanwhile means at once."""
-        push(self._queue, (max(at, self._now), priority, next(self._eid), event))
+    def call_at(
+        self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
+    ) -> None:
+        """As `Clock.call_at`; a time that has passed meanwhile means at once."""
+        self._queue.add(max(when, self._queue.now), priority, self.numbers, self, function, argument)
 
     def step(self) -> None:
         """Wait for the next event and process it.
 
         Raise `EmptySchedule` if nothing is scheduled and no source is left that could schedule anything.
         """
+        queue = self._queue
         self._look()
-        idle_since = self._now
-        while not self._queue or self._queue[0][0] > self._now:
-            if not (self._queue or self._polled or self._told):
+        idle_since = queue.now
+        while (at := queue.peek()) > queue.now:
+            if at == inf and not (self._polled or self._told):
                 raise EmptySchedule
-            if self._now - idle_since > self.spin or not self._busy():
+            if queue.now - idle_since > self.spin or not self._busy():
                 self._sleep()
             if self._look():
-                idle_since = self._now
+                idle_since = queue.now
         super().step()
 
     def _busy(self) -> bool:
@@ -397,7 +387,7 @@ class WallClock(Clock):
     def _look(self) -> bool:
         """Let all sources act; return whether any had something to tell."""
         now = time.monotonic()
-        self._now = now - self.origin
+        self._queue.now = now - self.origin
         found = False
         while self._calls:
             self._calls.popleft()()
@@ -423,7 +413,8 @@ class WallClock(Clock):
 
         Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
         """
-        until = self._queue[0][0] - self.now if self._queue else 1.0
+        at = self._queue.peek()
+        until = at - self.now if at < inf else 1.0
         if self._busy():
             until = min(until, self.nap)
         if until >= 1e-3 and self.idle is not None:

@@ -3,34 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from pdsim.errors import InvalidBatch
+from pdsim.region import Region
 
 __all__ = ["Bytes", "Int64s", "check_disjoint", "check_inside", "int64s", "move"]
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-
-
-class Extent(Protocol):
-    """What a check needs to know of a `pdsim.transfer.Region`."""
-
-    @property
-    def owner(self) -> str:
-        """The rank that registered it."""
-
-    @property
-    def name(self) -> str:
-        """Its name among the regions of its owner."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
 
 
 def int64s(values: npt.ArrayLike, name: str) -> Int64s:
@@ -45,7 +28,7 @@ def int64s(values: npt.ArrayLike, name: str) -> Int64s:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def check_inside(region: Extent, offset: Int64s, size: Int64s, side: str) -> None:
+def check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
     """Raise an `InvalidBatch` that names the first descriptor of which *region*, on *side*, does not hold all bytes.
 
     Offsets and sizes are int64 of shape (n,) with n > 0 and positive sizes.  *side* is "source" or "target".

@@ -27,13 +27,12 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from simpy.events import Event
 
-from pdsim.clock import Clock, Mailbox, fire
-from pdsim.descriptors import check_disjoint, check_inside, int64s
-from pdsim.errors import InvalidBatch
+from pdsim.batch import Batch
+from pdsim.clock import Clock, fire
+from pdsim.mailbox import Mailbox
+from pdsim.region import Buffer, Region
 
 __all__ = [
     "Batch",
@@ -57,34 +56,6 @@ Program = Generator[Event, Any, Any]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
-
-
-class Buffer(Protocol):
-    """Memory that a `Device` allocated.
-
-    A buffer is valid until `Device.free`; regions over it must be deregistered first.
-    """
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def pool(self) -> str:
-        """The pool it came from."""
-
-    @property
-    def address(self) -> int:
-        """Where it starts, in the address space of its device."""
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return a copy of *size* bytes at *offset*.
-
-        Raise an `IndexError` outside the buffer and a `TypeError` if the device keeps no contents.
-        """
-
-    def write(self, offset: int, data: bytes) -> None:
-        """Store *data* at *offset*; the errors of `read`."""
 
 
 class Device(Protocol):
@@ -129,105 +100,6 @@ class Device(Protocol):
         Work is served in the order in which it was asked for.  On real targets it is a wait: computation is
         emulated, and transfers go on meanwhile.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Registered memory as either side names it.
-
-    Plain data that may be sent: `Endpoint.address` contains the regions of an endpoint, `Peer.regions` those of a
-    peer.
-    """
-
-    owner: str  # the rank that registered it
-    name: str  # unique among the regions of its owner
-    size: int
-    address: int  # in the owner's address space
-    device: str  # the owner's name for the device it lies on
-
-    @classmethod
-    def local(cls, owner: str, device: Device, buffer: Buffer) -> Region:
-        """Return a name for *buffer* that only `Device.copy` understands; no engine knows of it."""
-        return cls(owner, f"local:{buffer.address:#x}", buffer.size, buffer.address, device.name)
-
-
-class Batch:
-    """Descriptors: for each *i*, ``size[i]`` bytes from ``source_offset[i]`` to ``target_offset[i]``.
-
-    Three int64 arrays of equal length over two regions; 100,000 descriptors are normal.  Bytes flow from *source* to
-    *target* whoever posts: for a read, *source* is the peer's.
-
-    Raise `InvalidBatch` if the batch is empty or the lengths differ, if a size is not positive, if a descriptor
-    reaches outside its region, or if two targets overlap (engines keep no order among descriptors, so the outcome
-    would be chance; sources may overlap).
-
-    *pieces* is how many descriptors it stands for; by default as many as it has.  `Device.copy` on memory without
-    contents is given few that stand for many; nothing else looks at it.  `InvalidBatch` if it is less than there
-    are.
-    """
-
-    __slots__ = ("nbytes", "pieces", "size", "source", "source_offset", "target", "target_offset")
-
-    def __init__(
-        self,
-        source: Region,
-        target: Region,
-        source_offset: npt.ArrayLike,
-        target_offset: npt.ArrayLike,
-        size: npt.ArrayLike,
-        pieces: int | None = None,
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.source_offset = int64s(source_offset, "source_offset")
-        self.target_offset = int64s(target_offset, "target_offset")
-        self.size = int64s(size, "size")
-        count = len(self.size)
-        if not len(self.source_offset) == len(self.target_offset) == count:
-            raise InvalidBatch(
-                f"{len(self.source_offset)} source offsets, {len(self.target_offset)} target offsets and "
-                f"{count} sizes: a batch needs as many of each"
-            )
-        if not count:
-            raise InvalidBatch("an empty batch: there is nothing to transfer")
-        if self.size.min() <= 0:
-            index = int(np.argmin(self.size))
-            raise InvalidBatch(f"size[{index}]={self.size[index]}: sizes must be positive")
-        check_inside(source, self.source_offset, self.size, "source")
-        check_inside(target, self.target_offset, self.size, "target")
-        check_disjoint(self.target_offset, self.size)
-        self.nbytes = int(self.size.sum())
-        self.pieces = count if pieces is None else pieces
-        if self.pieces < count:
-            raise InvalidBatch(f"pieces={pieces} must be >= {count}, the number of descriptors that stand for them")
-
-    def __len__(self) -> int:
-        """Return the number of descriptors."""
-        return len(self.size)
-
-    def __repr__(self) -> str:
-        return (
-            f"<Batch of {len(self)} descriptors, {self.nbytes} bytes, {self.source.owner}/{self.source.name} -> "
-            f"{self.target.owner}/{self.target.name}>"
-        )
-
-    def over(self, source: Region, target: Region) -> Batch:
-        """Return the same descriptors over other regions, without checking again what cannot have changed.
-
-        Raise `InvalidBatch` if either region is smaller than the one it replaces.
-        """
-        self._check_over(source, target)
-        batch = object.__new__(Batch)
-        batch.source, batch.target, batch.nbytes, batch.pieces = source, target, self.nbytes, self.pieces
-        batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
-        return batch
-
-    def _check_over(self, source: Region, target: Region) -> None:
-        if source.size < self.source.size or target.size < self.target.size:
-            raise InvalidBatch(
-                f"regions of {source.size} and {target.size} bytes cannot stand for {self.source.size} and "
-                f"{self.target.size}"
-            )
 
 
 # --- moving bytes --------------------------------------------------------------------------------------------------
@@ -286,7 +158,8 @@ class Transfer(Event):
     """
 
     def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
-        self.env = clock  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
+        environment: Any = clock
+        self.env = environment  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
         self.callbacks = []
         self._defused = True
         self.batch = batch

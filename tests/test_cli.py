@@ -418,7 +418,7 @@ time.sleep(60)
 )
 def test_ctrl_c_during_imports_is_one_line(tmp_path, command, module):
     (tmp_path / f"{module}.py").write_text(SLOW_TO_IMPORT)
-    process = started(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    process = started(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     assert process.stderr.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdsim.batch import LazyBatch
 from pdsim.clock import Clock
 from pdsim.errors import InvalidBatch
-from pdsim.lazy_batch import LazyBatch
 from pdsim.transfer import Batch, Region, Transfer
 
 SOURCE = Region("prefill0", "kv", 1000, 0, "gpu0")

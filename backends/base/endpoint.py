@@ -35,9 +35,10 @@ from backends.base.process_identity import when_dead
 from backends.base.tcp_drain import half_open
 from backends.base.transfer_account import TransferAccount
 from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal
-from pdsim.clock import Mailbox, WallClock
+from pdsim.clock import WallClock
 from pdsim.costs import Engine
 from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
+from pdsim.mailbox import Mailbox
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer
 
 __all__ = ["RealEndpoint"]
@@ -268,7 +269,7 @@ class RealEndpoint(EngineHooks):
         A dead process starts nothing; what the kernel still has of it has been taken in once none of this process's
         connections has a dead end.
         """
-        event = Event(self.clock)
+        event = self.clock.event()
 
         def look(_: Event) -> None:
             if self.closed:

@@ -212,7 +212,7 @@ class RealGroup:
         timeout = self._settings.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
-        event = Event(self._clock)
+        event = self._clock.event()
         event.defused = True
         call = GatherCall(self._number, size, event, self._clock.now, timeout, label, buffers)
         call.prepared = call.posted = call.submitted

@@ -100,7 +100,7 @@ class CudaDevice(RealDevice):
         Both buffers are held until it is over.
         """
         buffers = self.buffer_of(batch.source), self.buffer_of(batch.target)
-        done = Event(self.clock)
+        done = self.clock.event()
 
         def finish(error: TransferFailed | None) -> None:
             for buffer in buffers:

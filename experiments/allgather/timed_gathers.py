@@ -95,7 +95,7 @@ def _padded(
     )
     if verify and len(rows):
         mine.write(0, rows.tobytes())
-    source, target = (Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole))
+    source, target = (Region.local(rank.name, rank.device.name, buffer) for buffer in (mine, whole))
     for number in range(warmup + repeat):
         rank.clock.settle()
         label = WARMUP if number < warmup else point["label"]

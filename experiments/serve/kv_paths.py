@@ -8,7 +8,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pdsim.job import Outcome
@@ -30,22 +30,23 @@ class Paths:
         self._taken: list[str] = [""] * count
         self._totals: dict[str, list[int]] = {}
         for log, ranks in distinct(joined(rank.transfers for rank in outcome.ranks.values())):
-            for run in log.runs():
-                self._count(run, run.count * ranks)
+            self._count(log.runs(), ranks)
 
-    def _count(self, run: RecordRun, count: int) -> None:
-        """Add the *count* alike transfers of *run* to the totals of their path, and the path to their request."""
-        room, _, path = run.label.split("/")
-        total = self._totals.get(path)
-        if total is None:
-            total = self._totals[path] = [0, 0, 0]
-        total[0] += count
-        total[1] += run.nbytes * count
-        total[2] += run.descriptors * count
-        number = (int(room) - 1) % len(self._taken)  # a request that is sent out anew has another room
-        taken = self._taken[number]
-        if path not in taken:  # most rooms take one path, so its very name is kept
-            self._taken[number] = f"{taken}+{path}" if taken else path
+    def _count(self, runs: Iterable[RecordRun], ranks: int) -> None:
+        """Add the transfers of *runs*, of so many *ranks* each, to the totals, and their paths to the requests."""
+        requests, totals = self._taken, self._totals
+        for _, label, nbytes, descriptors, count in runs:
+            room, _, path = label.split("/")
+            total = totals.get(path)
+            if total is None:
+                total = totals[path] = [0, 0, 0]
+            total[0] += count * ranks
+            total[1] += nbytes * count * ranks
+            total[2] += descriptors * count * ranks
+            number = (int(room) - 1) % len(requests)  # a request that is sent out anew has another room
+            taken = requests[number]
+            if path not in taken:  # most rooms take one path, so its very name is kept
+                requests[number] = f"{taken}+{path}" if taken else path
 
     def of_requests(self) -> list[str | None]:
         """Return the paths of each request, joined by ``+`` if it took several; None if nothing was written.

@@ -12,10 +12,11 @@ receiver that does not read.
 from __future__ import annotations
 
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from pdsim.clock import Call, Clock, Mailbox
+from pdsim.clock import Clock
 from pdsim.fabric.host_latency import HostLatency
+from pdsim.mailbox import Mailbox
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Absent", "SimChannel"]
 
-_new: Any = tuple.__new__  # of a named tuple, in half the time
+_new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
 
 
 class Absent:
@@ -78,7 +79,7 @@ class SimChannel:
         host_latency: HostLatency | None = None,
     ) -> None:
         self.name = name
-        self._host = host
+        self._rate, self._latency = host.tcp_rate, host.tcp_latency
         self._job = job
         self._ranks = ranks
         self._clock = clock
@@ -123,11 +124,11 @@ class SimChannel:
             return
         if self._watch is not None:
             self._watch(self.name, receiver, payload)
-        host, job = self._host, self._job
-        sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
+        job = self._job
+        sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
         self._free[receiver] = sent
         message: Message = _new(Message, (self.name, payload))
-        latency = host.tcp_latency
+        latency = self._latency
         if self._delay is not None:
             latency += self._delay(self.name, receiver)
         at = sent + latency
@@ -191,6 +192,6 @@ class SimChannel:
         if self.closed:
             return
         if self._clock.paused:
-            self._clock.put_off(Call(self._clock, self._deliver, message))
+            self._clock.put_off(self._deliver, message)
         else:
             self._inbox.deliver(message)

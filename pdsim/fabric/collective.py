@@ -151,7 +151,7 @@ class SimGroup:
         timeout = self._core.library.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
-        event = Event(self.clock)
+        event = self.clock.event()
         event.defused = True
         self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers))
         return event

@@ -89,7 +89,7 @@ class Visitors:
 
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds when the end of all lives of *peer* is noticed, at once if there is none."""
-        event = Event(self._clock)
+        event = self._clock.event()
         self._waiting.setdefault(peer, []).append(event)
         self._part(peer)
         return event

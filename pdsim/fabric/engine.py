@@ -127,6 +127,10 @@ class SendQueue:
     ) -> None:
         self.name = name
         self.model = model
+        # what is asked for each transfer; the model is no compiled class
+        self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
+        self._small, self._fresh = model.small, model.fresh_descriptor
+        self._known: dict[int, float] = {}  # seconds of posting, by descriptors
         self._copier = copier
         self._draws = draws
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
@@ -158,7 +162,7 @@ class SendQueue:
         not wait.
         """
         posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
-        if not self.model.depth or (not self._waiting and self._has_room(descriptors)):
+        if not self._depth or (not self._waiting and self._has_room(descriptors)):
             self._admit(posting)
         elif self.model.full == "wait":
             self._waiting.append(posting)
@@ -261,33 +265,40 @@ class SendQueue:
 
     def _has_room(self, descriptors: int) -> bool:
         alone = self.model.full == "wait" and not self.outstanding
-        return alone or self.outstanding + descriptors <= self.model.depth
+        return alone or self.outstanding + descriptors <= self._depth
 
     def _admit(self, posting: Posting) -> None:
-        model, poster, now = self.model, self._poster, self._clock.now
+        poster, now = self._poster, self._clock.now
         self.outstanding += posting.descriptors
-        early = self._enter(posting) - max(0, posting.descriptors - self._most) * model.fresh_descriptor
+        early = self._enter(posting) - max(0, posting.descriptors - self._most) * self._fresh
         self._most = max(self._most, posting.descriptors)
         if poster.threads is not None:
-            work = (model.posting(posting.descriptors) - early) * poster.slowness
+            work = (self._posting(posting.descriptors) - early) * poster.slowness
             posting.posted = inf
             poster.threads.post(work, self._on_taken, self._on_posted, posting)
             return
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
-        posting.posted = poster.free = start + (model.posting(posting.descriptors) - early) * poster.slowness
-        begin = start if model.overlap else posting.posted
-        if model.pipelined:
-            begin = start + (model.posting(1) - early) * poster.slowness
+        posting.posted = poster.free = start + (self._posting(posting.descriptors) - early) * poster.slowness
+        begin = start if self._overlap else posting.posted
+        if self._pipelined:
+            begin = start + (self._posting(1) - early) * poster.slowness
         if begin > now:
             self._clock.call_at(begin, self._begin, posting)
         else:
             self._begin(posting)
 
+    def _posting(self, descriptors: int) -> float:
+        """Return the seconds for which one call with so many *descriptors* keeps the posting thread."""
+        seconds = self._known.get(descriptors)
+        if seconds is None:
+            seconds = self._known[descriptors] = self.model.posting(descriptors)
+        return seconds
+
     def _enter(self, posting: Posting) -> float:
         """Have *posting* done at once, or under way; return by how much its posting is shorter."""
-        small, poster = self.model.small, self._poster
+        small, poster = self._small, self._poster
         if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
             poster.under_way += 1
             return 0.0
@@ -298,13 +309,13 @@ class SendQueue:
 
     def _on_taken(self, posting: Posting) -> None:
         """Let the wire start, if it does so while one of several threads is posting."""
-        if self.model.overlap:
-            first = self.model.posting(1) * self._poster.slowness if self.model.pipelined else 0.0
+        if self._overlap:
+            first = self._posting(1) * self._poster.slowness if self._pipelined else 0.0
             self._clock.call_at(self._clock.now + first, self._begin, posting)
 
     def _on_posted(self, posting: Posting) -> None:
         posting.posted = self._clock.now
-        if not self.model.overlap:
+        if not self._overlap:
             self._begin(posting)
         elif posting.carried and not posting.aborted:
             self._on_carried(posting)
@@ -345,9 +356,9 @@ class SendQueue:
         """See to the end of *posting*, which is off the wire: it makes way when it is posted, too."""
         assert posting.posted is not None
         wire = posting.wire
-        ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
+        ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted
         now = self._clock.now
-        ended = max(now, ready, posting.least)
+        ended = max(max(now, ready), posting.least)
         # rounded, what is saved may be more than the latency
         over = max(ended, ended + wire.latency + posting.held)
         if over > now:

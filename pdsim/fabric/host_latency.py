@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,15 +27,18 @@ APART = 1e-9
 """Seconds between two that come one after the other and not, but for rounding, together."""
 
 
-class Coming(Protocol):
+class Coming:
     """What comes at times that are known, without an event for each."""
 
-    coming: list[float]
-    """When, in order."""
-    met: int
-    """How many of them the rank has acted upon, or will."""
-    acted: float
-    """When it acts upon the last of those."""
+    __slots__ = ("acted", "met", "times")
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        """When, in order."""
+        self.met = 0
+        """How many of them the rank has acted upon, or will."""
+        self.acted = 0.0
+        """When it acts upon the last of those."""
 
 
 class HostLatency:
@@ -82,7 +85,7 @@ class HostLatency:
         """Act upon all that has come before *now*, in the order of time."""
         waiting, many = [], 0
         for series in self._coming:
-            end, met = bisect_left(series.coming, now, series.met), series.met
+            end, met = bisect_left(series.times, now, series.met), series.met
             if end > met:
                 waiting.append((series, end))
                 many += end - met
@@ -96,8 +99,8 @@ class HostLatency:
         while waiting:
             first, at = None, now
             for series, _ in waiting:
-                if series.met < len(series.coming) and series.coming[series.met] < at:
-                    first, at = series, series.coming[series.met]
+                if series.met < len(series.times) and series.times[series.met] < at:
+                    first, at = series, series.times[series.met]
             if first is None:
                 return
             self._act(first)
@@ -110,26 +113,26 @@ class HostLatency:
         """
         kept, ends, last = inf, [], -inf  # *last*: of those skipped
         for series, end in waiting:
-            kept = min(kept, series.coming[max(end - 2, series.met)])
+            kept = min(kept, series.times[max(end - 2, series.met)])
         for series, end in waiting:
-            skipped = bisect_left(series.coming, kept, series.met, end)
+            skipped = bisect_left(series.times, kept, series.met, end)
             ends.append((series, skipped))
             if skipped > series.met:
-                last = max(last, series.coming[skipped - 1])
+                last = max(last, series.times[skipped - 1])
         if kept - last < APART or last == -inf:
             return
         if self._idle_wake:
             begun = waiting[0][0]
             for series, _ in waiting:
-                if series.coming[series.met] < begun.coming[begun.met]:
+                if series.times[series.met] < begun.times[begun.met]:
                     begun = series
-            pause = begun.coming[1] - begun.coming[0] if len(begun.coming) > 1 else inf
-            if pause > self._idle_after or kept - begun.coming[begun.met] < self._idle_wake + APART:
+            pause = begun.times[1] - begun.times[0] if len(begun.times) > 1 else inf
+            if pause > self._idle_after or kept - begun.times[begun.met] < self._idle_wake + APART:
                 return
         for series, end in ends:
             series.met = end
         self._last = max(self._last, last + self._wake)
 
     def _act(self, series: Coming) -> None:
-        series.acted = self._acts_at(series.coming[series.met])
+        series.acted = self._acts_at(series.times[series.met])
         series.met += 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdsim.clock import Call, Clock, Mailbox
+from pdsim.clock import Clock
+from pdsim.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from pdsim.fabric.host_latency import HostLatency
@@ -51,6 +52,6 @@ class NotificationInbox:
         if self._closed:
             return
         if self._clock.paused:
-            self._clock.put_off(Call(self._clock, self._wake_with, notification))
+            self._clock.put_off(self._wake_with, notification)
         else:
             self.mailbox.deliver(notification)

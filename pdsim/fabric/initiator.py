@@ -67,6 +67,9 @@ class Initiator:
         self.series: SimSeries | None = None  # writes that are foreseen
         self.posted = PostedTransfers(fabric.clock, self.engine, recorder, self._time_out)
         self._fabric = fabric
+        self._hardware = fabric.clock
+        self._timeout = fabric.engine.timeout
+        self._chance, self._observer = fabric.chance, fabric.observer
         self._clock = clock
         self._device = device
         self._regions = regions
@@ -87,10 +90,10 @@ class Initiator:
         local = self._regions.local(source if write else target)
         remote = target if write else source
         connection = self._check_peer(peer, remote)
-        limit = self._fabric.engine.timeout if timeout is None else timeout
+        limit = self._timeout if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
-        now = self._fabric.clock.now
+        now = self._hardware.now
         transfer = Transfer(self._clock, batch, label)
         flight = SimTransfer(transfer, connection, write, local, remote, notify, now)
         number = self.posted.add(flight)
@@ -115,7 +118,7 @@ class Initiator:
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._regions.local(batch.source), connection.remote
-        watched = fabric.chance is not None or fabric.observer is not None or fabric.draws is not None
+        watched = self._chance is not None or self._observer is not None or fabric.draws is not None
         watched = watched or self._device.holds_bytes
         if watched or self.posted.moving or self.series or there.ended is not None:
             return None
@@ -126,12 +129,12 @@ class Initiator:
         flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
         report, resume = partial(self._report, flight), partial(self._resume, flight)
         series = SimSeries(self._clock, fabric.network, steps, there.name, report, resume)
-        if not series.begin(path, size, fabric.engine.timeout):
+        if not series.begin(path, size, self._timeout):
             flight.release()
             return None
         self.series = series
         if notify and not there.inbox.host_latency.instant:
-            there.inbox.host_latency.expect(series)
+            there.inbox.host_latency.expect(series.notifications)
         return series
 
     def disconnect(self, remote: Remote) -> None:
@@ -155,22 +158,23 @@ class Initiator:
 
     def _post(self, flight: SimTransfer, number: int) -> Posting:
         """Hand *flight* to the send queue, with what chance does to it where faults are injected."""
-        fabric, batch, queue = self._fabric, flight.transfer.batch, flight.connection.send_queue
-        if fabric.observer is not None:
-            fabric.observer.posted(batch, flight.transfer.label)
-        if fabric.chance is None:
+        batch, queue = flight.transfer.batch, flight.connection.send_queue
+        chance, observer = self._chance, self._observer
+        if observer is not None:
+            observer.posted(batch, flight.transfer.label)
+        if chance is None:
             return queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number)
-        held = fabric.chance.transfer()
-        if held and fabric.observer is not None:
-            fabric.observer.held_up(flight.transfer.label)
-        share = fabric.chance.breaks()
+        held = chance.transfer()
+        if held and observer is not None:
+            observer.held_up(flight.transfer.label)
+        share = chance.breaks()
         if share is not None:
             flight.breaks_after = int(share * batch.nbytes)
-            if fabric.observer is not None:
-                fabric.observer.broken(flight.transfer.label)
+            if observer is not None:
+                observer.broken(flight.transfer.label)
         posting = queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
-        if fabric.chance.strays and posting.posted is not None:
-            self._payload.stray(flight, number, fabric.chance, queue.seconds(posting))
+        if chance.strays and posting.posted is not None:
+            self._payload.stray(flight, number, chance, queue.seconds(posting))
         return posting
 
     def _on_complete(self, posting: Posting) -> None:
@@ -192,7 +196,8 @@ class Initiator:
                 f"region {name} is no longer registered; its owner withdrew it during the transfer"
             )
         else:
-            self._payload.move(flight, *buffers)
+            source, target = buffers
+            self._payload.move(flight, source, target)
         record = self.posted.quiesce(posting.tag, error)
         if flight.notify and error is None:
             there.inbox.notify(Notification(self.name, flight.notify))
@@ -204,7 +209,7 @@ class Initiator:
         if flight.transfer.triggered:
             return
         batch, posting = flight.transfer.batch, flight.posting
-        error = TransferTimeout(f"{batch!r} is not complete after {self._fabric.clock.now - flight.submitted:g} s")
+        error = TransferTimeout(f"{batch!r} is not complete after {self._hardware.now - flight.submitted:g} s")
         if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
             flight.connection.send_queue.abort(posting)
             self.posted.fail(number, error)
@@ -213,7 +218,7 @@ class Initiator:
 
     def _lose(self, number: int, flight: SimTransfer) -> None:
         """Fail *flight* once the end of its peer is noticed."""
-        clock, remote = self._fabric.clock, flight.connection.remote
+        clock, remote = self._hardware, flight.connection.remote
         assert remote.ended is not None
         clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
 
@@ -248,7 +253,7 @@ class Initiator:
             flight.release()
         if flight.notify:
             if not inbox.host_latency.instant:
-                now = inbox.host_latency.conclude(series, count, self._fabric.clock.now)
+                now = inbox.host_latency.conclude(series.notifications, count, self._hardware.now)
             if count:
                 inbox.notify_at(now, Repeated(self.name, flight.notify, count))
 
@@ -262,7 +267,7 @@ class Initiator:
         number = self.posted.add(flight)
         way = batch.nbytes, len(batch), stages, flow
         flight.posting = flight.connection.send_queue.resume(*way, self._on_complete, number)
-        self.posted.time_out_at(flight.submitted + self._fabric.engine.timeout, number)
+        self.posted.time_out_at(flight.submitted + self._timeout, number)
         return flight.transfer
 
     def _check_peer(self, peer: Peer, region: Region) -> Connection:

@@ -9,18 +9,13 @@ rank whose event it was, and to end a rank by force is to drop its events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from heapq import heappop
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from simpy.core import BoundClass, EmptySchedule
-from simpy.events import NORMAL, URGENT
+from simpy.events import URGENT
 
-from pdsim.clock import Call, Clock, push
+from pdsim.clock import Clock, process_event
 from pdsim.fabric.faults import Ties
-
-if TYPE_CHECKING:
-    from simpy.events import Event, Process
 
 __all__ = ["JobClock", "RankClock"]
 
@@ -29,30 +24,12 @@ class RankClock(Clock):
     """What the rank *name* sees of *job*'s clock."""
 
     def __init__(self, job: JobClock, name: str) -> None:
+        super().__init__(job.queue)
         self.name = name
         self.job = job
-        self._put_off: list[Event | Call] = []
-        # Environment.__init__ would make a queue and a time of its own
-        self._queue = self.queue = job.queue
-        self._eid = job._eid if job.ties is None else Ties(job, job.ties, job.numbers)  # type: ignore[assignment]
-        self.order: Iterator[Any] = self._eid
-        self._active_proc: Process | None = None
-        BoundClass.bind_early(self)
-
-    @property
-    def _now(self) -> float:  # type: ignore[override]  # SimPy's own methods read it too
-        return self.job.now
-
-    @property
-    def now(self) -> float:
-        """Seconds since the start of the job."""
-        return self.job.now
-
-    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
-        """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
-        if when < self.job.now:
-            raise ValueError(f"at(={when}) must not be before now(={self.job.now})")
-        push(self.queue, (when, NORMAL, next(self.order), Call(self, function, argument)))
+        self._put_off: list[tuple[Callable[[Any], None] | None, Any]] = []
+        if job.ties is not None:
+            self.numbers = Ties(job, job.ties, job.counted)
 
     def stop(self) -> None:
         """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
@@ -65,53 +42,36 @@ class RankClock(Clock):
         """
         if not self.halted:
             self.paused = self.halted = True
-            push(self._queue, (end, URGENT, next(self._eid), Call(self.job, self._resume, None)))
+            self._queue.add(end, URGENT, self.numbers, self.job, self._resume, None)
 
-    def put_off(self, event: Event | Call) -> None:
-        """Keep *event*, which is due, until the end of the pause; drop it if the rank has ended."""
-        if self.stopped:
-            event.callbacks = None  # "processed"
-        else:
-            self._put_off.append(event)
+    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+        """Keep a call or an event, which is due, until the end of the pause; drop it if the rank has ended."""
+        if not self.stopped:
+            self._put_off.append((function, argument))
+        elif function is None:
+            argument.callbacks = None  # "processed"
 
     def _resume(self, _: Any) -> None:
         self.paused, self.halted = False, self.stopped
-        events, self._put_off = self._put_off, []
-        for event in events:
-            push(self._queue, (self.now, NORMAL, next(self._eid), event))
+        put_off, self._put_off = self._put_off, []
+        for function, argument in put_off:
+            self.call_at(self.now, function, argument)
 
 
 class JobClock(Clock):
     """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
 
-    now: float = 0  # as SimPy begins; not its property, which takes three times as long, dozens of times a request
-
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()
-        self.queue: list[Any] = self._queue
-        """SimPy's own, as an attribute that a compiled clock finds at once; so is `order`."""
+        self.queue = self._queue
+        """Shared with the clocks of the ranks."""
         self.ties = ties
         """Draws, if what is due at one instant on several ranks is to happen in any order."""
-        self.numbers = count()
+        self.counted = count()
         if ties is not None:
-            self._eid = Ties(self, ties, self.numbers, each=True)  # type: ignore[assignment]
-        self.order: Iterator[Any] = self._eid
+            self.numbers = Ties(self, ties, self.counted, each=True)
         self.events = 0
         """Events processed until now."""
-
-    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
-        """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
-        if when < self.now:
-            raise ValueError(f"at(={when}) must not be before now(={self.now})")
-        push(self.queue, (when, NORMAL, next(self.order), Call(self, function, argument)))
-
-    @property
-    def _now(self) -> float:  # what SimPy's own methods read and set
-        return self.now
-
-    @_now.setter
-    def _now(self, now: float) -> None:
-        self.now = now
 
     def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
         """Process at most *limit* events, until *live* is empty.
@@ -119,31 +79,19 @@ class JobClock(Clock):
         Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
         raised.  Raise `EmptySchedule` if nothing is scheduled any more.
         """
-        queue, pop = self.queue, heappop
+        queue = self._queue
         for _ in range(limit):
             if not live:
                 return
-            if not queue:
-                raise EmptySchedule
-            entry: tuple[Any, ...] = pop(queue)
-            self.now = entry[0]
+            due = queue.take()
             self.events += 1
-            if type(entry[3]) is Call:  # more than half of them
-                call: Call = entry[3]
-                if not call.env.halted:
-                    call.function(call.argument)
-                else:
-                    call.env.put_off(call)
-                continue
-            event = entry[3]
-            clock: Clock = event.env
+            clock: Clock = due[3]
+            function = due[4]
             if clock.halted:
-                clock.put_off(event)
-                continue
-            callbacks, event.callbacks = event.callbacks, None
-            for callback in callbacks:
-                callback(event)
-            if not event.ok and not hasattr(event, "_defused"):
+                clock.put_off(function, due[5])
+            elif function is not None:  # more than half of them
+                function(due[5])
+            elif (error := process_event(due[5])) is not None:
                 if not isinstance(clock, RankClock):
-                    raise event.value
-                crashed(clock, event.value)
+                    raise error
+                crashed(clock, error)

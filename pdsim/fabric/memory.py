@@ -320,7 +320,7 @@ class SimDevice:
         self.symmetric = SymmetricPool(memory)
         self.holds_bytes = memory.tracked
         self._clock = clock
-        self._network = network
+        self.network = network
         self._through = network.path([link, link])  # a copy reads and writes
         self.traffic = traffic or SideTraffic(clock, network)
         self._copies = copies
@@ -376,14 +376,14 @@ class SimDevice:
         buffer is gone.
         """
         source, target = self._buffer(batch.source), self._buffer(batch.target)
-        done = Event(self._clock)
+        done = self._clock.event()
         source.hold()
         target.hold()
         work = batch, source, target, done
         busy = self._copies.busy(batch.pieces, self.memory.turns(self)) if self._copies is not None else 0.0
         if busy:
             self._planned = max(self._clock.now, self._planned) + busy
-            self._network.clock.call_at(self._planned, self._launch, work)
+            self.network.clock.call_at(self._planned, self._launch, work)
         else:
             self._launch(work)
         return done
@@ -398,7 +398,7 @@ class SimDevice:
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
         if self.host_latency.instant:
             return self._clock.at(self._free)
-        done = Event(self._clock)
+        done = self._clock.event()
         self._clock.call_at(self._free, self._computed, done)
         return done
 
@@ -420,11 +420,11 @@ class SimDevice:
             source.release()
             target.release()
         else:
-            self._network.start(self._through, batch.nbytes, self._on_copied, work)
+            self.network.start(self._through, batch.nbytes, self._on_copied, work)
 
     def _on_copied(self, work: _Copy) -> None:
         """Note that the bytes of a copy have moved; its end is seen `LAUNCH` later."""
-        clock = self._network.clock
+        clock = self.network.clock
         clock.call_at(clock.now + LAUNCH, self._finish, work)
 
     def _finish(self, work: _Copy) -> None:

@@ -7,7 +7,7 @@ States and transitions are those of `pdsim.transfer.Transfer`.  Why a transfer f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdsim.clock import fire
 from pdsim.fabric.deadlines import Deadlines
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["PostedTransfers", "SeriesRecorder"]
 
 
-_new: Any = tuple.__new__  # of a named tuple, in half the time
+_new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
 
 
 class SeriesRecorder(Protocol):
@@ -48,6 +48,7 @@ class PostedTransfers:
         self._clock = clock
         self._engine = engine
         self._recorder = recorder
+        self._keep = recorder.transfer
         self._number = 0
         self._kinds: dict[tuple[str, str], Kind] = {}  # of series, by source and target
         self._deadlines = Deadlines(clock, self.moving, time_out)
@@ -117,7 +118,7 @@ class PostedTransfers:
             posted.transfer.label,
         )
         record: TransferRecord = _new(TransferRecord, fields)
-        self._recorder.transfer(record)
+        self._keep(record)
         return record
 
     def record_series(self, posted: SimTransfer, submitted: Times, at: Times, complete: Times) -> int:

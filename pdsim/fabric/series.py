@@ -12,18 +12,17 @@ own, and the rest is the caller's to post.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simpy.events import NORMAL
 
 from pdsim.clock import LAST, Alarm, fire
 from pdsim.fabric.flows.foreseen import Plan
+from pdsim.fabric.host_latency import Coming
 from pdsim.transfer import Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from simpy.events import Event
 
     from pdsim.clock import Clock
     from pdsim.fabric.engine import SeriesSteps, Stages, Times
@@ -52,7 +51,8 @@ class SimSeries(Series):
         report: Callable[[bool, Times, Times, Times, Times], None],
         resume: Callable[[Stages, Flow | None], Transfer],
     ) -> None:
-        super().__init__(clock)
+        environment: Any = clock
+        super().__init__(environment)
         self.peer = peer
         self._hardware = network.clock
         self._foreseen = network.foreseen
@@ -60,9 +60,7 @@ class SimSeries(Series):
         self._report = report
         self._resume = resume
         self._stages: tuple[Times, ...] = ()
-        self.coming: list[float] = []  # as `pdsim.fabric.host_latency.Coming`: when the notifications come
-        self.met = 0
-        self.acted = 0.0
+        self.notifications = Coming()
         self._plan: Plan
         self._alarm: Alarm | None = None
 
@@ -76,7 +74,7 @@ class SimSeries(Series):
         if not self._foreseen.add(self._plan):
             return False
         self._expect()
-        if self.coming[0] - now > limit / 2:
+        if self.notifications.times[0] - now > limit / 2:
             self._foreseen.drop(self._plan, 0)
             self._plan.forget()
             self._alarm = None
@@ -90,16 +88,16 @@ class SimSeries(Series):
     def _expect(self) -> None:
         """Wake at the end of the last write."""
         self._stages = self._steps.stages(self._plan.start, self._plan.seconds)
-        self.coming = self._stages[-1].tolist()
-        ended, complete = self._plan.last, self.coming[-1]
+        self.notifications.times = self._stages[-1].tolist()
+        ended, complete = self._plan.last, self.notifications.times[-1]
         # without latency it completes with its flow, which is after all else of the instant
         self._alarm = Alarm(self._hardware, self._on_end, LAST if ended == complete else NORMAL)
         self._alarm.arm(complete)
 
-    def _on_end(self, alarm: Event) -> None:
+    def _on_end(self, alarm: Alarm) -> None:
         if alarm is self._alarm:
             self._alarm = None
-            count = len(self.coming)
+            count = len(self.notifications.times)
             self._foreseen.drop(self._plan, count)
             submitted, posted, _, ended, complete = self._stages
             self._report(True, submitted, posted, ended, complete)
@@ -108,7 +106,7 @@ class SimSeries(Series):
 
     def _on_cut(self, flow: Flow | None) -> None:
         self._alarm = None
-        count = bisect_left(self.coming, self._hardware.now)
+        count = bisect_left(self.notifications.times, self._hardware.now)
         self._report(False, *(self._stages[column][:count] for column in (0, 1, 3, 4)))
         submitted, posted, begin, end, complete = (float(column[count]) for column in self._stages)
         self._plan.forget()

@@ -63,7 +63,7 @@ class SideTraffic:
         links = self._offload[back]
         if not links and rate == math.inf:
             return self._clock.timeout(0)
-        done = Event(self._clock)
+        done = self._clock.event()
         self._network.start(self._network.path(links, rate), size, self._carried, done)
         return done
 
@@ -81,7 +81,7 @@ class SideTraffic:
             if links and size:
                 # a rate of few values, for each is a path; it is no less than asked, so that alone it ends in time
                 rate = 2.0 ** (math.ceil(RATES * math.log2(size / seconds)) / RATES)
-                done = Event(self._clock)
+                done = self._clock.event()
                 self._travelling.append(
                     self._network.start(self._network.path(links, rate), size, self._carried, done)
                 )

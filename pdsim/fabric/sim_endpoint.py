@@ -31,12 +31,13 @@ from pdsim.fabric.shared import EndpointAddress, Fabric
 from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
 
 if TYPE_CHECKING:
-    from pdsim.clock import Clock, Mailbox
+    from pdsim.clock import Clock
     from pdsim.fabric.connections import SimTransfer
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.posted import SeriesRecorder
     from pdsim.fabric.series import SimSeries
     from pdsim.fabric.topology import Site
+    from pdsim.mailbox import Mailbox
 
 __all__ = ["DETECTION", "SimEndpoint"]
 

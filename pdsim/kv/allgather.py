@@ -199,4 +199,4 @@ class PaddedAllGather:
         return record
 
     def _local(self, buffer: Buffer) -> Region:
-        return Region.local(self._rank.name, self._rank.device, buffer)
+        return Region.local(self._rank.name, self._rank.device.name, buffer)

@@ -13,11 +13,11 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.batch import LazyBatch
 from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.mapping import WHOLE, HeadSlice, RankShare
 from pdsim.kv.pages import Pages
-from pdsim.lazy_batch import LazyBatch
 from pdsim.transfer import Batch, Region
 
 __all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pdsim.job import Rank
 from pdsim.kv import metadata
@@ -34,16 +33,16 @@ DEVICE = Policy()
 """Metadata lies on the device."""
 
 
-@dataclass(slots=True)
 class _IncomingRoom:
     """A request's handoff as this rank sees it."""
 
-    reserve: Reserve | None = None
-    received: int = 0  # writes that arrived
-    counts: dict[int, int] = field(default_factory=dict)  # how many each writer made, once its last is here
-    last: Arrival | None = None
-    rows: tuple[bytes, ...] = ()  # of metadata that came as a message
-    reason: str = ""  # why what arrived cannot be used
+    def __init__(self) -> None:
+        self.reserve: Reserve | None = None
+        self.received = 0  # writes that arrived
+        self.counts: dict[int, int] = {}  # how many each writer made, once its last is here
+        self.last: Arrival | None = None
+        self.rows: tuple[bytes, ...] = ()  # of metadata that came as a message
+        self.reason = ""  # why what arrived cannot be used
 
 
 class KvReceiver:

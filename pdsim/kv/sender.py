@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 from simpy.events import Event
 
+from pdsim.batch import one_piece
 from pdsim.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.job import Rank
 from pdsim.kv import metadata
@@ -40,7 +41,6 @@ from pdsim.kv.queues import Queues
 from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
-from pdsim.lazy_batch import one_piece
 from pdsim.transfer import Batch, Program, Series, Transfer
 
 __all__ = ["KvSender"]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -21,27 +20,27 @@ from pdsim.transfer import Series
 __all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
 
 
-@dataclass(slots=True)
 class SenderRoom:
     """A request's handoff as one prefill rank sees it.
 
     It is over when *last* is known and *unfinished* is 0; a failed one is at rest when *planned* and *moving* are 0.
     """
 
-    room: int
-    status: Status = Status.WAITING
-    writes: dict[str, int] = field(default_factory=dict)  # to each target, so far
-    nbytes: int = 0
-    planned: int = 0  # chunks whose forward has not ended
-    moving: int = 0  # copies and writes that have not completed, or failed and not settled
-    unfinished: int = 0  # writes that have not completed, those included that have not been posted
-    last: Arrival | None = None  # of the last chunk, once its forward has ended
-    aborted: bool = False  # the leader plans no more chunks
-    asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
-    parked: dict[tuple[int, str], ChunkTransfer] = field(default_factory=dict)  # what waits for an answer to that
-    refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
-    foreseen: list[Series] = field(default_factory=list)  # whose writes are told of late
-    controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.status = Status.WAITING
+        self.writes: dict[str, int] = {}  # to each target, so far
+        self.nbytes = 0
+        self.planned = 0  # chunks whose forward has not ended
+        self.moving = 0  # copies and writes that have not completed, or failed and not settled
+        self.unfinished = 0  # writes that have not completed, those included that have not been posted
+        self.last: Arrival | None = None  # of the last chunk, once its forward has ended
+        self.aborted = False  # the leader plans no more chunks
+        self.asks: dict[tuple[int, str], int | None] = {}  # chunk and target: the slot's position
+        self.parked: dict[tuple[int, str], ChunkTransfer] = {}  # what waits for an answer to that
+        self.refused: set[str] = set()  # targets that had no slot for a chunk of this room
+        self.foreseen: list[Series] = []  # whose writes are told of late
+        self.controls: dict[str, int] = {}  # messages with metadata to each target
 
 
 class ChunkTransfer(NamedTuple):

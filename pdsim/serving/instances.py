@@ -82,7 +82,9 @@ class InstanceRegistry:
 
     def alive(self, life: str) -> bool:
         """Return whether *life* goes on."""
-        return self.bootstrap.epoch(instance_of(life)) > 0 and self.life(instance_of(life)) == life
+        instance = instance_of(life)
+        epoch = self.bootstrap.epoch(instance)
+        return epoch > 0 and life_name(instance, epoch) == life
 
     def side(self, instance: str) -> _Side:
         """Return the side that *instance* is on."""
@@ -146,7 +148,8 @@ class InstanceRegistry:
     def add(self, life: str, tokens: int) -> None:
         """Count *tokens* more, or fewer, at *life*, unless it is over."""
         if self.alive(life):
-            self.side(instance_of(life)).load[instance_of(life)] += tokens
+            instance = instance_of(life)
+            self.side(instance).load[instance] += tokens
 
     def send(self, life: str, tokens: int) -> None:
         """Count *tokens* more, or fewer, whose KV is on its way to *life*."""

@@ -8,7 +8,6 @@ one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from pdsim.kv.pages import Pool
@@ -58,10 +57,10 @@ class PrefixCache:
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
-        self._capacity = capacity or 0
-        self._ordered: OrderedDict[int, int] | None = None if capacity is None else OrderedDict()
-        # tokens of each, if there is a capacity the least recently used first
-        self._blocks: dict[int, int] = {} if self._ordered is None else self._ordered
+        self._capacity = capacity
+        self._blocks: dict[int, int] = {}  # tokens of each, if there is a capacity the least recently used first
+        self._oldest: list[int] = []  # blocks as they were ordered when this list was last made, the oldest last
+        self._used: set[int] = set()  # since then
 
     def __len__(self) -> int:
         """Return the number of blocks that are held."""
@@ -97,7 +96,7 @@ class PrefixCache:
         """Hold the prompt of *request*, the first blocks of which, *full* of them, are held to their ends."""
         blocks, ids, whole = self._blocks, request.hash_ids, HASHED
         left = request.input - (len(ids) - 1) * whole  # tokens from the start of the last block on
-        if self._ordered is None:  # nothing is ever evicted, so nobody asks which is the least recently used
+        if self._capacity is None:  # nothing is ever evicted, so nobody asks which is the least recently used
             for block in reversed(ids[full:]):
                 tokens = left if left < whole else whole  # noqa: FURB136
                 if blocks.get(block, 0) < tokens:
@@ -105,14 +104,30 @@ class PrefixCache:
                 left += whole
             return
         for block in reversed(ids[full:]):  # the first is the most recently used; there are dozens: calls take long
-            held = blocks.pop(block, 0)
+            held = blocks.get(block, 0)
+            if held:
+                del blocks[block]
             tokens = left if left < whole else whole  # noqa: FURB136
             blocks[block] = tokens if tokens > held else held  # noqa: FURB136
             left += whole
         for block in reversed(ids[:full]):
-            self._ordered.move_to_end(block)
+            del blocks[block]
+            blocks[block] = whole
+        self._used.update(ids)
         while len(blocks) > self._capacity:
-            self._ordered.popitem(last=False)
+            self._evict()
+
+    def _evict(self) -> None:
+        """Evict the block that is the oldest in the list, unless it has been used since; make a new list if need be.
+
+        The first of a dict from which the first are taken is found slowly, and an `OrderedDict` is slow at the rest.
+        """
+        if not self._oldest:
+            self._oldest = list(reversed(self._blocks))
+            self._used.clear()
+        block = self._oldest.pop()
+        if block not in self._used:
+            del self._blocks[block]
 
 
 def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float | None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from simpy.events import Event
-
 from pdsim.errors import PeerLost
 from pdsim.job import Rank
 from pdsim.kv.messages import (
@@ -56,7 +54,7 @@ class RankProcess:
         self.rank = rank
         self.job = job
         self.clock = rank.clock
-        self.ended = Event(rank.clock)
+        self.ended = rank.clock.event()
         self.has_ended = False  # whether that is triggered: asked at each message
         self.ignored = 0
         self.handlers: dict[type[KvMessage], Handler] = {Ping: self._ping}

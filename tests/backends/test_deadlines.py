@@ -64,4 +64,4 @@ def test_a_thousand_that_end_in_time_take_one_wake_up(clock, watch):
     for number in range(1000):
         watch.over(watch(str(number), 30.0 + number))
     clock.run()
-    assert (next(clock._eid), watch.expired) == (1, [])
+    assert (clock.scheduled(), watch.expired) == (1, [])

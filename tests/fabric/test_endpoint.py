@@ -155,7 +155,7 @@ class TestTransfer:
         process = bench.a.clock.process(program())
         bench.run(process)
         assert bench.clock.now == 275.0
-        assert next(bench.clock._eid) <= 4 * 100 + 4  # and the deadline's alarm, and the process
+        assert bench.clock.scheduled() <= 4 * 100 + 4  # and the deadline's alarm, and the process
 
     def test_meets_others_on_the_port(self, bench):
         bench.write(target=0)
@@ -276,7 +276,7 @@ class TestTimeout:
             bench.write(target=0)
         bench.run()
         assert bench.clock.now <= 1000.0
-        assert len(bench.a.endpoint._initiator.posted._deadlines._heap) == 0
+        assert len(bench.a.endpoint._initiator.posted._deadlines._ahead) == 0
 
 
 class TestLostPeer:

@@ -312,7 +312,7 @@ class TestEvents:
         bench = Bench(overlap=overlap, pipelined=pipelined)
         bench.post("a", descriptors=descriptors)
         bench.run()
-        assert next(bench.clock._eid) == expected
+        assert bench.clock.scheduled() == expected
 
 
 class Crossing:

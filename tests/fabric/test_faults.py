@@ -391,8 +391,8 @@ def test_a_plan_names_what_it_makes_use_of():
 
 
 def test_events_of_ranks_that_draw_the_same_order_are_told_apart():
-    """Keys that are equal would have the heap compare events: scenario 1004506."""
+    """Keys that are equal would have the queue compare events: scenario 1004506."""
     job = JobClock(itertools.repeat(0.5))
     ranks = [RankClock(job, name) for name in "ab"]
-    keys = [next(clock._eid) for _ in range(3) for clock in (*ranks, job)]
+    keys = [next(clock.numbers) for _ in range(3) for clock in (*ranks, job)]
     assert len(set(keys)) == len(keys)

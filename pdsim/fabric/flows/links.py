@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["NOBODY", "OPEN", "Flow", "Link", "Path"]
 
-ENDED = 1.0 + 1e-14
+ENDED: Final = 1.0 + 1e-14
 """Ends within a few roundings of one another, in service, are one end."""
 
-REBASE = 1000
+REBASE: Final = 1000
 """How many flows end on a busy link before its counter of service starts from zero again."""
 
-OPEN = -1.0
+OPEN: Final = -1.0
 """The level of a link that limits nobody, or whose level is being found."""
 
 
@@ -287,9 +287,12 @@ class Path:
 
     def find_rest(self) -> None:
         """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
-        rest = list(self.live)
-        if self.limit in rest:
-            rest.remove(self.limit)
+        rest, found = [], False
+        for link in self.live:
+            if link is self.limit and not found:
+                found = True
+            else:
+                rest.append(link)
         self.rest = tuple(rest)
 
     def served(self, now: float) -> float:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pdsim.clock import LAST, Alarm, Clock
 from pdsim.fabric.flows.foreseen import Foreseen
@@ -34,11 +34,9 @@ from pdsim.fabric.flows.waterfill import Waterfill
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from simpy.events import Event
-
 __all__ = ["Flow", "Link", "Network", "Path"]
 
-NOW = 1.0 + 1e-15
+NOW: Final = 1.0 + 1e-15
 """Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
 
 
@@ -272,7 +270,7 @@ class Network:
         if not self._solver.armed:
             self._solver.arm(self.clock.now)
 
-    def _on_change(self, _: Event) -> None:
+    def _on_change(self, _: Alarm) -> None:
         """End the flows that are due and find new rates, after the last event of an instant with changes."""
         self.events += 1
         now = self.clock.now
@@ -280,7 +278,7 @@ class Network:
             self._finish(now)
         self._renew(now)
 
-    def _on_end(self, alarm: Event) -> None:
+    def _on_end(self, alarm: Alarm) -> None:
         """End the flows that are due; an alarm that was replaced by an earlier one does nothing."""
         self.events += 1
         if alarm is self._waker:

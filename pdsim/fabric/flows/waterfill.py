@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdsim.fabric.flows.links import NOBODY, OPEN, Link, Path
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Waterfill"]
 
-SAME = 1e-12
+SAME: Final = 1e-12
 """Two rates closer than this, relatively, are the same rate with different rounding."""
 
-FEW = 12
+FEW: Final = 12
 """Up to so many links it is faster to look at all of them than to keep them in order."""
 
 

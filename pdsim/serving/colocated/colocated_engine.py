@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simpy.events import AllOf, AnyOf, Event
+from simpy.events import Event
 
 from pdsim.clock import Clock
 from pdsim.errors import ConfigError
@@ -123,7 +123,7 @@ class ColocatedEngine:
                 continue  # a request may have come meanwhile
             else:
                 self._batch.begin(self.clock.now)
-                self._news = Event(self.clock)
+                self._news = self.clock.event()
                 yield self._news
                 continue
             for number in self._batch.finished():
@@ -137,8 +137,8 @@ class ColocatedEngine:
         """Decode until a request ends or lacks a page, or to the end of the step in which another comes."""
         most = math.inf if self._memory is None else self._memory.steps()
         done = self.clock.at(self._batch.begin(self.clock.now, most))
-        self._news = Event(self.clock)
-        yield AnyOf(self.clock, [done, self._news])
+        self._news = self.clock.event()
+        yield self.clock.any_of([done, self._news])
         boundary = self._batch.boundary(self.clock.now)
         if boundary > self.clock.now:
             yield self.clock.at(boundary)
@@ -302,7 +302,7 @@ class ColocatedEngine:
     def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
         """Put KV of *tokens* on the links to host memory, or *back*, of every GPU; the event is the end of all."""
         each = self.job.shape.token_bytes(self.job.decode.tp)
-        return AllOf(self.clock, [one.offload(tokens * each, back, rate) for one in self.traffic])
+        return self.clock.all_of([one.offload(tokens * each, back, rate) for one in self.traffic])
 
     # --- the prefix cache ---
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simpy.events import Event
-
 from pdsim.job import Place, Rank
 from pdsim.kv.messages import Submit
 from pdsim.serving.colocated.colocated_engine import ColocatedEngine, ColocatedRequest
@@ -85,7 +83,7 @@ class _Service:
         }
         self.where: dict[int, str] = {}
         self.ended: dict[int, ColocatedRequest] = {}
-        self.all_done = Event(self.clock)
+        self.all_done = self.clock.event()
         self.start = self.clock.now
 
     def run(self) -> Program:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import Destination, Submit
@@ -14,7 +13,6 @@ from pdsim.kv.status import Status
 __all__ = ["PrefillRequest"]
 
 
-@dataclass(slots=True)
 class PrefillRequest:
     """A request at the prefill leader, from its `Submit` until every rank says that nothing of it moves.
 
@@ -26,23 +24,24 @@ class PrefillRequest:
     has settled on every rank.  Times are seconds on the clock.
     """
 
-    request: Submit
-    consensus: Consensus
-    destination: Destination | None = None
-    noticed: float = 0.0
-    started: float = 0.0
-    runs: Runs = ()  # of the whole request, once it has pages
-    state: tuple[Runs, ...] = ()  # of each component
-    done: int = 0  # tokens that a forward has covered or covers now, or that were cached
-    sent: int = 0  # pages that a chunk has, and those that decode holds
-    keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
-    priority: int = 0
-    begun: bool = False  # a step has a piece of it
-    chunks: int = 0
-    source_slot: int = -1
-    nbytes: int = 0
-    ended: float = 0.0  # its last forward, on this rank
-    ready: float = 0.0  # when the host has made it known to the scheduler
+    def __init__(self, request: Submit, consensus: Consensus) -> None:
+        self.request = request
+        self.consensus = consensus
+        self.destination: Destination | None = None
+        self.noticed = 0.0
+        self.started = 0.0
+        self.runs: Runs = ()  # of the whole request, once it has pages
+        self.state: tuple[Runs, ...] = ()  # of each component
+        self.done = 0  # tokens that a forward has covered or covers now, or that were cached
+        self.sent = 0  # pages that a chunk has, and those that decode holds
+        self.keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
+        self.priority = 0
+        self.begun = False  # a step has a piece of it
+        self.chunks = 0
+        self.source_slot = -1
+        self.nbytes = 0
+        self.ended = 0.0  # its last forward, on this rank
+        self.ready = 0.0  # when the host has made it known to the scheduler
 
     @property
     def failed(self) -> bool:

@@ -103,7 +103,7 @@ class PrefillScheduler(PrefillBlockManager):
                 self.fail(error)
                 return
             if forward is None:
-                self._idle = Event(self.clock)
+                self._idle = self.clock.event()
                 yield self._idle
                 continue
             if any(self._offloading):

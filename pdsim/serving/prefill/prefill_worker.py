@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from simpy.events import AllOf, Event
+from simpy.events import Event
 
 from pdsim.clock import fire
 from pdsim.job import Rank
@@ -127,7 +127,7 @@ class PrefillWorker(EngineProcess):
         for stage, end in enumerate(self._passed):
             begin = self._passed[stage] = max(begin, end) + message.seconds
         if begin > self.clock.now:
-            forward = Event(self.clock)
+            forward = self.clock.event()
             self.clock.call_at(begin, lambda done: self.guard(self._pass, message, done), forward)
         else:
             forward = self._begin_forward(message)
@@ -162,7 +162,7 @@ class PrefillWorker(EngineProcess):
         device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
         exchange, tokens = self.job.prefill_time.exchange, message.tokens
         travelling = device.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
-        return AllOf(self.clock, [forward, *travelling])
+        return self.clock.all_of([forward, *travelling])
 
     def _computed(self, message: Forward) -> None:
         """Write the chunks of a forward that has ended, once the host has done what it does before."""
