@@ -269,10 +269,10 @@ class Fetch(KvMessage, frozen=True):
 
 
 class Collected(KvMessage, frozen=True):
-    """A decode leader to a prefill leader: of this room nothing is or will be read any more, its pages are free."""
+    """Decode's leader to prefill's: of this room nothing is or will be read; prefill's echo if it notices."""
 
     room: int
-    life: str  # of the prefill instance: this may find the next one
+    life: str  # of the receiver's instance: this may find the next one
     nbytes: int  # that were read; 0 if it was given up
 
 

@@ -272,7 +272,7 @@ class Router(BootstrapServer):
         del self._rooms[request.room]
         self.directory.forget(request.room)
         request.lost = request.asked = ""
-        request.answered = False
+        request.answered = request.prefilled = False  # pages that nobody has read are collected, and told of, too
         self._submit(request)
 
     def _leave(self, request: RoutedRequest) -> None:

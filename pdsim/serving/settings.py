@@ -469,6 +469,7 @@ class ServingEngine:
     ahead: bool = False  # a prefill step is chosen when the one before it has been launched, from what waits then
     pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
+    noticed: str = "decode"  # who sees, once a step, that pulled KV is all there: "decode", or "prefill"
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     page_order: str = "tokens"  # in a page: "tokens" with their heads, or "heads" with their tokens
     packed: bool = False  # K and V of a head lie side by side, so that a page of a layer is one descriptor
@@ -486,6 +487,7 @@ class ServingEngine:
         one_of("engine", ("reserve", "grow"), memory=self.memory)
         one_of("engine", ("recompute", "retract"), preemption=self.preemption)
         one_of("engine", ORDERS, pages=self.pages)
+        one_of("engine", ("decode", "prefill"), noticed=self.noticed)
         one_of("engine", ("tokens", "heads"), page_order=self.page_order)
         if self.recompute not in (0, 1):
             raise ValueError(f"engine.recompute must be 0 or 1, the last token of the prompt, got {self.recompute}")

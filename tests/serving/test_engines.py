@@ -174,6 +174,16 @@ def test_posting_a_read_holds_the_tokens_of_those_that_run():
         assert (longest - context * 400 <= late <= longest) if holds else late == close(0.0)
 
 
+def test_prefill_notices_what_has_been_read_when_it_has_launched_its_next_forward_or_has_none():
+    costs = replace(VLLM.decode, idle=0.0, admit=0.0)
+    engine = replace(VLLM, decode=costs, noticed="prefill", prefill=replace(VLLM.prefill, launch=0.05))
+    requests = [Request(0.0, 100, 4), Request(0.01, 100, 4), Request(1.0, 100, 4)]
+    _, (one, two, alone), _ = run(engine, requests)
+    assert one["arrived"] < two["started"] + 0.05 * LAYERS
+    assert one["polled"] == close(two["started"] + 0.05 * LAYERS)
+    assert alone["polled"] == close(alone["arrived"])
+
+
 def test_a_first_answer_takes_longer_with_its_prompt_and_later_tokens_do_not_wait():
     costs = replace(VLLM.decode, idle=0.0)
     ends = []

@@ -15,7 +15,7 @@ from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Outcome
 from pdsim.kv.messages import Renew
 from pdsim.serving.decode.pull_decode import PullDecodeScheduler
-from pdsim.serving.settings import Hybrid, Llm, ServingEngine, Side
+from pdsim.serving.settings import HostCosts, Hybrid, Llm, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
 from tests.support.serving import GQA, MLA, ONE, configured
@@ -189,3 +189,15 @@ def test_the_trial_of_faults_finds_nothing(first: int, lease: float):
         what = replace(scenario.job, engine=engine, staging=None)
         ranks = [replace(spec, arguments={**spec.arguments, "job": what.plain()}) for spec in scenario.specs]
         assert attempt(replace(scenario, job=what, specs=ranks)).violations == []
+
+
+@pytest.mark.parametrize("leaves", [(), [(0, 0.13)]], ids=["stays", "leaves"])
+@pytest.mark.parametrize("end", [{}, {"prefill0.0": 0.15}], ids=["lives", "ends"])
+def test_what_prefill_has_not_noticed_yet_is_here_all_the_same(end: Mapping[str, float], leaves: list[Any]):
+    engine = replace(PATIENT, noticed="prefill", prefill=HostCosts(launch=0.05))
+    requests = [Request(0.0, 100, 4), Request(0.001, 100, 4)]  # read at 0.1 s, noticed at 0.2 s
+    outcome = serve(requests, end, engine=engine, leaves=leaves)
+    first, second = statuses(outcome)
+    assert first == ("Aborted: the user left after 0.13 s" if leaves else "ok")
+    assert second == ("PeerLost: nothing from prefill0 for 0.5 s" if end else "ok")
+    assert at_rest(outcome, "decode0.0", *(() if end else ("prefill0.0",)))

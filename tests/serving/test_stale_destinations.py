@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pdsim.clock import Clock
 from pdsim.job import Outcome
-from pdsim.kv.messages import Arrival, Destination
+from pdsim.kv.messages import Arrival, Destination, Dropped, Forward
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode.decode_worker import DecodeWorker
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.serving.routed_requests import RoutedRequest
+from pdsim.serving.router import Router
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
 
@@ -83,3 +87,32 @@ def test_an_arrival_for_an_earlier_life_is_not_counted():
     DecodeWorker._arrive(worker, "prefill0.0", stale)  # type: ignore[arg-type]
     DecodeWorker._arrive(worker, "prefill0.0", mine)  # type: ignore[arg-type]
     assert counted == [mine]
+
+
+def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
+    """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
+    clock, kept = Clock(), []
+    worker = SimpleNamespace(life="", _ahead=kept, clock=clock, job=SimpleNamespace(deadline=2.0))
+    for _ in range(2):
+        PrefillWorker._forward(worker, "prefill0.0", Forward("prefill0@1", 0.5, ()))  # type: ignore[arg-type]
+    clock.run(until=1.9)
+    assert len(kept) == 2
+    clock.run(until=2.1)
+    assert kept == []
+
+
+def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
+    """D21: pages that nobody had read were collected while its reader was asked, and it stalled in its next room."""
+    anew: list[RoutedRequest] = []
+    request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
+    request.answered = request.prefilled = True  # by `Lent`, and by `Prefilled` of no bytes
+    router = SimpleNamespace(
+        _rooms={7: request},
+        job=SimpleNamespace(retries=1),
+        tokens=SimpleNamespace(uncount=lambda _: None),
+        directory=SimpleNamespace(forget=lambda _: None),
+        _submit=anew.append,
+    )
+    Router._dropped(router, "decode0.0", Dropped(7, untouched=True))  # type: ignore[arg-type]
+    assert anew == [request]
+    assert (request.answered, request.prefilled, request.lost, request.asked) == (False, False, "", "")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from pdsim.job import Rank
@@ -36,7 +35,6 @@ from pdsim.serving.rank_process import Handler
 __all__ = ["BlockManager", "DecodeRequest"]
 
 
-@dataclass(slots=True)
 class DecodeRequest:
     """A request that has pages at the decode leader.
 
@@ -45,24 +43,25 @@ class DecodeRequest:
     quiet on every rank. Times are seconds on the clock.
     """
 
-    request: Submit
-    reserved: float
-    consensus: Consensus
-    reason: str = ""  # why what arrived cannot be used
-    stamps: Arrival | None = None
-    arrived: float = 0.0
-    polled: float = 0.0
-    joined: float = 0.0
-    lag: int = 0  # of a noticed one: steps before the next that it can be in
-    left: bool = False  # nobody wants its tokens any more
-    released: bool = False  # nothing of it is written any more
-    quiet: int = 0  # ranks that have forgotten it
-    asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
-    first: float = 0.0  # its first token leaves the server
-    has_pages: bool = True
-    context: int = 0  # of a preempted one: tokens that its next step reads
-    steps: int = 0  # of a preempted one: that it still takes
-    recomputed: int = 0  # of *context*, tokens whose KV is here again
+    def __init__(self, request: Submit, reserved: float, consensus: Consensus) -> None:
+        self.request = request
+        self.reserved = reserved
+        self.consensus = consensus
+        self.reason = ""  # why what arrived cannot be used
+        self.stamps: Arrival | None = None
+        self.arrived = 0.0
+        self.polled = 0.0
+        self.joined = 0.0
+        self.lag = 0  # of a noticed one: steps before the next that it can be in
+        self.left = False  # nobody wants its tokens any more
+        self.released = False  # nothing of it is written any more
+        self.quiet = 0  # ranks that have forgotten it
+        self.asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
+        self.first = 0.0  # its first token leaves the server
+        self.has_pages = True
+        self.context = 0  # of a preempted one: tokens that its next step reads
+        self.steps = 0  # of a preempted one: that it still takes
+        self.recomputed = 0  # of *context*, tokens whose KV is here again
 
     @property
     def failed(self) -> bool:

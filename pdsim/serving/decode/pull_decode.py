@@ -102,12 +102,14 @@ class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
         self._sources: dict[int, Lent] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
         self._nbytes: dict[int, int] = {}  # read, of each room that is being read
+        self._unseen: dict[int, DecodeRequest] = {}  # that have been read, but this side does not know it yet
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that must not be read
         self.readiness = ReadyCount(job.decode.size)
         self._beats = False  # whether a heartbeat is due
         self.handlers |= {
             PullRequest: self._pull,
             Revoked: self._revoked,
+            Collected: lambda _, message: self._take_up(message.room if message.life == self.life else 0),
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Sent: lambda sender, message: self._count_read(index_of(sender), message),
         }
@@ -151,6 +153,8 @@ class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
         self.readiness.lose(life)
         for room in [room for room in self._rooms.values() if room.request.prefill == life]:
             self._fail(room)
+        for number in [number for number, room in self._unseen.items() if room.request.prefill == life]:
+            self._take_up(number)
 
     def stop(self, sender: str, message: Stop) -> None:
         """End once no room is left; those that failed have `Deployment.deadline` seconds to settle."""
@@ -198,6 +202,8 @@ class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
         One without pages is given back to prefill now; the pages of others come back when their reads have
         settled.
         """
+        if message.room in self._unseen:
+            self._take_up(message.room)
         super()._abort(sender, message)
         if message.room not in self._rooms:
             self.unadmitted(message.room)
@@ -246,10 +252,27 @@ class PullDecodeScheduler(PullDecodeWorker, DecodeScheduler):
             self._fail(room)
         elif room.consensus.succeed(rank):
             room.arrived = self.clock.now
-            self._timers.drop(message.room)
             self._collect(self._sources.pop(message.room), self._nbytes.pop(message.room))
-            self.complete.append(room)
-            self._wake()
+            self._unseen[message.room] = room
+            if self.job.engine.noticed == "decode":
+                self._take_up(message.room)
+
+    def _take_up(self, number: int) -> None:
+        """Have the next look find a room that has been read; ignore one that waits for no word of prefill."""
+        room = self._unseen.pop(number, None)
+        if room is None:
+            self.ignore()
+            return
+        self._timers.drop(number)
+        self.complete.append(room)
+        self._wake()
+
+    def _expire(self, number: int) -> None:
+        """As `BlockManager._expire`; a room that is here needs nobody's word for ever."""
+        if number in self._unseen:
+            self._take_up(number)
+        else:
+            super()._expire(number)
 
     def _fail(self, room: DecodeRequest) -> None:
         """Give *room* up; `quiet` from every rank ends it."""

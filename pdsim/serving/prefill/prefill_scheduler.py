@@ -103,6 +103,7 @@ class PrefillScheduler(PrefillBlockManager):
                 self.fail(error)
                 return
             if forward is None:
+                self.look()
                 self._idle = self.clock.event()
                 yield self._idle
                 continue
@@ -110,6 +111,8 @@ class PrefillScheduler(PrefillBlockManager):
                 yield self._offloaded()
             self.send(self.followers, forward)
             computed = self.compute(forward)
+            if self.job.engine.noticed == "prefill":
+                self.clock.call_at(self.clock.now + self.host.costs.launch, self.look, None)
             if self.job.engine.ahead:
                 self._ends = self.clock.now + forward.seconds
                 if self._launched < self._ends:
@@ -126,6 +129,9 @@ class PrefillScheduler(PrefillBlockManager):
                     self._cache(chunk.room)
                 if any(self._offloading):
                     self._offloaded()  # nobody waits for what goes to host memory
+
+    def look(self, _: Any = None) -> None:
+        """Do what this side does when it has launched a forward, and when there is none: nothing if it pushes."""
 
     def _offloaded(self) -> Event:
         """Move pages to host memory, which nobody waits for, and back; the event succeeds when those are here."""

@@ -85,6 +85,7 @@ class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self._lent: dict[int, PrefillRequest] = {}
+        self._moved: list[Collected] = []  # what decode hears with the next look
         self._revoked: set[int] = set()  # of them, those that must not be read any more
         self._leases = Timers(rank.clock, job.engine.lease, self._lease_ends)
         self._fences = FenceCount(self.incarnation, job.prefill.size)
@@ -231,7 +232,20 @@ class PullPrefillScheduler(PullPrefillWorker, PrefillScheduler):
             return
         if message.room not in self._revoked:
             self.send(ROUTER, Prefilled(message.room, message.nbytes))
+        if self.job.engine.noticed == "prefill":
+            self._moved.append(Collected(message.room, room.request.decode, message.nbytes))
+            self._wake()
         self._return(room)
+
+    def look(self, _: Any = None) -> None:
+        """Tell decode which rooms are all there since the last look, as vLLM's push does from NIXL's side.
+
+        NIXL sends the notice that goes with a write when its sender looks whether that has ended, and vLLM looks
+        once a step, when that is launched.
+        """
+        for message in self._moved:
+            self.send(leader(message.life), message)
+        self._moved.clear()
 
     def _fenced(self, rank: int, message: Fenced) -> None:
         """Count the proof of *rank*; with that of the last, the rooms that waited for it are free."""
