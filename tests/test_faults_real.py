@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults_real import trial
 from benchmarks.faults_real.__main__ import main
 from benchmarks.faults_real.plan import KINDS, Plan, draw
 from benchmarks.faults_real.table import read, table
 from benchmarks.faults_real.trial import PAGE, Check
+from pdsim.fabric.faults import Faults, Pause
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, RankResult
+from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.workload import Request
+from tests.support.composed import composed
 from tests.support.engines import make_target
 
 FREE = {"pages": 320, "free_pages": 320, "used_pages": 0, "quarantined_pages": 0, "open_rooms": 0}
@@ -116,6 +121,26 @@ def test_ranks_that_hang_or_crash_are_found():
 def test_what_is_left_is_found():
     outcome = Outcome({"router": RankResult("router", {"rows": [], "lives": [], "probes": []})}, 1.0)
     assert Check(plan(), outcome).found(1.0, ["process 7"]).details == ["leftovers: process 7"]
+
+
+def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytest.MonkeyPatch):
+    """Seed 130, once: prefill had told the router that all was written, and was killed before it told decode."""
+    job = draw(130)
+    killed, notice = job.kill["prefill0.0"], KvReceiver.notice
+
+    def lost_with_prefill(self: KvReceiver, notification: Any) -> None:
+        if not killed - 0.2 < self._rank.clock.now < killed:
+            notice(self, notification)
+
+    monkeypatch.setattr(KvReceiver, "notice", lost_with_prefill)
+    target, specs = trial.job(job)
+    pauses = tuple(Pause(name, *span) for name, spans in job.pause.items() for span in spans)
+    model = Model(composed("hw=loopback").hw, target.engine, "timing", limit=100.0, faults=Faults(pauses=pauses))
+    rows = model.run(specs, job.kill, job.restart).ranks["router"].value["rows"]
+    assert [status for *_, status in (row[:4] for row in rows) if "before all of its KV" in status] == [
+        "PeerLost: prefill0@1 is gone before all of its KV was known to be here"
+    ]
+    assert {row[3].partition(":")[0] for row in rows} == {"ok", "PeerLost"}
 
 
 @pytest.mark.mooncake

@@ -100,6 +100,15 @@ def test_files_of_results_that_are_none(kept, tmp_path, name, content):
         compare.tables([folder, kept])
 
 
+@pytest.mark.parametrize("missing", ["links", "pools", "metrics"])
+def test_a_summary_that_lacks_a_part_is_refused(kept, tmp_path, missing):
+    content = json.loads((kept / "summary.json").read_bytes())
+    del content[missing]
+    folder = copied(kept, tmp_path, "summary.json", json.dumps(content).encode())
+    with pytest.raises(ConfigError, match=rf"summary\.json is not what pdsim writes: .*{missing}"):
+        terminal.show(folder, io.StringIO())
+
+
 def test_the_table_of_a_sweep_that_is_none(tmp_path):
     path = tmp_path / "points.parquet"
     for content in (b"", b"PAR1"):

@@ -50,10 +50,12 @@ def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
         for key in (*KINDS, "requests", *NUMBERS, *CHECKS):
             sums[each["engine_name"]][key] += int(each[key])
         sums[each["engine_name"]]["jobs"] += 1
+        sums[each["engine_name"]]["seconds"] += round(float(each["seconds"]))
     yield "| | " + " | ".join(f"`{name}`" for name in engines) + " | all |"
     yield "|---|" + "---|" * (len(engines) + 1)
     columns = [*sums.values(), sum(sums.values(), Counter[str]())]
     yield _line("jobs", [each["jobs"] for each in columns])
+    yield _line("hours", [f"{each['seconds'] / 3600:.2f}" for each in columns])
     for kind in KINDS:
         yield _line(kind, [each[kind] for each in columns])
     yield _line("**faults injected**", [sum(each[kind] for kind in KINDS) for each in columns])

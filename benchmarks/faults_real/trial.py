@@ -18,7 +18,7 @@ from pdsim.cli.run import compose
 from pdsim.job import Outcome, RankResult, RankSpec
 from pdsim.serving.deployment import ROUTER
 
-__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt"]
+__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt", "job"]
 
 LIMIT = 90.0
 """Seconds after which a job that has not ended hangs; the longest is over after 25 on an idle machine."""
@@ -88,13 +88,14 @@ def attempt(plan: Plan) -> Found:
     - *leftovers*: no process, file in shared memory, network namespace or descriptor is left.
     """
     before, began = _machine(), time.monotonic()
-    target, specs = _job(plan)
+    target, specs = job(plan)
     outcome = target.run(specs, plan.kill, plan.restart, plan.pause)
     seconds = time.monotonic() - began
     return Check(plan, outcome).found(seconds, _left(before))
 
 
-def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
+def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
+    """Return what *plan* is run on, and its ranks."""
     words = [
         "target=real",
         f"hw={'link' if plan.link else 'loopback'}",

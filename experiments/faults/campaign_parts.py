@@ -21,10 +21,16 @@ __all__ = ["CampaignParts", "code"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
+    "pdsim/batch.py",
     "pdsim/clock.py",
     "pdsim/costs.py",
+    "pdsim/descriptors.py",
+    "pdsim/event_queue.py",
+    "pdsim/group.py",
     "pdsim/hardware.py",
     "pdsim/job.py",
+    "pdsim/mailbox.py",
+    "pdsim/region.py",
     "pdsim/transfer.py",
     "pdsim/fabric/**/*.py",
     "pdsim/kv/**/*.py",

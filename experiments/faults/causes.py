@@ -194,9 +194,17 @@ class Causes:
             return False
         if any(self._is_out(instance, life.began, life.ended) for instance in life.instances):
             return True  # nobody reads, or renews
-        if 2 * len(self._scenario.requests) * job.engine.proxy > job.engine.lease:
-            return True  # the router sends each request on twice, and may have all of them to send before this one
-        return self._scenario.faults.delay > job.engine.lease / 100  # mean; heartbeats are a third of a lease apart
+        return self._waits_at_the_router(life) or self._scenario.faults.delay > job.engine.lease / 100  # in the mean
+
+    def _waits_at_the_router(self, life: Life) -> bool:
+        """Return whether all that the router had to send on until *life* ended is as long as a lease lives alone.
+
+        It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
+        heartbeat comes up to `ServingEngine.heartbeat` seconds after.
+        """
+        engine = self._scenario.job.engine
+        passes = 2 * sum(at <= life.ended for each in self._lives for at, *_ in each.tries)
+        return passes * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
         """Yield each pair of instances that lives at the end and has not served its probe."""
@@ -262,9 +270,14 @@ class Causes:
         return False
 
     def _quarantined(self, life: Life, status: str, until: float) -> bool:
-        """Return whether a request that ended with *status* may have left pages in quarantine."""
-        if status == "ok" or not status.startswith("Aborted") or self._slowed(life):
-            return status != "ok"
+        """Return whether a request that ended with *status* may have left pages in quarantine.
+
+        One that has been pulled, too: prefill revokes it if it is not told so before the lease ends.
+        """
+        if status == "ok" and self._scenario.job.engine.handoff != "pull":
+            return False
+        if status != "ok" and (not status.startswith("Aborted") or self._slowed(life)):
+            return True
         return any(self._is_out(instance, life.began, until) for instance in life.instances)  # it never answers
 
 

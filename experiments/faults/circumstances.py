@@ -227,6 +227,7 @@ def pulled(job: Deployment, random: np.random.Generator) -> Deployment:
     """Return *job* whose decode reads what prefill keeps for it, under leases from a few reads to all of the run."""
     lease = 10.0 ** float(random.uniform(-1.5, 1.5))
     engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")
     return replace(job, engine=engine, staging=None)
 
 

@@ -160,8 +160,8 @@ class _Summary(msgspec.Struct):
     tables: list[_Table]
     failures: list[str]
     notes: list[str]
-    links: dict[str, _Whole | float] = {}
-    pools: dict[str, _Whole | float] = {}
+    links: dict[str, _Whole | float]
+    pools: dict[str, _Whole | float]
 
 
 def about(path: Path, *, ended: bool = True) -> dict[str, Any]:

@@ -211,12 +211,6 @@ def test_a_room_that_only_prefill_calls_written_fails_with_its_prefill_instance(
     assert (done.violations, done.statuses) == ([], {"PeerLost": 1})
 
 
-@pytest.mark.parametrize("seed", [101708, 101769])
-def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept(seed: int):
-    """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
-    assert not FaultTrial(seed).run().violations
-
-
 def test_a_question_for_a_slot_that_comes_after_its_room_is_over_gets_none():
     """D11: one of 2,295 scenarios kept the slots of a room whose writer was silent, and given up, when it asked."""
     trial = FaultTrial(101759, 6, 0.4, frozenset(KINDS) - {"late", "silences"})

@@ -112,6 +112,14 @@ def test_memory_is_short_where_another_request_has_failed_before():
         assert causes([mine, other])[0].request(0, SHORT) is may
 
 
+def test_pages_of_a_request_that_was_pulled_may_stay_where_prefill_is_not_told():
+    mine, other = ("prefill0", 5.0, "decode0", 9.0, SHORT), ("prefill0", 4.0, "decode1", 6.0, "ok")
+    faults = Faults(silences=(Silence("prefill0.0", 4.5, 9.0),))
+    for handoff, away, may in (("pull", faults, True), ("pull", Faults(), False), ("push", faults, False)):
+        job = replace(scenario().job, engine=replace(scenario().job.engine, handoff=handoff))
+        assert causes([mine, other], job=job, faults=away)[0].request(0, SHORT) is may
+
+
 def test_a_stall_and_an_unknown_failure_are_never_explained():
     kill = {"prefill0.0": 2.0}
     for status in ("Stalled: no request got anywhere", "TransferFailed: what"):
@@ -154,6 +162,16 @@ def test_a_limit_explains_a_room_that_took_as_long():
     assert explained(("prefill0", 1.0, "decode0", 1.6, status), job=job)
     assert not explained(("prefill0", 1.0, "decode0", 1.4, status), job=job)
     assert not explained(("prefill0", 1.0, "decode0", 1.6, status))
+
+
+def test_a_lease_ends_by_the_queue_of_the_router_if_that_is_long_enough():
+    status = "TransferTimeout: the lease of 0.03 s ended without a heartbeat of the reader"
+    mine = ("prefill0", 1.0, "decode0", 1.6, status)
+    for count, proxy, may in ((9, 1e-3, False), (10, 1e-3, True), (30, 0.0, False)):  # each is sent on twice
+        engine = replace(scenario().job.engine, lease=0.03, heartbeat=0.01, proxy=proxy + 1e-9)
+        others = [("prefill1", 1.0, "decode1", 1.5, "ok")] * (count - 1) + [("prefill1", 1.7, "decode1", 1.9, "ok")]
+        found, _ = causes([mine, *others], job=replace(scenario().job, engine=engine))
+        assert found.request(0, status) is may
 
 
 def test_a_full_queue_explains_a_refusal_where_it_refuses():

@@ -14,6 +14,7 @@ import pytest
 from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
 from pdsim.errors import ConfigError
+from pdsim.fabric.flows.links import Link
 from pdsim.fabric.model import Model
 from pdsim.fabric.payload import Payload
 from pdsim.job import Outcome
@@ -113,6 +114,21 @@ def test_a_link_that_carries_too_much_breaks_a_law():
     assert list(broken(outcome, {}, [])) == [
         "law of capacity: node0/gpu0/nvlink.in was used to 1.010000000 of what it has"
     ]
+
+
+def test_a_link_that_carries_too_much_for_a_moment_breaks_a_law(monkeypatch: pytest.MonkeyPatch):
+    original = Link.__init__
+
+    def narrower(self: Link, *arguments: Any) -> None:
+        """Have the solver give a link twice what it was made with."""
+        original(self, *arguments)
+        self.nominal /= 2.0
+
+    monkeypatch.setattr(Link, "__init__", narrower)
+    checker = LawChecker()
+    outcome = run(draw(3, 12, 0.0), checker)
+    assert checker.violations[0].startswith("law of capacity: node0/gpu")
+    assert max(outcome.links.values()) < 1.0  # over the whole run it has not
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)

@@ -54,14 +54,17 @@ LAWS = (
 _ROUNDING = 1e-9
 """Share by which a mean utilisation may exceed 1: sums of many intervals are rounded."""
 
+_INTERVAL = 1e-3
+"""Seconds, at least, over which the use of links is looked at while a run goes on."""
+
 
 class LawChecker:
     """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken.
 
     It is an observer of the model (`pdsim.fabric.faults.Observer`): it is told what is posted, read and landed,
-    and sees every control message.  Of schedulers it wraps the methods that plan a forward and that enter the
-    batch, on the object, so it sees their arguments and changes nothing: a run has the same times with and
-    without.
+    and sees every control message.  When bytes land it looks at what all links have carried.  Of schedulers it
+    wraps the methods that plan a forward and that enter the batch, on the object, so it sees their arguments and
+    changes nothing: a run has the same times with and without.
     """
 
     def __init__(self) -> None:
@@ -73,6 +76,8 @@ class LawChecker:
         self._rooms: dict[int, Submit] = {}
         self._computed: dict[int, int] = {}  # by room: tokens
         self._members: dict[str, Any] = {}
+        self._network: Any = None
+        self._since, self._carried = 0.0, [0.0]  # when links were looked at last, and the bytes of each until then
 
     # --- what the model tells ---
 
@@ -80,6 +85,8 @@ class LawChecker:
         """Watch *member*, a rank's program; a router is the first of a new job, whose rooms are numbered anew."""
         if hasattr(member, "registry"):
             self._rooms, self._computed, self._members = {}, {}, {}
+            self._network = member.rank.device.network
+            self._since, self._carried = member.rank.clock.now, self._network.carried()
         self._members[member.rank.name] = member
         if hasattr(member, "iteration_seconds"):
             member.next_forward = partial(self._planned, member.next_forward, self._pieces_of(member))
@@ -115,6 +122,8 @@ class LawChecker:
         """Count what lands."""
         self.landed_bytes += batch.nbytes
         self._move("landed", batch, label)
+        if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
+            self._look()
 
     def copied(self, batch: Batch) -> None:
         """Do nothing: copies stay within a device."""
@@ -123,6 +132,17 @@ class LawChecker:
         """Do nothing: why ranks end is not a law's business."""
 
     # --- laws ---
+
+    def _look(self) -> None:
+        """Check that no link has carried more since the last look than it can in that time."""
+        now, before = self._network.clock.now, self._carried
+        self._carried = self._network.carried()
+        for link, carried, until in zip(self._network.links, self._carried, before, strict=False):
+            most = link.nominal * (now - self._since)
+            if carried - until > most + _ROUNDING * carried + 1.0:
+                what = f"{carried - until:.0f} bytes from {self._since!r} to {now!r} s, of {most:.0f}"
+                self._found("capacity", f"{link.name} carried {what}")
+        self._since = now
 
     def _move(self, verb: str, batch: Batch, label: str) -> None:
         """Count bytes of *batch* that are read or land; of a label never more than were posted."""
