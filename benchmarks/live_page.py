@@ -54,16 +54,24 @@ ROWS = {
     "third/sglang": "**SGLang, blind again, third host**",
     "fourth/vllm": "**vLLM, blind, fourth host**",
     "fourth/vllm-as-sglang": "vLLM, blind, fourth host, by `engine=sglang`",
-    "fourth/vllm-chunk2k": "vLLM, chunks of 2,048, blind, fourth host",
-    "fourth/vllm-threads0": "vLLM, `num_threads=0`, blind, fourth host",
-    "fourth/vllm26-pull": "vLLM 0.26.0, pull, blind, fourth host",
-    "fourth/vllm26-push": "vLLM 0.26.0, push, blind, fourth host",
-    "fourth/vllm-page64": "vLLM with blocks of 64, blind, fourth host",
-    "fourth/vllm-nothread": "vLLM without NIXL's progress thread, fourth host",
     "fourth/sglang": "**SGLang, blind, fourth host, garbage frozen**",
     "fourth/sglang-as-vllm": "SGLang, blind, fourth host, by `engine=vllm`",
+    "fifth/sglang": "**SGLang, blind, fifth host, garbage frozen**",
+    "fifth/sglang-as-vllm": "SGLang, blind, fifth host, by `engine=vllm`",
+    "fifth/vllm-chunk2k": "vLLM, chunks of 2,048, blind, fifth host",
+    "sixth/vllm": "vLLM, blind, sixth host",
+    "sixth/vllm-chunk2k": "vLLM, chunks of 2,048, blind, sixth host",
+    "sixth/vllm-nothread": "vLLM without NIXL's progress thread, blind, sixth host",
+    "sixth/vllm-threads0": "vLLM, `num_threads=0`, blind, sixth host",
+    "fifth/vllm-page64": "vLLM with blocks of 64, blind, fifth host",
+    "fifth/vllm-nothread": "vLLM without NIXL's progress thread, blind, fifth host",
+    "fifth/vllm26-pull": "vLLM 0.26.0, pull, `engine=vllm26`, blind, fifth host",
+    "fifth/vllm26-push": "vLLM 0.26.0, push, `engine=vllm26`, blind, fifth host",
 }
 """Predictions of the blind campaigns, and what they are called in the table."""
+
+SEALED = {"fifth": "fourth", "sixth": "fourth"}
+"""Campaigns that were predicted for one before, which had no time for them."""
 
 REPEATS = {
     "vllm": (
@@ -88,6 +96,15 @@ HANDOFFS = {
 }
 """Variants of the fourth campaign whose single requests are shown, and what they are called."""
 
+HOSTS = (
+    ("", "", ""),
+    ("third/", "third/", ", third host"),
+    ("fifth/", "fifth/", ", fifth host"),
+    ("sixth/", "sixth/", ", sixth host"),
+    ("fourth/", "fifth/", ", from the fourth host to the fifth"),
+)
+"""Campaigns before and after a change, and what is said of them."""
+
 NEAR = 0.15
 """The relative error that is asked for of single requests, from prefill's end to the first token."""
 
@@ -97,7 +114,8 @@ SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p
 
 def _read(name: str) -> dict[str, Any]:
     campaign, _, own = name.rpartition("/")
-    return unseal((DATA / (campaign or BLIND.name) / f"expected-{own}.json").read_bytes(), name)
+    folder = SEALED.get(campaign, campaign or BLIND.name)
+    return unseal((DATA / folder / f"expected-{own}.json").read_bytes(), name)
 
 
 def _folder(name: str) -> Path:
@@ -182,9 +200,9 @@ def _handoff_rows() -> Iterator[str]:
 
 def changes() -> Iterator[tuple[str, str, Mapping[str, float], Mapping[str, float]]]:
     """Yield change, load, and by metric how many times as large it becomes: predicted and measured."""
-    for campaign, host in (("", ""), ("third/", ", third host"), ("fourth/", ", fourth host")):
+    for first, second, host in HOSTS:
         for change, pair in CHANGES.items():
-            names = [campaign + name for name in pair]
+            names = [first + pair[0], second + pair[1]]
             before, after = ({"loads": _measured(name)} for name in names)
             if before["loads"] and after["loads"]:
                 sealed = changed(*map(_read, names))
