@@ -75,8 +75,9 @@ class QuickProcessor:
         self._shortest = float("inf")
         self._tried = 0  # in a row, all of them slow
         for processor in processors:
-            self._move(processor)
+            os.sched_setaffinity(0, {processor})
             self._shortest = min(self._shortest, measure())
+        os.sched_setaffinity(0, self._processors)
 
     def look(self) -> float:
         """Measure this processor and go to the next if it is slow; return in how many seconds to look again.
@@ -90,12 +91,9 @@ class QuickProcessor:
             return EVERY
         self._tried += 1
         self._processors.rotate(-1)
-        self._move(self._processors[0])
-        return 0.0
-
-    def _move(self, processor: int) -> None:
-        os.sched_setaffinity(0, {processor})
+        os.sched_setaffinity(0, {self._processors[0]})
         os.sched_setaffinity(0, self._processors)
+        return 0.0
 
 
 def keep_for(seconds: float) -> None:

@@ -18,6 +18,7 @@ from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
 from pdsim.serving.workload import Request
 from tests.support.composed import composed
 from tests.support.configs import LOOPBACK, make_config
+from tests.support.dying import KILLED, dying
 from tests.support.engines import REAL, engine, make_target
 from tests.support.serving import GQA
 
@@ -39,10 +40,12 @@ def serve(
     prefill: Side = TWO,
     decode: Side = ONE,
     expected: Sequence[str] = (),
+    dies: tuple[str, str, int] | None = None,
 ) -> Outcome:
     """Serve *requests*; where instances are *expected* to serve at the end, `probes` has one request of each pair.
 
-    Those are sent once the instances are connected, however long a busy machine takes to start a process.
+    Those are sent once the instances are connected, however long a busy machine takes to start a process.  A rank
+    *dies* in mid-transfer as `tests.support.dying` says.
     """
     options = ServeOptions(deadline=3.0, router="round_robin")
     config = make_config(
@@ -61,7 +64,9 @@ def serve(
     router, *others = specs(config, what, requests)
     router = replace(router, arguments={**router.arguments, "leaves": [list(leave) for leave in leaves]})
     if expected:
-        router = probing(router, max(restart.values()), expected)
+        router = probing(router, max(restart.values(), default=0.0), expected)
+    if dies:
+        others = dying(others, *dies)
     target = make_target(name) if name != MODEL else Model(LOOPBACK, TCP, memory="tracked")
     return target.run([router, *others], kill, restart)
 
@@ -101,17 +106,16 @@ def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_pages_of_a_killed_prefill_rank_come_back_once_it_is_proven_that_it_writes_no_more(name: str):
-    crowd = [Request(0.02 * number, 1500, 4) for number in range(40)]  # a GB: busy when the rank is killed
-    requests = [*crowd, Request(5.5, 1500, 4)]
-    for moment in (0.9, 3.0, 9.0):  # on a busy machine instances may not be connected at the first
-        outcome = serve(name, requests, kill={"prefill0.0": moment})
-        found = statuses(outcome)
-        assert set(found) <= {"ok", "PeerLost"}
-        assert found[-1] == "ok"
-        assert [account(outcome, rank) for rank in ("prefill1.0", "decode0.0")] == [(0, 0)] * 2
-        if "PeerLost" in found:
-            return
-    pytest.fail("it was always killed when it had nothing to do")
+    crowd = [Request(0.5 + 0.05 * number, 1500, 4) for number in range(40)]  # of 24 MiB each, in three writes
+    outcome = serve(name, crowd, dies=("prefill0.0", "write", 5), expected=("prefill1", "decode0"))
+    found = statuses(outcome)
+    assert {"PeerLost"} <= set(found) <= {"ok", "PeerLost"}
+    assert KILLED in outcome.ranks["prefill0.0"].error
+    assert [(*pair, status.partition(":")[0]) for *pair, status in probes(outcome)] == [
+        ("prefill0", "decode0", "PeerLost"),
+        ("prefill1", "decode0", "ok"),
+    ]
+    assert [account(outcome, rank) for rank in ("prefill1.0", "decode0.0")] == [(0, 0)] * 2
 
 
 # the same experiment on the model and on Mooncake over TCP
