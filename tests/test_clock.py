@@ -319,6 +319,10 @@ def descriptors():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+PATIENCE = 10.0
+"""Seconds that a busy machine may take for next to nothing."""
+
+
 class TestWallClock:
     def test_waits_for_real_time(self, wall):
         start = time.monotonic()
@@ -327,7 +331,7 @@ class TestWallClock:
 
     def test_counts_from_its_origin(self):
         clock = WallClock(origin=time.monotonic() - 100.0)
-        assert 100.0 <= clock.now < 101.0
+        assert 100.0 <= clock.now < 100.0 + PATIENCE
         clock.close()
 
     def test_keeps_the_order_of_events(self, wall, log):
@@ -348,17 +352,19 @@ class TestWallClock:
 
     def test_wakes_for_a_source(self, wall, pipe):
         pipe.events.append(wall.event())
+        wall.timeout(10 * PATIENCE)  # until then it would sleep by itself
         start = time.monotonic()
         threading.Timer(0.02, os.write, (pipe.write, b"x")).start()
         wall.run(until=pipe.events[0])
-        assert 0.02 <= time.monotonic() - start < 0.9  # it would sleep a second by itself
+        assert 0.02 <= time.monotonic() - start < PATIENCE
 
     def test_wakes_for_a_call_from_another_thread(self, wall, pipe):
         event = wall.event()
+        wall.timeout(10 * PATIENCE)
         start = time.monotonic()
         threading.Timer(0.02, wall.call, (event.succeed,)).start()
         wall.run(until=event)
-        assert 0.02 <= time.monotonic() - start < 0.9
+        assert 0.02 <= time.monotonic() - start < PATIENCE
 
     def test_looks_often_at_a_busy_source_without_a_descriptor(self, wall):
         class Countdown:
@@ -378,9 +384,10 @@ class TestWallClock:
 
         event, source = wall.event(), Countdown()
         wall.watch(source)
+        wall.timeout(10 * PATIENCE)
         start = time.monotonic()
         wall.run(until=event)
-        assert time.monotonic() - start < 0.9
+        assert time.monotonic() - start < PATIENCE
 
     def test_calls_what_is_for_idle_times_as_often_as_that_asks_for(self, wall, log):
         def idle():
@@ -413,12 +420,12 @@ class TestWallClock:
 
     def test_hears_a_descriptor_while_it_spins_for_a_source_without_one(self, pipe, wall):
         pipe.events.append(wall.event())
-        wall.spin = 5.0
+        wall.spin = 10 * PATIENCE
         wall.watch(Busy())
         start = time.monotonic()
         os.write(pipe.write, b"x")
         wall.run(until=pipe.events[0])
-        assert time.monotonic() - start < 0.9
+        assert time.monotonic() - start < PATIENCE
 
     def test_forgets_a_source(self, wall, pipe):
         wall.unwatch(pipe)
