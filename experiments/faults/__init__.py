@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children
@@ -110,24 +109,25 @@ def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
     """
     batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
     workers = min(workers, max(1, len(batches)))
-    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
-        if pool is None:
-            yield from map(FaultTrial.run, trials)
-            return
+    if workers == 1:
+        yield from map(FaultTrial.run, trials)
+        return
+    pool = ProcessPoolExecutor(workers)
+    try:
         left = iter(batches)
         # few: handing over takes time, too
         pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}
-        try:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
-                for future in done:
-                    yield from future.result()
-        except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in active_children():
-                process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
-            raise
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
+            for future in done:
+                yield from future.result()
+    except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
+        pool.shutdown(wait=False, cancel_futures=True)  # its thread may not even have been started
+        for process in active_children():
+            process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
+        raise
+    pool.shutdown()
 
 
 def _all(trials: Iterable[FaultTrial]) -> list[Tried]:

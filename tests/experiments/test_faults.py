@@ -163,6 +163,20 @@ def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
+def test_a_campaign_that_is_told_to_end_while_its_processes_are_started_ends_for_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("concurrent.futures.process._ExecutorManagerThread.start", told)
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        next(tries([FaultTrial(seed) for seed in range(20)], 2))
+    started = list(set(psutil.Process().children()) - before)
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+
+
 def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_next():
     """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
     trial = FaultTrial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
