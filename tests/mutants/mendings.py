@@ -195,6 +195,10 @@ MENDINGS = (
     Mending("D21", "a request that started anew kept that its KV had been collected, and stalled",
             "tests/serving/test_stale_destinations.py::test_a_request_that_starts_anew_has_nothing_of_its_last_room",
             "pdsim/serving/router.py", "request.answered = request.prefilled = False", "request.answered = False"),
+    Mending("D22", "a campaign told to end while its processes were started ended with RuntimeError",
+         f"{_FAULTS}::test_a_campaign_that_is_told_to_end_while_its_processes_are_started_ends_for_that_reason",
+         "experiments/faults/__init__.py", "pool.shutdown(wait=False, cancel_futures=True)",
+         "pool.shutdown(cancel_futures=True)"),
     # --- what the trial called violations, and are none
     Mending("F1", "a transfer behind another over a slow link had no cause to time out",
          f"{_FAULTS}::test_what_is_behind_a_transfer_over_a_slow_link_may_time_out",
