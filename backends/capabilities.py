@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pdsim.costs import Engine
-from pdsim.errors import BackendUnavailable
-from pdsim.guards import one_of
+from pdsim.core.errors import BackendUnavailable
+from pdsim.core.guards import one_of
+from pdsim.hardware.costs import Engine
 
 __all__ = ["DEVICES", "EngineLibrary", "Variant", "declared"]
 

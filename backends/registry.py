@@ -15,10 +15,10 @@ from typing import Any
 
 from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import Diagnosis, devices, error_of, installed
-from pdsim import plugins
-from pdsim.costs import Collective, Engine
-from pdsim.errors import BackendUnavailable, ConfigError
-from pdsim.guards import instead
+from pdsim.core import plugins
+from pdsim.core.errors import BackendUnavailable, ConfigError
+from pdsim.core.guards import instead
+from pdsim.hardware.costs import Collective, Engine
 
 __all__ = [
     "backends",
@@ -41,7 +41,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Any:
-    """Return the endpoint class called *name*; the errors of `pdsim.plugins.resolve`."""
+    """Return the endpoint class called *name*; the errors of `pdsim.core.plugins.resolve`."""
     return plugins.resolve(plugins.BACKENDS, name)
 
 

@@ -26,9 +26,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pdsim.cli.compose import compose
-from pdsim.repository import data
-from pdsim.serving.compute.roofline import ForwardTime, forward_time
-from pdsim.serving.settings import Side
+from pdsim.compute.roofline import ForwardTime, forward_time
+from pdsim.core.repository import data
+from pdsim.models.parallel import Side
 
 __all__ = ["CASES", "CAUSES", "Case", "main", "rows"]
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pdsim.clock
+import pdsim.core.clock
 from benchmarks.serve import CASES, configuration, measure, overrides_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ RUNS = (
 )
 """Both sides' programs, pages, state and contents, over every path."""
 TESTS = (
-    *(f"tests/fabric/test_{name}.py" for name in ("channel", "endpoint", "engine", "fold", "link", "memory")),
+    *(f"tests/sim/test_{name}.py" for name in ("channel", "endpoint", "engine", "fold", "link", "memory")),
     *(
         f"tests/kv/test_{name}.py"
         for name in ("consensus", "landing", "messages", "pages", "plan", "queues", "rooms")
@@ -63,7 +63,7 @@ def one(case: str, requests: int) -> dict[str, Any]:
     result, seconds = measure(configuration(overrides_of(CASES[case], None, requests)))
     assert result.outcome is not None
     marks = digest(result.requests, result.transfers, result.outcome.links)
-    return {"compiled": pdsim.clock.__file__.endswith(".so"), "digest": marks, "seconds": seconds}
+    return {"compiled": pdsim.core.clock.__file__.endswith(".so"), "digest": marks, "seconds": seconds}
 
 
 def wheel(folder: Path) -> Path:
@@ -125,7 +125,7 @@ def tested(python: Path) -> bool:
     """Return whether `RUNS` and `TESTS` are in the environment of *python* what they are here."""
     environ = os.environ | {"PYTHONSAFEPATH": "1"}  # the folder that it is called in has a pdsim, too
     environ.pop("PYTHONPATH", None)
-    code = "import pdsim.clock, sys; sys.exit(pdsim.clock.__file__.endswith('.py'))"
+    code = "import pdsim.core.clock, sys; sys.exit(pdsim.core.clock.__file__.endswith('.py'))"
     runs = ["-m", "benchmarks.fixed_runs", "check", "data/benchmarks/fixed_runs.json"]
     tests = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--import-mode=append", *TESTS]
     commands = (["-c", code], [*runs, *(f"--run={name}" for name in RUNS)], tests)

@@ -44,13 +44,13 @@ from benchmarks import sharing
 from benchmarks.serve import configuration
 from benchmarks.sharing import SimGrid
 from experiments import serve
-from pdsim.fabric.model import Model
-from pdsim.repository import data
-from pdsim.serving.compute.roofline import ForwardTime
+from pdsim.compute.roofline import ForwardTime
+from pdsim.core.repository import data
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import scaled
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.workload import draw
+from pdsim.sim.model import Model
 
 VERSION = "ai-dynamo 1.2.1"
 BLOCK = 64

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TextIO
 
-from pdsim.errors import ConfigError, MessageError
+from pdsim.core.errors import ConfigError, MessageError
 from pdsim.results.record import Table
 
 __all__ = ["FAMILIES", "SHARES", "Bench", "main", "one"]
@@ -144,7 +144,7 @@ class Bench:
     def wire(self, random: Random) -> None:
         """Read frames of the connections between endpoints, and the address of one."""
         from backends.base.control import _card, fields
-        from pdsim.errors import TransferError
+        from pdsim.core.errors import TransferError
 
         kind = random.randrange(3)
         try:

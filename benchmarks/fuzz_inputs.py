@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pdsim.costs import Engine, EngineModel
+from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.kv import messages
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.messages import KvMessage
@@ -133,16 +133,16 @@ def address() -> bytes:
 
 @cache
 def _endpoints() -> tuple[Any, Any]:
-    from pdsim.clock import Clock
     from pdsim.config.typed import build
-    from pdsim.fabric.flows.network import Network
-    from pdsim.fabric.memory import DeviceMemory, SimDevice
-    from pdsim.fabric.model import _Records
-    from pdsim.fabric.shared import Fabric
-    from pdsim.fabric.sim_endpoint import SimEndpoint
-    from pdsim.fabric.topology import Topology
-    from pdsim.hardware import Machine
-    from pdsim.job import Place
+    from pdsim.core.clock import Clock
+    from pdsim.hardware.machine import Machine
+    from pdsim.sim.flows.network import Network
+    from pdsim.sim.memory import DeviceMemory, SimDevice
+    from pdsim.sim.model import _Records
+    from pdsim.sim.shared import Fabric
+    from pdsim.sim.sim_endpoint import SimEndpoint
+    from pdsim.sim.topology import Topology
+    from pdsim.transfer.job import Place
 
     machine, clock = build(Machine, MACHINE, "hw"), Clock()
     network = Network(clock)
@@ -163,7 +163,7 @@ def _endpoints() -> tuple[Any, Any]:
 def kept_run(folder: Path) -> Path:
     """Return the folder, within *folder*, of a right run: a small one on the model."""
     from pdsim.cli.compose import compose
-    from pdsim.execution import execute
+    from pdsim.run import execute
 
     words = ["hw=8xh20", "workload.count=3", f"output={folder}"]
     return execute(compose(words), words, quiet=True)[1]

@@ -7,7 +7,7 @@ Blocks are those of Llama-3.1-8B between TP 1 and TP 2: half the heads of 64 pla
 scatters pieces of 1 KiB, one a token and plane; the ranks of TP 2 runs of pages, which are divided into tiles.
 Columns are medians of what `pdsim.transfer.Device.copy` does one after the other: the batch is *planned* and
 checked, made a *table* of tiles, and, on a GPU, *moved*: the table goes there, the kernel runs, and its end is
-waited for.  *host* is what host memory takes to move the same instead (`pdsim.descriptors.move`).
+waited for.  *host* is what host memory takes to move the same instead (`pdsim.transfer.batch.move`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 
 from backends.cuda.gather import Gather, tiles
 from backends.jobs.worker import keep_memory
-from pdsim.descriptors import Int64s, move
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.staging.ring import block_plans
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.transfer import Batch, Region
+from pdsim.transfer.batch import Int64s, move
 
 SHAPE = KvShape(layers=32, heads=8, head_bytes=256)
 PAGE = 64  # tokens

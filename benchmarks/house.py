@@ -34,41 +34,27 @@ HEAVY = (
 )
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
-_BASIS = (
-    *("version", "errors", "units", "guards", "native_class", "plugins", "repository", "progress"),
-    *("event_queue", "clock", "mailbox"),
-)
-_WAIST = (
-    "compact",
-    "region",
-    "batch",
-    "transfer",
-    "record_runs",
-    "transfer_log",
-    "descriptors",
-    "group",
-    "job",
-    "hardware",
-    "costs",
-)
 _RECORDS = ("record", "statistics", "environment", "schema", "columns")
-_SIMULATION = ("serving", "kv", "fabric", "waist")
+_SIMULATION = ("serving", "verify", "kv", "compute", "models", "sim", "waist")
 _ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)
 
 _OUTCOMES = ("results", "records", "config", "waist")
 
 ROOMS = {
-    "waist": Room(tuple(f"pdsim.{name}" for name in (*_BASIS, *_WAIST))),  # what everything else stands on
-    "fabric": Room(("pdsim.fabric",), ("waist",)),
+    "waist": Room(("pdsim.core", "pdsim.hardware", "pdsim.transfer", "pdsim.version")),
+    "sim": Room(("pdsim.sim",), ("waist",)),
     "kv": Room(("pdsim.kv",), ("waist",)),
-    "serving": Room(("pdsim.serving",), ("kv", "waist")),
+    "models": Room(("pdsim.models",), ("waist",)),
+    "compute": Room(("pdsim.compute",), ("kv", "models", "waist")),
+    "verify": Room(("pdsim.verify",), ("kv", "waist")),
+    "serving": Room(("pdsim.serving",), ("kv", "compute", "models", "waist")),
     # what results are made of
     "records": Room(tuple(f"pdsim.results.{name}" for name in _RECORDS), ("waist", "face")),
-    "calibration": Room(("pdsim.calibration",), ("records", "waist")),
-    "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "waist")),
+    "calibration": Room(("pdsim.calibration",), ("records", "compute", "models", "waist")),
+    "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "compute", "models", "waist")),
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
-    "execution": Room(("pdsim.execution",), ("registry", "live", "fabric", "kv", *_OUTCOMES)),
+    "execution": Room(("pdsim.run",), ("registry", "live", "sim", "verify", *_OUTCOMES)),
     "sweep": Room(("pdsim.sweep",), ("execution", "results", "records", "config", "waist", "face")),
     "cli": Room(("pdsim.cli",), ("face", "registry", "live", "profiling", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
@@ -77,9 +63,9 @@ ROOMS = {
         ("backends", "waist"),
     ),
     "backends": Room(("backends",), ("registry", "waist")),
-    "profiling": Room(("backends.profiling",), ("serving", "waist")),  # what a forward is made of, on a GPU
-    "testing": Room(("pdsim.testing",), ("registry", "kv", "fabric", "waist")),  # the conformance suite
-    "live": Room(("backends.live",), ("registry", "config", "serving", "waist")),  # servers that others wrote
+    "profiling": Room(("backends.profiling",), ("compute", "models", "waist")),
+    "testing": Room(("pdsim.testing",), ("registry", "kv", "sim", "waist")),  # the conformance suite
+    "live": Room(("backends.live",), ("registry", "config", "serving", "models", "waist")),
     "experiments": Room(("experiments",), ("live", *_ALL)),
 }
 """Rooms of the house, from the ground up.  A room imports only those that it names."""

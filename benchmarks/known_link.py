@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.hardware import LinkChange
-from pdsim.job import Place, Rank, RankSpec
+from pdsim.core.units import parse_rate
+from pdsim.hardware.machine import LinkChange
+from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
-from pdsim.units import parse_rate
+from pdsim.transfer.job import Place, Rank, RankSpec
 
 BACKENDS = ("mooncake_tcp", "nixl_tcp")
 FITTED = [

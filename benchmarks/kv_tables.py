@@ -28,10 +28,10 @@ import numpy.typing as npt
 import experiments.serve
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
-from pdsim.repository import data
+from pdsim.core.progress import silent
+from pdsim.core.repository import data
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 
 TABLES = data("kv_tables")
 H20: tuple[str, tuple[str, ...]] = (

@@ -38,7 +38,7 @@ from backends.live.live_deployment import LiveDeployment, Served, deployed
 from experiments.serve.live_run import result
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import ConfigError, PdsimError
+from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results.config_file import as_written, plain
 from pdsim.results.environment import environment
 from pdsim.results.record import Result

@@ -25,10 +25,10 @@ from benchmarks.live_variants import PLANS, SEED, Variant
 from experiments.serve import ServeOptions, job, result, specs
 from experiments.validate_live.parts import APART, WARMUP, in_turn
 from pdsim.cli.run import compose
-from pdsim.fabric.model import Model
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from pdsim.validation.load_errors import SINGLE
 
 CAMPAIGNS = {

@@ -17,18 +17,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pdsim.calibration import kernel_fit, published
 from pdsim.cli.profile import errors
 from pdsim.cli.run import compose
-from pdsim.errors import ConfigError
+from pdsim.compute.forward import OperatorForward, peaks
+from pdsim.compute.kernels import Kernels
+from pdsim.compute.operators import Operators, read
+from pdsim.compute.roofline import forward_time, kv_shape
+from pdsim.compute.shapes import LayerShape
+from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Side
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
-from pdsim.serving.compute import kernel_fit, published
-from pdsim.serving.compute.forward import OperatorForward, peaks
-from pdsim.serving.compute.kernels import Kernels
-from pdsim.serving.compute.operators import Operators, read
-from pdsim.serving.compute.roofline import forward_time, kv_shape
-from pdsim.serving.compute.shapes import LayerShape
-from pdsim.serving.settings import Side
 
 MODELS = {
     "llama-3.1-70b": (4, LayerShape(intermediate=28672)),

@@ -27,10 +27,10 @@ import numpy as np
 
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from pdsim.costs import Engine, EngineModel
-from pdsim.job import Place, Rank, RankSpec
+from pdsim.core.units import format_size
+from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.transfer import Batch, Peer, Program, Region
-from pdsim.units import format_size
+from pdsim.transfer.job import Place, Rank, RankSpec
 
 SHAPES = ((1, 4 << 10), (1, 64 << 10), (1, 1 << 20), (1, 16 << 20), (1, 64 << 20), (1000, 16 << 10))
 """Descriptors and bytes of each."""

@@ -38,14 +38,14 @@ from benchmarks.big_models import CAUSES
 from benchmarks.faults_real import table as faults_real
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import REASONS, kept
-from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
+from pdsim.core import plugins
+from pdsim.core.repository import data
+from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
-from pdsim.kv.verify.invariants import INVARIANTS
-from pdsim.kv.verify.laws import LAWS
-from pdsim.repository import data
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
-from pdsim.units import format_rate, format_size, format_time
+from pdsim.verify.invariants import INVARIANTS
+from pdsim.verify.laws import LAWS
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {"Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "str": "text"}

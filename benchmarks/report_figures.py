@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from experiments.reports.figures import keep, simulated
 from pdsim.cli.compose import compose
-from pdsim.repository import data
+from pdsim.core.repository import data
 
 
 def main() -> None:

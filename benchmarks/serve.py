@@ -28,8 +28,8 @@ from hydra.core.config_store import ConfigStore
 
 from experiments.serve import run
 from pdsim.config import Config, loading
-from pdsim.fabric.model import Model
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 
 LENGTHS = "workload=poisson workload.input_mean=12000 workload.output_mean=340"
 

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import pdsim.clock
-from pdsim.clock import Alarm, Clock
-from pdsim.fabric.flows.network import Network
+import pdsim.core.clock
+from pdsim.core.clock import Alarm, Clock
+from pdsim.sim.flows.network import Network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -257,8 +257,8 @@ def elsewhere(python: str, work: Workload) -> tuple[float, NDArray[np.float64]]:
 
 def one(folder: Path) -> None:
     """Do for `elsewhere` what it was asked for: the workload in *folder*, twice, of which the first warms up."""
-    if not pdsim.clock.__file__.endswith(".so"):
-        raise SystemExit(f"{pdsim.clock.__file__} is not compiled; install with PDSIM_COMPILE=1 pip install .")
+    if not pdsim.core.clock.__file__.endswith(".so"):
+        raise SystemExit(f"{pdsim.core.clock.__file__} is not compiled; install with PDSIM_COMPILE=1 pip install .")
     (work,) = read_oracle(folder)
     (cost, _), (again, ends) = simulate(work), simulate(work)
     np.save(folder / "ends.npy", ends)

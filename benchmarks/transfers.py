@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.clock import Clock
-from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.model import Model
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import Outcome, Place, Rank, RankSpec
+from pdsim.core.clock import Clock
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
+from pdsim.transfer.job import Outcome, Place, Rank, RankSpec
 
 BLOCK = 16384
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, cast
 
-from pdsim.errors import PeerLost, TransferError
-from pdsim.job import Rank
+from pdsim.core.errors import PeerLost, TransferError
 from pdsim.transfer import Message
+from pdsim.transfer.job import Rank
 
 __all__ = ["Party"]
 

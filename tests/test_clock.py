@@ -9,9 +9,9 @@ import pytest
 from simpy import Interrupt
 from simpy.core import EmptySchedule
 
-from pdsim.clock import LAST, Alarm, Clock, WallClock, fire
-from pdsim.errors import NeverPaused
-from pdsim.mailbox import Mailbox
+from pdsim.core.clock import LAST, Alarm, Clock, WallClock, fire
+from pdsim.core.errors import NeverPaused
+from pdsim.core.mailbox import Mailbox
 
 
 @pytest.fixture

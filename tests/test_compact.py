@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdsim.compact import ArrayColumn, plain, rows
 from pdsim.kv.messages import Finished, Streamed
 from pdsim.serving.request_log import RequestLog
 from pdsim.serving.requests import Request, RequestTable
+from pdsim.transfer.compact import ArrayColumn, plain, rows
 
 REQUESTS = [
     Request(0.0, 5, 2),

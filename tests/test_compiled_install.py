@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hatchling.bridge.app import Application
 
-import pdsim.clock
+import pdsim.core.clock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import hatch_build
@@ -43,5 +43,5 @@ def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path, monkeypatch):
 
 
 def test_doctor_says_whether_this_pdsim_is_compiled(pdsim_says):
-    kind = "in pure Python" if pdsim.clock.__file__.endswith(".py") else "compiled"
+    kind = "in pure Python" if pdsim.core.clock.__file__.endswith(".py") else "compiled"
     assert f"\nthe model (target=model): works, {kind}, and needs nothing more\n" in pdsim_says("doctor")[1]

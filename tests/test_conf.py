@@ -9,17 +9,17 @@ from omegaconf import OmegaConf
 
 import conf
 from experiments import transfer
-from pdsim import plugins
 from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
 from pdsim.cli import checks
 from pdsim.cli.overrides import describe, groups, options
 from pdsim.config import Config, ExperimentOptions, sources
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.hardware import EVIDENCE
-from pdsim.progress import silent
-from pdsim.repository import data
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
+from pdsim.core.repository import data
+from pdsim.hardware.machine import EVIDENCE
+from pdsim.sim.model import Model
 from tests.support.composed import composed
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))

@@ -12,11 +12,12 @@ from pdsim.config import Config
 from pdsim.config.loading import defaults, load
 from pdsim.config.sources import ON_THE_COMMAND_LINE, UNSAID
 from pdsim.config.typed import build
-from pdsim.costs import Engine, EngineModel
-from pdsim.errors import ConfigError
-from pdsim.hardware import Machine, Nic
-from pdsim.serving.settings import Kv, Parallel, Workload
-from pdsim.units import Rate, Seconds, Size
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import Rate, Seconds, Size
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Machine, Nic
+from pdsim.models.parallel import Parallel
+from pdsim.serving.settings import Kv, Workload
 
 
 def changed(values, key, value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdsim.descriptors import move
+from pdsim.transfer.batch import move
 
 
 @pytest.mark.parametrize("size", [1, 3, 256, 4096, 4097])

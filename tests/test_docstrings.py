@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 MODULES = (
-    *("pdsim.costs", "pdsim.guards", "pdsim.hardware", "pdsim.units"),
+    *("pdsim.hardware.costs", "pdsim.core.guards", "pdsim.hardware.machine", "pdsim.core.units"),
     *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
     *(
         "pdsim.cli.main",

@@ -13,11 +13,11 @@ from benchmarks.faults_real.__main__ import main
 from benchmarks.faults_real.plan import KINDS, Plan, draw
 from benchmarks.faults_real.table import read, table
 from benchmarks.faults_real.trial import PAGE, Check
-from pdsim.fabric.faults import Faults, Pause
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, RankResult
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults, Pause
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankResult
 from tests.support.composed import composed
 from tests.support.engines import make_target
 

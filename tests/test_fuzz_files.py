@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import fuzz, fuzz_inputs
 from pdsim.config import loading
-from pdsim.errors import ConfigError, TransferFailed
+from pdsim.core.errors import ConfigError, TransferFailed
 from pdsim.kv import messages
 from pdsim.results import compare, terminal
 from pdsim.results.store import FILES

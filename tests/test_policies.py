@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdsim.cli import checks
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy, Staging
 from tests.support.composed import composed
 

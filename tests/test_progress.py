@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdsim.progress import Meter, within
+from pdsim.core.progress import Meter, within
 from pdsim.results import terminal
 from pdsim.results.terminal import Progress
 

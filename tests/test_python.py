@@ -7,7 +7,7 @@ import pytest
 
 import pdsim
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 QUICK = {"experiment": "transfer", "experiment.patterns": ["pair"], "experiment.size": ("4KiB",)}
 QUICK |= {"experiment.repeat": 2}

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsim.batch import LazyBatch
-from pdsim.clock import Clock
-from pdsim.errors import InvalidBatch
+from pdsim.core.clock import Clock
+from pdsim.core.errors import InvalidBatch
 from pdsim.transfer import Batch, Region, Transfer
+from pdsim.transfer.batch import LazyBatch
 
 SOURCE = Region("prefill0", "kv", 1000, 0, "gpu0")
 TARGET = Region("decode0", "pool", 500, 0, "gpu1")

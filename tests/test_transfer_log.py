@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdsim import transfer_log
-from pdsim.record_runs import Kind, RecordRun
 from pdsim.results.journal import JournalFile, entries
 from pdsim.results.schema import transfers_table, transfers_tables
-from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import TransferLog, joined, shapes
+from pdsim.transfer import TransferRecord, transfer_log
+from pdsim.transfer.record_runs import Kind, RecordRun
+from pdsim.transfer.transfer_log import TransferLog, joined, shapes
 
 
 def record(number: int, **changes: object) -> TransferRecord:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsim.units import (
+from pdsim.core.units import (
     format_rate,
     format_size,
     format_time,

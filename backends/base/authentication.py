@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pdsim.errors import BackendUnavailable, TransferFailed
+from pdsim.core.errors import BackendUnavailable, TransferFailed
 
 __all__ = ["Doorkeeper", "Keys", "job_keys", "sender_of"]
 

@@ -20,7 +20,7 @@ from backends.base.endpoint_state import FORMAT, Address, PeerState
 from backends.base.hooks import EngineHooks
 from backends.base.process_identity import is_dead
 from backends.base.withdrawal import MEET, RETURN, return_regions, withdrawn
-from pdsim.errors import InvalidBatch, MessageError, TransferFailed
+from pdsim.core.errors import InvalidBatch, MessageError, TransferFailed
 from pdsim.transfer import Peer, Region
 
 __all__ = ["CONNECT_TIMEOUT", "ConnectedPeers"]

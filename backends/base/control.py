@@ -26,8 +26,8 @@ import msgspec
 from backends.base.authentication import Keys
 from backends.base.process_identity import myself
 from backends.base.zmq_channel import Inbox, dial
-from pdsim.clock import WallClock
-from pdsim.errors import MessageError, PeerLost
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import MessageError, PeerLost
 
 __all__ = ["Card", "Control", "PeerLine", "fields"]
 

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from simpy.events import Event
 
 from backends.base.symmetric_pool import ReservedPool
-from pdsim.clock import WallClock
-from pdsim.errors import OutOfMemory, RegistrationError
-from pdsim.group import SYMMETRIC
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import OutOfMemory, RegistrationError
 from pdsim.transfer import Batch, Buffer, Region
+from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["POOLS", "RealBuffer", "RealDevice"]
 

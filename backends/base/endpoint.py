@@ -35,10 +35,10 @@ from backends.base.process_identity import when_dead
 from backends.base.tcp_drain import half_open
 from backends.base.transfer_account import TransferAccount
 from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal
-from pdsim.clock import WallClock
-from pdsim.costs import Engine
-from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
-from pdsim.mailbox import Mailbox
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
+from pdsim.core.mailbox import Mailbox
+from pdsim.hardware.costs import Engine
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer
 
 __all__ = ["RealEndpoint"]

@@ -11,7 +11,7 @@ import msgspec
 
 from backends.base.control import Card, PeerLine
 from backends.base.device import RealBuffer
-from pdsim.clock import WallClock
+from pdsim.core.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
 
 __all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer"]

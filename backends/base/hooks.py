@@ -28,7 +28,7 @@ class EngineHooks(ABC):
     The engine reports the end of a transfer by one of three methods of the endpoint: `complete`;
     `fail` or, for an error that may be the peer's death, `engine_failed`; and `quiesce` when a
     failed transfer is proven to move nothing.  It finds out by polling as a source of the clock
-    (`pdsim.clock.WallClock.watch`) or from a thread that calls `WallClock.call`.
+    (`pdsim.core.clock.WallClock.watch`) or from a thread that calls `WallClock.call`.
 
     Attributes:
         kind: Names what can talk to each other: endpoints of different kinds cannot connect.

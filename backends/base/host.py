@@ -15,10 +15,10 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from backends.base.device import RealBuffer, RealDevice
-from pdsim.clock import WallClock
-from pdsim.descriptors import move
-from pdsim.group import SYMMETRIC
+from pdsim.core.clock import WallClock
 from pdsim.transfer import Batch, Region
+from pdsim.transfer.batch import move
+from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["HostBuffer", "HostDevice", "HostPiece"]
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["captured_stderr", "installed", "prepare"]
 

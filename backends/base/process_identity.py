@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from pdsim.clock import WallClock
+from pdsim.core.clock import WallClock
 
 __all__ = ["is_dead", "myself", "when_dead"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pdsim.errors import OutOfMemory
-from pdsim.units import format_size
+from pdsim.core.errors import OutOfMemory
+from pdsim.core.units import format_size
 
 __all__ = ["Arena", "Cut", "ReservedPool"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from backends.base.endpoint_state import PeerState, PostedTransfer
 from backends.base.transfer_deadlines import TransferDeadlines
-from pdsim.clock import WallClock
-from pdsim.errors import TransferError, TransferTimeout
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import TransferError, TransferTimeout
 from pdsim.transfer import Recorder, TransferRecord
 
 __all__ = ["TransferAccount"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from simpy.events import Event
 
 from backends.base.endpoint_state import PostedTransfer
-from pdsim.clock import WallClock
+from pdsim.core.clock import WallClock
 
 __all__ = ["TransferDeadlines"]
 

@@ -18,10 +18,17 @@ from typing import Any
 import msgspec
 from simpy.events import Event
 
-from pdsim.clock import WallClock
-from pdsim.errors import InvalidBatch, MessageError, OutOfMemory, RegistrationError, TransferError, TransferFailed
-from pdsim.group import is_symmetric
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import (
+    InvalidBatch,
+    MessageError,
+    OutOfMemory,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+)
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.group import is_symmetric
 
 __all__ = [
     "TOPIC",
@@ -41,7 +48,7 @@ TOPIC = b"group"
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a rank needs to know of `pdsim.costs.Collective`.
+    """What a rank needs to know of `pdsim.hardware.costs.Collective`.
 
     Attributes:
         name: Of the collective in the configuration.
@@ -73,7 +80,7 @@ class Library(ABC):
     engine: str  # as it reports itself
     memory: str  # that it gathers: "host" or "gpu"
     times_device: bool = False  # whether `start` can be told to time the device alone
-    timing: str = "caller"  # of `pdsim.costs.Collective`; "device" only where it *times_device*
+    timing: str = "caller"  # of `pdsim.hardware.costs.Collective`; "device" only where it *times_device*
 
     def __init__(self, device: Any, timeout: float) -> None:
         """Gather memory of *device*; nothing takes more than *timeout* seconds."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from backends.base.host import HostDevice
 from backends.collectives.base import Library, Settings
-from pdsim import plugins
-from pdsim.costs import Collective
-from pdsim.errors import BackendUnavailable, ConfigError
-from pdsim.guards import instead
+from pdsim.core import plugins
+from pdsim.core.errors import BackendUnavailable, ConfigError
+from pdsim.core.guards import instead
+from pdsim.hardware.costs import Collective
 
 __all__ = ["check", "library"]
 

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from backends.collectives.base import Library
 from backends.collectives.pytorch import gather, missing, store, translated
-from pdsim.errors import BackendUnavailable
-from pdsim.group import SYMMETRIC
+from pdsim.core.errors import BackendUnavailable
+from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["Nccl", "NcclWindow", "SymmetricMemory"]
 

@@ -9,7 +9,7 @@ import os
 import socket
 from typing import Any
 
-from pdsim.errors import OutOfMemory, PeerLost, TransferError, TransferFailed, TransferTimeout
+from pdsim.core.errors import OutOfMemory, PeerLost, TransferError, TransferFailed, TransferTimeout
 
 __all__ = ["gather", "missing", "store", "translated"]
 

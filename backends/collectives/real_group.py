@@ -34,11 +34,18 @@ from backends.collectives.base import (
     disagreement,
 )
 from backends.collectives.members import Members
-from pdsim.clock import WallClock
-from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed, TransferTimeout
-from pdsim.group import SYMMETRIC, check_gather, is_symmetric
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import (
+    MessageError,
+    PeerLost,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from pdsim.core.units import format_size
 from pdsim.transfer import Buffer, Recorder, TransferRecord
-from pdsim.units import format_size
+from pdsim.transfer.group import SYMMETRIC, check_gather, is_symmetric
 
 __all__ = ["RealGroup", "RealGroups"]
 
@@ -183,7 +190,7 @@ class RealGroup:
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
-        """Start to gather; the contract and errors of `pdsim.group.Group.all_gather`."""
+        """Start to gather; the contract and errors of `pdsim.transfer.group.Group.all_gather`."""
         size = source.size if size is None else size
         check_gather(len(self.names), source, target, size)
         if is_symmetric(source, target) and self._device.symmetric.owner is not self:
@@ -193,7 +200,7 @@ class RealGroup:
         return self._add(size, timeout, label, (source, target))
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
-        """Start to grow the pool; the contract and errors of `pdsim.group.Group.reserve`."""
+        """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
         if size <= 0:
             raise ValueError(f"size={size} must be > 0")
         return self._add(size, timeout, "", None)

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 
 from backends.cuda.runtime import Cudart
-from pdsim.clock import WallClock
-from pdsim.errors import TransferFailed
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import TransferFailed
 
 __all__ = ["Completions"]
 

@@ -13,8 +13,8 @@ from backends.base.device import RealBuffer, RealDevice
 from backends.cuda.completions import Completions
 from backends.cuda.gather import Gather
 from backends.cuda.runtime import SEGMENT, Cudart, cudart
-from pdsim.clock import WallClock
-from pdsim.errors import BackendUnavailable, TransferFailed
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import BackendUnavailable, TransferFailed
 from pdsim.transfer import Batch
 
 __all__ = ["CudaBuffer", "CudaDevice"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer import Batch
 
 __all__ = ["TILES", "Gather", "copy_with_torch", "tiles"]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import BackendUnavailable, OutOfMemory, TransferFailed
+from pdsim.core.errors import BackendUnavailable, OutOfMemory, TransferFailed
 
 __all__ = ["HANDLE_BYTES", "SEGMENT", "Cudart", "cudart"]
 

@@ -49,8 +49,8 @@ from backends.base.native import captured_stderr, installed, prepare
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
-from pdsim.costs import Engine
-from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
+from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError
+from pdsim.hardware.costs import Engine
 
 __all__ = ["MooncakeEndpoint"]
 

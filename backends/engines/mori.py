@@ -41,7 +41,7 @@ from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import prepare
 from backends.capabilities import EngineLibrary, Variant
 from backends.engines.rocm import missing
-from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
+from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
 __all__ = ["MoriEndpoint"]
 

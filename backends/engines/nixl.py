@@ -54,7 +54,7 @@ from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
 from backends.engines.nixl_posters import Posters, Started
 from backends.engines.ucx import LO, NIXL, NO_IB, Transports, between_gpus, between_hosts, has_rdma
-from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
+from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
 __all__ = ["NixlEndpoint"]

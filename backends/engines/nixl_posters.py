@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from backends.base.endpoint_state import PostedTransfer
-from pdsim.clock import WallClock
-from pdsim.errors import TransferFailed
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import TransferFailed
 
 __all__ = ["Posters", "Started"]
 

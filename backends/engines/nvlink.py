@@ -34,8 +34,8 @@ from backends.base.process_identity import myself
 from backends.capabilities import EngineLibrary, Variant
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
-from pdsim.errors import ConfigError, RegistrationError, TransferFailed
-from pdsim.guards import one_of
+from pdsim.core.errors import ConfigError, RegistrationError, TransferFailed
+from pdsim.core.guards import one_of
 
 __all__ = ["NvlinkEndpoint"]
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pdsim.job import RankSpec
+from pdsim.transfer.job import RankSpec
 
 __all__ = ["LEAST", "QuickProcessor", "keep_for", "pace", "shares"]
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import IO, Any
 
 from backends.jobs import supervision
-from pdsim import errors
-from pdsim.errors import MessageError
-from pdsim.job import RankResult
+from pdsim.core import errors
+from pdsim.core.errors import MessageError
+from pdsim.transfer.job import RankResult
 
 __all__ = ["ChildProcess", "Spawn", "search_path", "spawn"]
 

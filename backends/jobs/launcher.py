@@ -29,12 +29,12 @@ from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
 from backends.jobs import supervision
 from backends.jobs.affinity import shares
 from backends.jobs.child_process import ChildProcess, Spawn, spawn
-from pdsim import errors
-from pdsim.costs import Collective, Engine
-from pdsim.errors import PdsimError, TransferError, TransferTimeout
-from pdsim.guards import positive, ranks_named
-from pdsim.hardware import NetworkLink
-from pdsim.job import Outcome, RankSpec
+from pdsim.core import errors
+from pdsim.core.errors import PdsimError, TransferError, TransferTimeout
+from pdsim.core.guards import positive, ranks_named
+from pdsim.hardware.costs import Collective, Engine
+from pdsim.hardware.machine import NetworkLink
+from pdsim.transfer.job import Outcome, RankSpec
 
 __all__ = ["SILENCE", "Processes"]
 

@@ -16,9 +16,9 @@ import msgspec
 
 from backends.base.authentication import Keys
 from backends.collectives.base import Settings
-from pdsim.compact import plain
-from pdsim.errors import MessageError, PeerLost
+from pdsim.core.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.compact import plain
 
 __all__ = [
     "Alive",

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from backends.jobs.child_process import search_path
 from backends.jobs.forked_rank import ForkedRank, become
-from pdsim.errors import TransferError
+from pdsim.core.errors import TransferError
 
 __all__ = ["WarmStart"]
 

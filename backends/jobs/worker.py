@@ -35,11 +35,11 @@ from backends.emulation.link import namespaces
 from backends.jobs import supervision
 from backends.jobs.affinity import QuickProcessor
 from backends.registry import load
-from pdsim.clock import WallClock
-from pdsim.costs import Engine, EngineModel
-from pdsim.errors import ConfigError, PdsimError
-from pdsim.job import Rank
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Rank
 
 __all__ = ["keep_memory", "main"]
 
@@ -74,7 +74,7 @@ class Pulse:
     """Tells the supervisor on *connection* every *interval* seconds that the clock of *rank* goes.
 
     It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.  A
-    rank that counts its work (`pdsim.job.Rank.counts`) is asked every `COUNTED` seconds.
+    rank that counts its work (`pdsim.transfer.job.Rank.counts`) is asked every `COUNTED` seconds.
     """
 
     def __init__(self, connection: socket.socket, rank: Rank, clock: WallClock, interval: float) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.serving.settings import Side
+from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Side
 
 __all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches"]
 

@@ -20,7 +20,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from backends.live.commands import ServerLaunch
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["started"]
 

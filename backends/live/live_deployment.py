@@ -26,8 +26,8 @@ from backends.live.commands import MODULES, gpus_needed, launches
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
-from pdsim.errors import BackendUnavailable, ConfigError
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import BackendUnavailable, ConfigError
+from pdsim.core.progress import ShowProgress
 from pdsim.serving.workload import Request
 
 __all__ = ["LiveDeployment", "Served", "deployed", "engine_of", "problems"]

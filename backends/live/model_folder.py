@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.serving.settings import Llm
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Llm
 
 __all__ = ["problem", "write"]
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from backends.live.live_deployment import Served
 from backends.live.routes import RequestRow
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
 
 __all__ = ["FORMATS", "Observed", "read", "served", "trace"]

@@ -5,7 +5,7 @@ Layers of grouped-query attention, an MLP or experts, with weights of their own,
 tensor-parallel rank without all-reduces; the head if all layers are there.  Keys and values lie
 dense.  Sampling is the largest logit.
 
-The kernel model (`pdsim.serving.compute.kernels`) is fitted to single operators; whole steps and
+The kernel model (`pdsim.compute.kernels`) is fitted to single operators; whole steps and
 forwards are held out of that fit, and the difference to them is the error that it states.
 """
 

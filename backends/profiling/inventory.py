@@ -11,7 +11,7 @@ Sizes are powers of two and their halves between, up to what an engine's step ma
 since several copies of them are cycled through so that caches are cold
 (`backends.profiling.stopwatch.copies`).
 
-What each operator is, and how the times become a model, is `pdsim.serving.compute.kernel_fit`.
+What each operator is, and how the times become a model, is `pdsim.calibration.kernel_fit`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pdsim.serving.compute.shapes import layer_shape, products
-from pdsim.serving.settings import Llm
+from pdsim.compute.shapes import layer_shape, products
+from pdsim.models.llm import Llm
 
 __all__ = ["COLUMNS", "TIMES", "Subject", "allreduces", "plan"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.profiling.inventory import allreduces
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["ProfiledDevice", "device", "measure"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdsim.hardware import LinkChange
+from pdsim.hardware.machine import LinkChange
 from pdsim.serving.deployment import ROUTER, instance_of
 from pdsim.serving.workload import Request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.faults_real.plan import KINDS
 from benchmarks.faults_real.trial import CHECKS
-from pdsim.units import format_size
+from pdsim.core.units import format_size
 
 __all__ = ["COLUMNS", "NUMBERS", "STORED", "read", "table"]
 

@@ -15,8 +15,8 @@ from backends.jobs.launcher import Processes
 from benchmarks.faults_real.plan import DEADLINE, TIMEOUT, Plan
 from experiments import serve
 from pdsim.cli.run import compose
-from pdsim.job import Outcome, RankResult, RankSpec
 from pdsim.serving.deployment import ROUTER
+from pdsim.transfer.job import Outcome, RankResult, RankSpec
 
 __all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt", "job"]
 

@@ -17,9 +17,9 @@ from benchmarks.probe.measuring import provenance
 from benchmarks.probe.plan import GATHERS, GPU, PATTERNS, PLACES, VARIANTS, Point, Variant, points
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.job import Place, Rank, RankSpec
+from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
+from pdsim.transfer.job import Place, Rank, RankSpec
 
 FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors", "size", "flow", "total", "device")
 """Columns of a prediction; *total* and *device*, of a gather, are in microseconds, as in a measurement."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from itertools import product
 
 from experiments.allgather.gather_rows import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
-from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
-from pdsim.costs import Collective
-from pdsim.errors import ConfigError
-from pdsim.group import SYMMETRIC
-from pdsim.job import Outcome, Place, RankSpec, Target
-from pdsim.progress import ShowProgress
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Size, format_size
+from pdsim.hardware.costs import Collective
 from pdsim.results.record import Result
-from pdsim.units import Size, format_size
+from pdsim.transfer.group import SYMMETRIC
+from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
 __all__ = ["AllgatherOptions", "check", "run"]
 

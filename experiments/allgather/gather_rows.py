@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pdsim.job import Outcome
+from pdsim.core.units import format_size
 from pdsim.kv.allgather import zigzag
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
 from pdsim.transfer import TransferRecord
-from pdsim.units import format_size
+from pdsim.transfer.job import Outcome
 
 __all__ = ["GatherPoint", "GatherRow", "merged", "metrics", "padded_size", "rows", "table"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.group import Group
-from pdsim.job import Rank
 from pdsim.kv.allgather import PaddedAllGather, allocate, zigzag
 from pdsim.transfer import Buffer, Program, Region
+from pdsim.transfer.group import Group
+from pdsim.transfer.job import Rank
 
 __all__ = ["WARMUP", "WINDOW", "measure"]
 

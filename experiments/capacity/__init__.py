@@ -22,11 +22,11 @@ from experiments.capacity.deployments import Shape, configured, feasible
 from experiments.capacity.search import Capacity, Search, capacity
 from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.job import Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.workload import Request, draw
+from pdsim.transfer.job import Target
 
 __all__ = ["TARGETS", "CapacityOptions", "run"]
 

@@ -12,8 +12,8 @@ from itertools import product
 
 from experiments.serve import ServeOptions, check_fits, job, specs
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.serving.settings import Parallel
+from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Parallel
 from pdsim.serving.workload import Request
 
 __all__ = ["Shape", "configured", "feasible"]

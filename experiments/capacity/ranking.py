@@ -13,8 +13,8 @@ from typing import Any
 from experiments.capacity.deployments import Shape
 from experiments.capacity.search import Capacity, Probe, Search
 from pdsim.config import Config
+from pdsim.core.units import format_time
 from pdsim.results.record import Metric, Table
-from pdsim.units import format_time
 
 __all__ = ["front", "metrics", "ranked", "tables"]
 

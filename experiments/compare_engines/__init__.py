@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
-from pdsim.costs import Engine, EngineModel
-from pdsim.errors import ConfigError
-from pdsim.job import Target
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, within
+from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.kv.policy import Policy
-from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import ServingEngine
+from pdsim.transfer.job import Target
 
 __all__ = ["TARGETS", "CompareEnginesOptions", "TransferEngine", "run"]
 

@@ -2,7 +2,7 @@
 """The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
 
 Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some
-requests with tracked memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is
+requests with tracked memory contents, and is watched by `pdsim.verify.invariants`.  Of what is
 violated, the smallest scenario that still shows it is printed, with the command that replays it.
 
 Scenarios are independent, so they run in as many processes as there are cores, and a campaign can
@@ -26,11 +26,11 @@ from experiments.faults.kinds import KINDS
 from experiments.faults.scenario import Tried
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.guards import not_negative
-from pdsim.job import Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import not_negative
+from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
+from pdsim.transfer.job import Target
 
 __all__ = ["FaultsOptions", "run", "tries"]
 

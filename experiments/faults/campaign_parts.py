@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from experiments.faults.scenario import Tried
-from pdsim.errors import ConfigError
-from pdsim.kv.verify.invariants import Violation
+from pdsim.core.errors import ConfigError
+from pdsim.verify.invariants import Violation
 
 __all__ = ["CampaignParts", "code"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
-    "pdsim/batch.py",
-    "pdsim/clock.py",
-    "pdsim/costs.py",
-    "pdsim/descriptors.py",
-    "pdsim/event_queue.py",
-    "pdsim/group.py",
-    "pdsim/hardware.py",
-    "pdsim/job.py",
-    "pdsim/mailbox.py",
-    "pdsim/region.py",
-    "pdsim/transfer.py",
-    "pdsim/fabric/**/*.py",
+    "pdsim/transfer/batch.py",
+    "pdsim/core/clock.py",
+    "pdsim/hardware/costs.py",
+    "pdsim/transfer/batch.py",
+    "pdsim/core/event_queue.py",
+    "pdsim/transfer/group.py",
+    "pdsim/hardware/machine.py",
+    "pdsim/transfer/job.py",
+    "pdsim/core/mailbox.py",
+    "pdsim/transfer/batch.py",
+    "pdsim/transfer/transfer.py",
+    "pdsim/sim/**/*.py",
     "pdsim/kv/**/*.py",
     "pdsim/serving/**/*.py",
     "experiments/faults/*.py",

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from experiments.faults.description import Scenario
-from pdsim.costs import EngineModel
-from pdsim.fabric.faults import Pause, Silence
-from pdsim.job import Outcome
+from pdsim.hardware.costs import EngineModel
 from pdsim.serving.deployment import ROUTER, instance_of
+from pdsim.sim.faults import Pause, Silence
+from pdsim.transfer.job import Outcome
 
 __all__ = ["Causes", "Life", "Outage", "outages"]
 

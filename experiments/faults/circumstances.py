@@ -14,14 +14,15 @@ from math import inf
 import numpy as np
 
 from pdsim.config import Config
-from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.faults import Pause, Silence
-from pdsim.hardware import Machine, Nic
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Machine, Nic
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy
+from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import HostCosts, Parallel, Side
+from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import Request
+from pdsim.sim.faults import Pause, Silence
 
 __all__ = [
     "another_engine",

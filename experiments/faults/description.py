@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdsim.costs import Engine
-from pdsim.fabric.faults import Faults
-from pdsim.hardware import Machine
-from pdsim.job import RankSpec
+from pdsim.hardware.costs import Engine
+from pdsim.hardware.machine import Machine
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults
+from pdsim.transfer.job import RankSpec
 
 __all__ = ["Scenario"]
 

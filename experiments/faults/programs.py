@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdsim.job import Rank
 from pdsim.kv.messages import Submit
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
@@ -18,6 +17,7 @@ from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.routed_requests import RoutedRequest
 from pdsim.serving.router import Router
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["LINGER", "HoldingScheduler", "decode", "router"]
 

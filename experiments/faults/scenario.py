@@ -41,17 +41,20 @@ from experiments.faults.circumstances import (
 )
 from experiments.faults.description import Scenario
 from experiments.faults.kinds import KINDS, RARE
+from pdsim.compute.options import Compute
 from pdsim.config import Config
-from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.faults import Faults, Slow, Squeeze
-from pdsim.fabric.model import Model
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import RankSpec
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.kv.policy import Policy, Staging
-from pdsim.kv.verify.invariants import InvariantChecker, Violation
+from pdsim.models.llm import Hybrid, Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
-from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, SchedulerLimits, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
+from pdsim.sim.faults import Faults, Slow, Squeeze
+from pdsim.sim.model import Model
+from pdsim.transfer.job import RankSpec
+from pdsim.verify.invariants import InvariantChecker, Violation
 
 __all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
 
@@ -118,7 +121,7 @@ class Tried(NamedTuple):
 
     Attributes:
         seed: The scenario's, with which it can be tried again.
-        violations: What the checkers found (`pdsim.kv.verify`); none is what is hoped for.
+        violations: What the checkers found (`pdsim.verify`); none is what is hoped for.
         statuses: How many requests ended with each first word of a status: ok, PeerLost, Aborted
             and so on.
         events: Of the simulation: equal numbers are a good sign of equal runs.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from experiments.faults.kinds import KINDS
 from experiments.faults.scenario import Tried, attempt, draw
-from pdsim.kv.verify.invariants import Violation
+from pdsim.verify.invariants import Violation
 
 __all__ = ["CRASH", "FaultTrial", "shrunk"]
 

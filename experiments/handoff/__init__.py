@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 from experiments import serve
 from experiments.handoff.handoff_rows import HandoffRow, HandoffShape, metrics, rows, tables
+from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import BackendUnavailable, ConfigError, TransferError
-from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Seconds
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.deployment import ROUTER, index_of
-from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request
-from pdsim.units import Seconds
+from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec, Target
 
 __all__ = ["HandoffOptions", "Way", "check", "run"]
 

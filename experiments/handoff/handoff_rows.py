@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdsim.job import Outcome
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
 from pdsim.serving.deployment import ROUTER
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Outcome
 
 __all__ = ["STAGES", "HandoffRow", "HandoffShape", "metrics", "rows", "tables"]
 

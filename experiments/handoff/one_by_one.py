@@ -8,12 +8,12 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.job import Rank
 from pdsim.serving.arrivals import Arrivals
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.routed_requests import RoutedRequest
 from pdsim.serving.router import Router
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["program"]
 

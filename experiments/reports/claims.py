@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.reports.report_points import ReportPoint, committed
-from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
-from pdsim.job import Target
-from pdsim.progress import ShowProgress, within
+from pdsim.core import plugins
+from pdsim.core.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Target
 
 __all__ = ["Claim", "ReportRun", "as_rows", "burst", "value"]
 

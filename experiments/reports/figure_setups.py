@@ -27,9 +27,11 @@ from experiments.reports.claims import burst
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
-from pdsim.fabric.model import Model
-from pdsim.hardware import Machine
-from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Side, Workload
+from pdsim.hardware.machine import Machine
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv, SchedulerLimits, ServingEngine, Workload
+from pdsim.sim.model import Model
 
 __all__ = [
     "BUSY",
@@ -111,7 +113,7 @@ class Parts:
             model: See *hw*.
             backend: See *hw*.
             policy: What to change of the backend's `pdsim.kv.policy.Policy`.
-            terms: What to change of its `pdsim.costs.EngineModel` on every path, such as seconds of a *call*.
+            terms: What to change of its `pdsim.hardware.costs.EngineModel` on every path.
             **parts: Fields of `Config`: workload, parallelism, KV, scheduler limits.
 
         Raises:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from experiments.reports.figure_setups import FIGURES, REASONS, Parts, ReportFigure, ReportFiguresOptions
 from pdsim.config import Config
-from pdsim.job import Target
-from pdsim.progress import ShowProgress
-from pdsim.repository import data
+from pdsim.core.progress import ShowProgress
+from pdsim.core.repository import data
 from pdsim.results.record import Metric, Result, Table
+from pdsim.transfer.job import Target
 
 __all__ = [
     "CLOSE",

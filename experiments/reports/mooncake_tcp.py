@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
-from pdsim.costs import Engine
-from pdsim.job import Target
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Seconds
+from pdsim.hardware.costs import Engine
 from pdsim.kv.policy import Policy
-from pdsim.progress import ShowProgress
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Parallel, Side
-from pdsim.units import Seconds
+from pdsim.transfer.job import Target
 
 __all__ = ["CLAIMS", "MooncakeTcpOptions", "Tcp", "run"]
 

@@ -18,12 +18,13 @@ from typing import Any
 from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
-from pdsim.job import Target
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Seconds
 from pdsim.kv.policy import Policy
-from pdsim.progress import ShowProgress
+from pdsim.models.llm import Hybrid, Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result, Table
-from pdsim.serving.settings import Hybrid, Llm, Parallel, Side
-from pdsim.units import Seconds
+from pdsim.transfer.job import Target
 
 __all__ = ["CLAIMS", "MoriStateOptions", "run"]
 THROUGHPUT = Claim("throughput", "inline posting serves about 10 % more at high concurrency", "tokens/s", "more")

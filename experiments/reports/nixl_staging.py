@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from experiments.reports import prompt_bursts as shared
 from experiments.reports.claims import Claim, ReportRun, as_rows
+from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.job import Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.compute.roofline import kv_shape
-from pdsim.serving.settings import Parallel, Side
+from pdsim.transfer.job import Target
 
 __all__ = ["CLAIMS", "NixlStagingOptions", "run"]
 

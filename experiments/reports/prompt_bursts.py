@@ -14,7 +14,7 @@ from typing import Any
 from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, burst, value
 from pdsim.config import Config, ExperimentOptions
-from pdsim.units import Seconds
+from pdsim.core.units import Seconds
 
 __all__ = ["PromptBurstOptions", "prompts"]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.repository import data
+from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
 
 __all__ = ["ReportPoint", "committed", "keep"]
 

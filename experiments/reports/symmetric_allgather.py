@@ -18,12 +18,12 @@ from typing import Any
 from experiments import allgather
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.group import SYMMETRIC
-from pdsim.job import Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Size
 from pdsim.results.record import Result
-from pdsim.units import Size
+from pdsim.transfer.group import SYMMETRIC
+from pdsim.transfer.job import Target
 
 __all__ = ["CLAIMS", "SymmetricAllgatherOptions", "run"]
 

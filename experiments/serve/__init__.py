@@ -23,29 +23,30 @@ import numpy as np
 
 from experiments.serve import tables
 from experiments.serve.kv_paths import Paths, notes
-from pdsim import plugins
-from pdsim.compact import ArrayColumn, rows
+from pdsim.compute.forward import ForwardModel, forward
+from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.job import Outcome, Place, RankResult, RankSpec
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Seconds
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
-from pdsim.progress import ShowProgress
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.compute.forward import ForwardModel, forward
-from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
 from pdsim.serving.request_log import RequestLog
 from pdsim.serving.request_log import columns as request_columns
 from pdsim.serving.requests import Request, RequestTable
-from pdsim.serving.settings import Parallel, Side, Workload
+from pdsim.serving.settings import Workload
 from pdsim.serving.workload import draw
-from pdsim.transfer_log import TransferLog, joined
-from pdsim.units import Seconds
+from pdsim.transfer.compact import ArrayColumn, rows
+from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
+from pdsim.transfer.transfer_log import TransferLog, joined
 
 __all__ = ["TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
 
@@ -94,7 +95,7 @@ class ServeOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
 
-    *target* is a `pdsim.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where
+    *target* is a `pdsim.transfer.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where
     ``config.target`` is live.  A request that fails and a rank that ends with an error are failures
     of the result, and no exceptions.
 
@@ -133,7 +134,7 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
     Requests are those that had ended by then, transfers those of ranks that stood for others once.
     The workload is drawn again from the seed, so that rows have their arrivals and lengths.
     *ended* and *transfers* are the records that `pdsim.serving.request_log` and
-    `pdsim.transfer_log` had written.
+    `pdsim.transfer.transfer_log` had written.
     """
     log = RequestLog.read(ended)
     drawn = draw(config.workload, config.seed, config.model.context)

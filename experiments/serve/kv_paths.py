@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pdsim.job import Outcome
 from pdsim.kv.paths import PATHS
-from pdsim.record_runs import RecordRun
 from pdsim.results.record import Metric, Table
-from pdsim.transfer_log import distinct, joined
+from pdsim.transfer.job import Outcome
+from pdsim.transfer.record_runs import RecordRun
+from pdsim.transfer.transfer_log import distinct, joined
 
 __all__ = ["Paths", "notes"]
 

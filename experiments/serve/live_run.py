@@ -17,12 +17,12 @@ import numpy as np
 
 from experiments.serve import tables as report
 from pdsim.config import Config
-from pdsim.job import Outcome, RankResult
-from pdsim.progress import ShowProgress
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import format_time
 from pdsim.results.record import Metric, Result, Table
 from pdsim.results.statistics import distribution, percentile
 from pdsim.serving.workload import Request
-from pdsim.units import format_time
+from pdsim.transfer.job import Outcome, RankResult
 
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.compact import ArrayColumn, rows
-from pdsim.job import Outcome
+from pdsim.core.units import format_time
 from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
@@ -28,7 +27,8 @@ from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Workload
 from pdsim.serving.slo import Slo
-from pdsim.units import format_time
+from pdsim.transfer.compact import ArrayColumn, rows
+from pdsim.transfer.job import Outcome
 
 __all__ = [
     "PHASES",

@@ -23,11 +23,11 @@ from experiments.transfer.rank_places import names, places, shortage
 from experiments.transfer.transfer_points import TransferPoint, read, shuffled
 from experiments.transfer.transfer_rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import BackendUnavailable, ConfigError, TransferError
-from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Seconds, Size
 from pdsim.results.record import Result
-from pdsim.units import Seconds, Size
+from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec, Target
 
 __all__ = ["TransferOptions", "check", "run"]
 

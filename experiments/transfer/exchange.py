@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.barrier import Party
-from pdsim.clock import Clock
-from pdsim.errors import TransferError
-from pdsim.job import Rank
+from pdsim.core.clock import Clock
+from pdsim.core.errors import TransferError
+from pdsim.core.units import Seconds
 from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer
-from pdsim.units import Seconds
+from pdsim.transfer.job import Rank
 
 __all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdsim.hardware import Machine
-from pdsim.job import Place
-from pdsim.units import format_size
+from pdsim.core.units import format_size
+from pdsim.hardware.machine import Machine
+from pdsim.transfer.job import Place
 
 __all__ = ["PATTERNS", "Flow", "check_pattern", "flows", "names", "places", "shortage"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.transfer.exchange import SCHEDULES, Task
 from experiments.transfer.rank_places import Flow, check_pattern, flows
-from pdsim.units import parse_size
+from pdsim.core.units import parse_size
 
 __all__ = ["COLUMNS", "TransferPoint", "read", "shuffled", "write"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from experiments.transfer.rank_places import Flow
 from experiments.transfer.transfer_points import TransferPoint
+from pdsim.core.units import format_size
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.transfer import TransferRecord
-from pdsim.units import format_size
 
 __all__ = ["TransferRow", "metrics", "tables"]
 

@@ -23,13 +23,13 @@ from experiments.validate.measured import measure
 from experiments.validate.predict import adopt, ahead, check_same, expect
 from experiments.validate.sealed import EXPECTED, MEASURED, design_of, read, take
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.guards import not_negative, positive
-from pdsim.job import Target
-from pdsim.progress import ShowProgress, within
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import not_negative, positive
+from pdsim.core.progress import ShowProgress, within
+from pdsim.core.units import Seconds, Size
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
-from pdsim.units import Seconds, Size
+from pdsim.transfer.job import Target
 from pdsim.validation.verdicts import (
     Bound,
     Class,

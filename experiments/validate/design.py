@@ -20,12 +20,12 @@ from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.exchange import region_bytes
 from experiments.transfer.rank_places import names, places, shortage
 from experiments.transfer.transfer_points import TransferPoint, read, write
-from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
-from pdsim.job import Target
-from pdsim.progress import ShowProgress, silent
+from pdsim.core import plugins
+from pdsim.core.progress import ShowProgress, silent
+from pdsim.core.units import Size
 from pdsim.results.record import Result
-from pdsim.units import Size
+from pdsim.transfer.job import Target
 
 __all__ = ["CLASSES", "POINTS", "Design", "DesignPart", "parts"]
 

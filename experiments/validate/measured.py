@@ -20,11 +20,11 @@ from experiments.validate.predict import now
 from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
 from experiments.validate.values import mean, values
 from pdsim.config import Config
-from pdsim.errors import ConfigError, TransferError
-from pdsim.job import Target
-from pdsim.progress import ShowProgress, within
+from pdsim.core.errors import ConfigError, TransferError
+from pdsim.core.progress import ShowProgress, within
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Target
 from pdsim.validation.verdicts import Value, seal
 
 __all__ = ["measure"]

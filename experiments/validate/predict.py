@@ -13,11 +13,11 @@ from experiments.validate.design import DesignPart
 from experiments.validate.sealed import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
 from pdsim.config import Config, Launch
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.progress import ShowProgress, silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, silent
 from pdsim.results.config_file import plain
 from pdsim.results.environment import commit
+from pdsim.sim.model import Model
 from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.verdicts import Value, seal
 

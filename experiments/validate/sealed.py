@@ -22,7 +22,7 @@ from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
 from pdsim.config import ExperimentOptions
 from pdsim.config.typed import build
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results import reading
 from pdsim.results.config_file import plain
 from pdsim.results.record import Result

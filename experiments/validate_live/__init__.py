@@ -23,8 +23,8 @@ from experiments.serve import live_run
 from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
 from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
 from pdsim.config import Config, ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
 from pdsim.results import reading
 from pdsim.results.config_file import as_written
 from pdsim.results.environment import commit

@@ -8,9 +8,9 @@ from typing import Any
 
 from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.progress import ShowProgress
+from pdsim.core.progress import ShowProgress
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from pdsim.validation.load_errors import SINGLE
 
 __all__ = ["APART", "REST", "WARMUP", "Parts", "in_turn", "predicted", "single_requests"]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdsim.costs import Collective, CollectiveModel
-from pdsim.repository import data
+from pdsim.core.repository import data
+from pdsim.hardware.costs import Collective, CollectiveModel
 from pdsim.results.record import Table
 
 __all__ = [

@@ -20,7 +20,7 @@ import numpy as np
 
 from pdsim.calibration.fit import RESAMPLES, SCALE, WIDEST, Fit, Ints
 from pdsim.calibration.forms import Floats, Points
-from pdsim.costs import EngineModel
+from pdsim.hardware.costs import EngineModel
 
 __all__ = ["shared"]
 

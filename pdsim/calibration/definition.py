@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.guards import not_negative, one_of, positive
-from pdsim.units import Seconds
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Seconds
 
 __all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "widening"]
 
@@ -115,7 +115,7 @@ class Calibration:
         return {name: factor for name, factor in found.items() if factor > 1.0}
 
     def evidence(self, key: str) -> str:
-        """Return the source of the parameter *key*, in the form of `pdsim.hardware.EVIDENCE`."""
+        """Return the source of the parameter *key*, in the form of `pdsim.hardware.machine.EVIDENCE`."""
         low_high = self.intervals.get(key)
         spread = f", 95 % {' to '.join(low_high)}" if low_high else ""
         return f"{self.kind}: {self.source}, {self.date}, calibration {self.name}{spread}"

@@ -15,8 +15,8 @@ from pdsim.calibration.fit import NEGLIGIBLE, Fit
 from pdsim.calibration.forms import RAMPS, model_of
 from pdsim.calibration.read_overhead import FREE
 from pdsim.calibration.samples import Samples
-from pdsim.costs import EngineModel
-from pdsim.hardware import Machine
+from pdsim.hardware.costs import EngineModel
+from pdsim.hardware.machine import Machine
 
 __all__ = ["beyond", "key_of", "link_of", "parameters", "save", "text_of"]
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from pdsim.calibration.definition import HeldOut
 from pdsim.calibration.forms import FORMS, Floats, Form, Points, stages_of, start_of
-from pdsim.costs import EngineModel
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.costs import EngineModel
 
 __all__ = ["LEAST", "Fit", "choose", "errors", "fit", "held_out", "intervals", "simplest", "summary", "told"]
 

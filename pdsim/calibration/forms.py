@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.calibration.samples import Sample
-from pdsim.costs import EngineModel, InlineSaving, Ramp
+from pdsim.hardware.costs import EngineModel, InlineSaving, Ramp
 
 __all__ = ["FORMS", "Form", "Points", "model_of", "points_of", "stages_of", "start_of"]
 
@@ -121,7 +121,7 @@ class Form:
 def _posting(at: Parameters, n: Floats) -> Floats:
     """Return the seconds that posting *n* descriptors takes, shape of *n*: the call, each descriptor, and the ramps.
 
-    Threads of the engine shorten it as `pdsim.costs.Workers` says.
+    Threads of the engine shorten it as `pdsim.hardware.costs.Workers` says.
     """
     if at["workers"]:
         n = np.minimum(n, np.maximum(n // at["workers"], at["least"]))

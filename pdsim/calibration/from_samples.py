@@ -20,11 +20,11 @@ from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.calibration.fit import Fit
 from pdsim.calibration.forms import FORMS, points_of
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.costs import Engine, EngineModel
-from pdsim.errors import ConfigError
-from pdsim.hardware import Machine
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import parse_time
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Machine
 from pdsim.results.environment import commit
-from pdsim.units import parse_time
 
 __all__ = ["Fitted", "base_of", "fitted"]
 

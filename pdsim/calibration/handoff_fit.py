@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdsim.hardware import Copies
-from pdsim.repository import data
+from pdsim.core.repository import data
+from pdsim.hardware.machine import Copies
 
 __all__ = [
     "COLUMNS",

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdsim.costs import Engine, EngineModel
-from pdsim.units import Seconds
+from pdsim.core.units import Seconds
+from pdsim.hardware.costs import Engine, EngineModel
 
 __all__ = ["drawn", "measure", "on_host"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pdsim.calibration import samples, telemetry
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["FORMATS", "SERVED", "read", "tool_of"]
 

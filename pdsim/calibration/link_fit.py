@@ -15,7 +15,8 @@ import numpy as np
 __all__ = ["LinkParameter", "fit"]
 
 PARAMETERS = ("latency", "descriptor")
-"""What is fitted: seconds of an answer, and of a block beside the bytes; fields of `pdsim.costs.EngineModel`."""
+"""What is fitted: seconds of an answer, and of a block beside the bytes; fields of
+`pdsim.hardware.costs.EngineModel`."""
 
 START = (6e-4, 1e-4)
 """Where the search begins, in seconds."""

@@ -26,8 +26,8 @@ import numpy.typing as npt
 from pdsim.calibration import samples
 from pdsim.calibration.fit import SCALE
 from pdsim.calibration.samples import Sample
-from pdsim.costs import EngineModel, OptionCosts, Workers
-from pdsim.repository import data
+from pdsim.core.repository import data
+from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
 
 __all__ = [
     "BASE",

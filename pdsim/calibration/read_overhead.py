@@ -21,7 +21,7 @@ from pdsim.calibration import fit
 from pdsim.calibration.fit import LEAST, Fit
 from pdsim.calibration.forms import Points, points_of
 from pdsim.calibration.samples import Sample
-from pdsim.costs import EngineModel
+from pdsim.hardware.costs import EngineModel
 
 __all__ = ["FREE", "beyond"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["Cell", "grid", "reads", "repeats", "write"]
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from pdsim.calibration import noise_floor
-from pdsim.errors import ConfigError
-from pdsim.guards import positive
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import positive
 from pdsim.transfer import TransferRecord
 
 __all__ = ["Sample", "Samples", "from_transfers", "read", "write"]

@@ -25,9 +25,9 @@ from pdsim.calibration.from_samples import base_of, fitted
 from pdsim.calibration.samples import Samples
 from pdsim.cli import option_values
 from pdsim.config import Config
-from pdsim.progress import within
+from pdsim.core.progress import within
+from pdsim.core.units import parse_size
 from pdsim.results import store, terminal
-from pdsim.units import parse_size
 
 __all__ = ["calibrate"]
 

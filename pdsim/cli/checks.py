@@ -16,19 +16,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pdsim import plugins
 from pdsim.calibration.definition import covers
+from pdsim.compute.roofline import weight_bytes
 from pdsim.config import Config
-from pdsim.costs import Engine
-from pdsim.errors import ConfigError
-from pdsim.guards import instead, near
-from pdsim.hardware import Machine
-from pdsim.job import Place
-from pdsim.serving.compute.roofline import weight_bytes
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import instead, near
+from pdsim.core.units import format_size
+from pdsim.hardware.costs import Engine
+from pdsim.hardware.machine import Machine
+from pdsim.models.parallel import Side
 from pdsim.serving.placement import places
 from pdsim.serving.seams import handoff_of
-from pdsim.serving.settings import Side, Workload
-from pdsim.units import format_size
+from pdsim.serving.settings import Workload
+from pdsim.transfer.job import Place
 
 __all__ = ["SERVING", "check", "notes"]
 

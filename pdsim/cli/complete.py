@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from pdsim.cli import help as usage
 from pdsim.cli import overrides
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["complete", "parser", "script", "values"]
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from pdsim.cli import checks, overrides, plausible
 from pdsim.cli.overrides import CommandLine
 from pdsim.config import Config, loading
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["compose", "composed", "initialized", "load"]
 

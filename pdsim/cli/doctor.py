@@ -20,10 +20,10 @@ from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.live_deployment import installed
-from pdsim import clock
 from pdsim.calibration.host_factor import measure
 from pdsim.cli.overrides import conf, describe, groups, options
-from pdsim.units import format_size, parse_time
+from pdsim.core import clock
+from pdsim.core.units import format_size, parse_time
 from pdsim.version import __version__
 
 __all__ = ["host", "report"]

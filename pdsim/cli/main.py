@@ -24,12 +24,12 @@ from json import dumps
 from pathlib import Path
 
 import pdsim
-from pdsim import plugins
 from pdsim.cli import help as usage
 from pdsim.cli import overrides
 from pdsim.cli.interrupt import begun, terminable
-from pdsim.errors import ConfigError, PdsimError
-from pdsim.guards import instead
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.core.guards import instead
 
 __all__ = ["main"]
 
@@ -321,7 +321,7 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
         raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
     for folder in folders:
         if folder.name.endswith(".incomplete"):
-            from pdsim.execution import recovered
+            from pdsim.run import recovered
 
             recovered(folder)
         elif (

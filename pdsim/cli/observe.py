@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pdsim import plugins
 from pdsim.calibration import importers
 from pdsim.calibration import samples as points
 from pdsim.cli import option_values
-from pdsim.errors import ConfigError
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make
 from pdsim.results.whole_file import whole_file

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.guards import near
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import near
 
 __all__ = ["Option", "parse"]
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.guards import instead
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import instead
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import is_number
 from pdsim.sweep import driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point
-from pdsim.units import is_number
 
 __all__ = ["BATCH", "OptunaSearch", "search"]
 

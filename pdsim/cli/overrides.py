@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pdsim import plugins
-from pdsim.errors import ConfigError
-from pdsim.guards import instead, near
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import instead, near
 
 __all__ = [
     "CommandLine",

@@ -6,7 +6,7 @@ the code and 400 Gbps to whoever wrote it.  What a file says in base units is ta
 `BOUNDS` hold wherever a value comes from.
 
 Which numbers are rates, times or sizes is read from the annotations of the configuration's
-dataclasses (`pdsim.units.Rate` and so on), so a new key is guarded without a word here; `BOUNDS`
+dataclasses (`pdsim.core.units.Rate` and so on), so a new key is guarded without a word here; `BOUNDS`
 need a row for it only if they are to say what is plausible.
 """
 
@@ -21,10 +21,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
 
-from pdsim import units
 from pdsim.calibration.definition import covers
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core import units
+from pdsim.core.errors import ConfigError
 
 __all__ = ["BOUNDS", "Quantity", "check"]
 

@@ -23,19 +23,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdsim.calibration import kernel_fit as fits
 from pdsim.calibration import provenance
 from pdsim.cli import option_values
 from pdsim.cli.compose import compose, initialized, plain
 from pdsim.cli.overrides import CommandLine
+from pdsim.compute.forward import peaks
+from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, loading
-from pdsim.errors import ConfigError, PdsimError
+from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.core.units import parse_time
 from pdsim.results import store, terminal
 from pdsim.results.record import Table
 from pdsim.results.whole_file import whole_file
-from pdsim.serving.compute import kernel_fit as fits
-from pdsim.serving.compute.forward import peaks
-from pdsim.serving.compute.kernels import Kernels, Roof
-from pdsim.units import parse_time
 
 if TYPE_CHECKING:
     from backends.profiling.runner import ProfiledDevice
@@ -124,7 +124,8 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
     The tables are those of aiconfigurator, one folder a GPU.  Nothing is known of whole forwards
     then, so the fit holds for every model whose operators are in the tables.
     """
-    from pdsim.serving.compute import operators, published
+    from pdsim.calibration import published
+    from pdsim.compute import operators
 
     assert asked.source is not None
     engine, version = asked.tables

@@ -17,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from pdsim import plugins
 from pdsim.calibration import collective_fit, handoff_fit, option_fit, samples
 from pdsim.calibration.from_samples import Fitted, fitted
 from pdsim.calibration.summary import table
 from pdsim.cli.compose import compose
 from pdsim.cli.overrides import conf
 from pdsim.config import Config
-from pdsim.costs import Collective
-from pdsim.errors import ConfigError
-from pdsim.fabric.memory import LAUNCH
-from pdsim.fabric.model import Model
-from pdsim.guards import instead
-from pdsim.repository import data
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import instead
+from pdsim.core.repository import data
+from pdsim.hardware.costs import Collective
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
+from pdsim.sim.memory import LAUNCH
+from pdsim.sim.model import Model
 
 __all__ = ["WHAT", "bare", "handoff_config", "published", "refit", "served", "with_idle_wake"]
 

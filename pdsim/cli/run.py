@@ -16,11 +16,11 @@ from typing import TextIO
 from pdsim.cli import checks, overrides
 from pdsim.cli.compose import compose, composed
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.execution import execute
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
 from pdsim.results import config_file, terminal
 from pdsim.results.record import Result
+from pdsim.run import execute
 
 __all__ = ["compose", "measure", "only_json", "run"]
 
@@ -51,7 +51,7 @@ def measure(
 ) -> tuple[Result, Path]:
     """Run *config*, which *words* were composed to, keep its result, and return it and its folder.
 
-    *quiet* and *progress* are those of `pdsim.execution.execute`.
+    *quiet* and *progress* are those of `pdsim.run.execute`.
     """
     plain = [word.lstrip("+") for word in words]
     notes = checks.notes(config, overrides.set_keys(plain))

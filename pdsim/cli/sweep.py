@@ -20,15 +20,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
-from pdsim import plugins
 from pdsim.calibration.definition import covers
 from pdsim.cli import checks, compose, overrides
 from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
 from pdsim.config.typed import build
-from pdsim.errors import ConfigError
-from pdsim.progress import ShowProgress, silent
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, silent
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor

@@ -15,13 +15,13 @@ from typing import Any
 from pdsim.cli import compose
 from pdsim.cli.overrides import CommandLine
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_time
 from pdsim.results import explain, store, terminal
 from pdsim.results.brief import share
 from pdsim.results.record import Table
 from pdsim.sweep import relief
 from pdsim.sweep.relief import RELIEFS, Figures
-from pdsim.units import format_time
 
 __all__ = ["explain_one", "explain_two"]
 

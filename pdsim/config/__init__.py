@@ -12,17 +12,20 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Self
 
-from pdsim import plugins
 from pdsim.calibration.definition import Calibration
-from pdsim.costs import Collective, Engine, Jitter
-from pdsim.errors import ConfigError
-from pdsim.guards import instead
-from pdsim.hardware import Machine
+from pdsim.compute.options import Compute
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import instead
+from pdsim.core.units import Seconds
+from pdsim.hardware.costs import Collective, Engine, Jitter
+from pdsim.hardware.machine import Machine
 from pdsim.kv.policy import Policy
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel
 from pdsim.serving.live import Live
-from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Workload
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.slo import Slo
-from pdsim.units import Seconds
 
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
 

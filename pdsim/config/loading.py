@@ -17,11 +17,11 @@ from pdsim.calibration.host_factor import drawn, on_host
 from pdsim.config import Config
 from pdsim.config.sources import ON_THE_COMMAND_LINE, borrowed, sourced
 from pdsim.config.typed import Known, build, required
-from pdsim.costs import Engine, EngineModel, OptionCosts
-from pdsim.errors import ConfigError
-from pdsim.hardware import Machine
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import parse_time
+from pdsim.hardware.costs import Engine, EngineModel, OptionCosts
+from pdsim.hardware.machine import Machine
 from pdsim.kv.policy import Policy
-from pdsim.units import parse_time
 
 __all__ = ["defaults", "load"]
 

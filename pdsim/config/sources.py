@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each number of a configuration comes from: the sources beside it in YAML, and what replaces them.
 
-A source begins with one of `pdsim.hardware.EVIDENCE`: measured, datasheet or assumed.
+A source begins with one of `pdsim.hardware.machine.EVIDENCE`: measured, datasheet or assumed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from pdsim.calibration.definition import covers
-from pdsim.costs import Collective, Engine
-from pdsim.errors import ConfigError
-from pdsim.hardware import EVIDENCE, Machine
-from pdsim.serving.settings import Llm, ServingEngine
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.costs import Collective, Engine
+from pdsim.hardware.machine import EVIDENCE, Machine
+from pdsim.models.llm import Llm
+from pdsim.serving.settings import ServingEngine
 
 __all__ = ["ON_THE_COMMAND_LINE", "SOURCES", "UNSAID", "borrowed", "gathered", "join", "numbers", "sourced"]
 

@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pdsim.config.sources import SOURCES, gathered, join
-from pdsim.errors import ConfigError
-from pdsim.guards import near
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import near
 
 __all__ = ["build", "required"]
 

@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import InvalidBatch, OutOfMemory
-from pdsim.group import SYMMETRIC, Group
-from pdsim.job import Rank
+from pdsim.core.errors import InvalidBatch, OutOfMemory
 from pdsim.transfer import Batch, Buffer, Program, Region
+from pdsim.transfer.group import SYMMETRIC, Group
+from pdsim.transfer.job import Rank
 
 __all__ = ["PaddedAllGather", "Split", "allocate", "contiguous", "zigzag"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.kv.messages import Enroll, MessageError, Terms
 from pdsim.kv.rooms import ExpiringMap
 

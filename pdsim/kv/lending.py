@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pdsim.job import Rank
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import Grid
 from pdsim.kv.messages import Chunk, Register, Sent, Settled
 from pdsim.kv.paths import REGION, sources
 from pdsim.kv.policy import Policy
+from pdsim.transfer.job import Rank
 
 __all__ = ["KvLender"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pdsim.errors import MessageError
+from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdsim.job import Rank
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import MessageError, Register
 from pdsim.kv.paths import DecodePeer
 from pdsim.kv.policy import Policy
+from pdsim.transfer.job import Rank
 
 __all__ = ["DecodePeers"]
 

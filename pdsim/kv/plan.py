@@ -13,12 +13,12 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.batch import LazyBatch
-from pdsim.errors import InvalidBatch
+from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.mapping import WHOLE, HeadSlice, RankShare
 from pdsim.kv.pages import Pages
 from pdsim.transfer import Batch, Region
+from pdsim.transfer.batch import LazyBatch
 
 __all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]
 

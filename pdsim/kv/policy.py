@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What distinguishes the ways in which backends hand KV over, as data: `policy` in `conf/backend`.
 
-Unknown here: what a transfer costs (`pdsim.costs.Engine`), and how any of this is done.
+Unknown here: what a transfer costs (`pdsim.hardware.costs.Engine`), and how any of this is done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.guards import one_of
+from pdsim.core.guards import one_of
 
 __all__ = ["POOLS", "Policy", "Staging"]
 

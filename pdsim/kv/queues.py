@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from simpy.events import Event
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.transfer import Program
 
 __all__ = ["Queues"]

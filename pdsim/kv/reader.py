@@ -13,8 +13,7 @@ from functools import partial
 
 from simpy.events import Event
 
-from pdsim.errors import PeerLost
-from pdsim.job import Rank
+from pdsim.core.errors import PeerLost
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap, RankShare
@@ -24,6 +23,7 @@ from pdsim.kv.paths import REGION
 from pdsim.kv.plan import Runs, cut, pair, planner
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Notification, Peer, Transfer
+from pdsim.transfer.job import Rank
 
 __all__ = ["KvReader"]
 

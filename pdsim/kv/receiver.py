@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdsim.job import Rank
 from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
@@ -26,6 +25,7 @@ from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.transfer import Notification, Repeated
+from pdsim.transfer.job import Rank
 
 __all__ = ["KvReceiver"]
 

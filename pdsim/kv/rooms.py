@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.kv.pages import Pool
 
 __all__ = ["OVER", "ExpiringMap", "QuarantineStall", "Timers", "out_of_memory"]

@@ -15,9 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.batch import one_piece
-from pdsim.errors import PeerLost, TransferError, TransferTimeout
-from pdsim.job import Rank
+from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
@@ -42,6 +40,8 @@ from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Batch, Program, Series, Transfer
+from pdsim.transfer.batch import one_piece
+from pdsim.transfer.job import Rank
 
 __all__ = ["KvSender"]
 

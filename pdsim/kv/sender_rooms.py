@@ -9,13 +9,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.errors import PeerLost
-from pdsim.job import Rank
+from pdsim.core.errors import PeerLost
 from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
 from pdsim.kv.paths import DecodePeer, StagedPiece
 from pdsim.kv.policy import Policy
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Series
+from pdsim.transfer.job import Rank
 
 __all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
 

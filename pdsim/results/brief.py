@@ -16,10 +16,10 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_time
 from pdsim.results import reading
 from pdsim.results.evidence import Evidence
-from pdsim.units import format_time
 
 __all__ = ["alike", "lines", "share"]
 

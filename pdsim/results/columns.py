@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.compact import ArrayColumn
+from pdsim.transfer.compact import ArrayColumn
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -20,9 +20,9 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from pdsim import units
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core import units
+from pdsim.core.errors import ConfigError
 from pdsim.results import reading
 from pdsim.results.brief import share
 from pdsim.results.record import Table
@@ -171,7 +171,7 @@ def _told(key: str, value: Any) -> str:
 def _shown_as(key: str) -> Callable[[float], str] | None:
     """Return what prints a number at *key* of a `Config` in its unit; None if it has none.
 
-    The unit is the parser in the field's annotation (`pdsim.units.Seconds` and so on), found along
+    The unit is the parser in the field's annotation (`pdsim.core.units.Seconds` and so on), found along
     the dotted key.
     """
     hint: Any = Config

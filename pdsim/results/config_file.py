@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from pdsim.config import Config
-from pdsim.units import is_number
+from pdsim.core.units import is_number
 
 __all__ = ["as_written", "canonical", "config_yaml", "plain"]
 

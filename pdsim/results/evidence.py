@@ -4,7 +4,7 @@
 A modelled number is no better than its parameters; a measured one is evidence itself, except where
 it emulates.
 
-A source is a text that begins with its kind, one of `pdsim.hardware.EVIDENCE` from the strongest to
+A source is a text that begins with its kind, one of `pdsim.hardware.machine.EVIDENCE` from the strongest to
 the weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbers.  What was
 measured on other hardware, or of another model, counts as assumed.
 """
@@ -20,10 +20,10 @@ from typing import Any
 from pdsim.calibration.definition import Calibration, widening
 from pdsim.calibration.host_factor import drawn, on_host
 from pdsim.config import Config
-from pdsim.hardware import EVIDENCE
+from pdsim.core.units import format_rate, format_size
+from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import endpoints, shapes
-from pdsim.units import format_rate, format_size
+from pdsim.transfer.transfer_log import endpoints, shapes
 
 __all__ = ["Evidence", "HostSpread", "extrapolations", "gather", "host_note", "host_spread"]
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import reading, store
 from pdsim.results.brief import share
 from pdsim.results.record import Table
-from pdsim.units import format_rate, format_size, format_time
 
 __all__ = ["accounts", "causes", "difference", "tables"]
 

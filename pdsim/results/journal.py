@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves on disk while it goes on: records that then need no memory, and what is left if it is killed.
 
-``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer_log.LogBlock`), ``requests.journal`` rows
-of requests that are over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its
-length in eight bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.  Files
-are made with the first entry, and go when the run is complete.
+``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer.transfer_log.LogBlock`),
+``requests.journal`` rows of requests that are over, in the order in which they ended
+(`pdsim.serving.request_log.RowBlock`).  An entry is its length in eight bytes, lowest first, and msgpack; what a
+process was killed over is the last, and cut short.  Files are made with the first entry, and go when the run is
+complete.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class JournalFile:
 
 
 class Journal:
-    """The journals of the run in *folder*; a `pdsim.job.JobJournal`."""
+    """The journals of the run in *folder*; a `pdsim.transfer.job.JobJournal`."""
 
     def __init__(self, folder: Path) -> None:
         self.requests, self.transfers = (JournalFile(folder / name) for name in JOURNALS)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from pdsim.errors import ConfigError
-from pdsim.hardware import EVIDENCE
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import EVIDENCE
 from pdsim.results import schema
 
 if TYPE_CHECKING:

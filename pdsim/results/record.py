@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdsim.job import Outcome
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Outcome
 
 __all__ = ["Metric", "Result", "Table"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdsim.compact import ArrayColumn
-from pdsim.job import SampleRow
 from pdsim.results.columns import array
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import logs
+from pdsim.transfer.compact import ArrayColumn
+from pdsim.transfer.job import SampleRow
+from pdsim.transfer.transfer_log import logs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -160,7 +160,8 @@ def _schema(columns: tuple[Column, ...]) -> pa.Schema:
 def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
     """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given.
 
-    It is made from the columns of `pdsim.transfer_log` where records are kept in logs, without an object for each.
+    It is made from the columns of `pdsim.transfer.transfer_log` where records are kept in logs, without an object
+    for each.
     """
     import pyarrow as pa
 

@@ -33,14 +33,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.job import Outcome
+from pdsim.core.errors import ConfigError
 from pdsim.results import evidence, reading, schema
 from pdsim.results.config_file import as_written, config_yaml, plain
 from pdsim.results.environment import environment
 from pdsim.results.journal import JOURNALS, Journal
 from pdsim.results.record import Result
-from pdsim.transfer_log import shapes
+from pdsim.transfer.job import Outcome
+from pdsim.transfer.transfer_log import shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from pdsim.core.units import format_time
 from pdsim.results import brief, store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
-from pdsim.units import format_time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -315,7 +315,7 @@ class Progress:
         self._task: TaskID | None = None
 
     def __call__(self, share: float, text: str = "", until: float | None = None) -> None:  # noqa: ARG002
-        """Show that *share* is done; *until* is that of `pdsim.progress.ShowProgress`."""
+        """Show that *share* is done; *until* is that of `pdsim.core.progress.ShowProgress`."""
         with self._lock:
             self._last = min(max(share, 0.0), 1.0), text
             if self._first is None:

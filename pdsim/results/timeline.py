@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.kept import KeptRun
 from pdsim.results.whole_file import whole_file
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["whole_file"]
 

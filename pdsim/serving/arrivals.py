@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from simpy.events import Event
 
-from pdsim.native_class import mypyc_attr
+from pdsim.core.native_class import mypyc_attr
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.routed_requests import RoutedRequest
 

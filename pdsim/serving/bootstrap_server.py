@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import Enroll, Gone, KvMessage, Locate, Located, MessageError, Ping, Pong, Ready
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.instances import InstanceRegistry, own_place
 from pdsim.serving.rank_process import Handler, RankProcess
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["BootstrapServer"]
 

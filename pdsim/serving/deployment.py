@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
+from pdsim.compute.forward import ForwardModel, OperatorForward
+from pdsim.compute.roofline import ForwardTime
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
-from pdsim.serving.compute.forward import ForwardModel, OperatorForward
-from pdsim.serving.compute.roofline import ForwardTime
 from pdsim.serving.settings import Cache, ServingEngine
 
 __all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pdsim.errors import PeerLost, TransferFailed
+from pdsim.core.errors import PeerLost, TransferFailed
 from pdsim.kv.messages import Gone, MessageError, Ready, Register
 from pdsim.serving.deployment import ROUTER, epoch_of, instance_of
 from pdsim.serving.rank_process import EngineProcess

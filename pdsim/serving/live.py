@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdsim.guards import not_negative, one_of, positive
-from pdsim.units import Seconds
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Seconds
 
 __all__ = ["Live"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import Request, RequestTable, stream
 from pdsim.serving.seams import handoff_of

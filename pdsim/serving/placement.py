@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from pdsim.errors import ConfigError
-from pdsim.hardware import Machine
-from pdsim.job import Place
+from pdsim.compute.roofline import weight_bytes
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_size
+from pdsim.hardware.machine import Machine
 from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.serving.compute.roofline import weight_bytes
-from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, Side
-from pdsim.units import format_size
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
+from pdsim.transfer.job import Place
 
 __all__ = ["pages", "places"]
 

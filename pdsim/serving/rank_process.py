@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pdsim.errors import PeerLost
-from pdsim.job import Rank
+from pdsim.core.errors import PeerLost
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
     Busy,
     Enroll,
@@ -24,10 +24,10 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["EngineProcess", "Handler", "RankProcess"]
 

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.compact import ArrayColumn, Compact
 from pdsim.kv.messages import Finished, Streamed
-from pdsim.record_runs import Spill
 from pdsim.serving.requests import Request, RequestTable
+from pdsim.transfer.compact import ArrayColumn, Compact
+from pdsim.transfer.record_runs import Spill
 
 __all__ = ["PHASES", "STAMPS", "RequestLog", "RowBlock", "columns"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.compact import Compact
+from pdsim.transfer.compact import Compact
 
 __all__ = ["HASHED", "Request", "RequestTable", "stream"]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
     Abort,
     Busy,
@@ -27,7 +27,6 @@ from pdsim.kv.messages import (
     Streamed,
     Took,
 )
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.arrivals import Arrivals
 from pdsim.serving.bootstrap_server import BootstrapServer
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
@@ -39,6 +38,7 @@ from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["program"]
 

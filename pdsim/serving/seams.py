@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from pdsim import plugins
-from pdsim.job import Rank
+from pdsim.core import plugins
+from pdsim.transfer.job import Rank
 
 if TYPE_CHECKING:
     from pdsim.kv.messages import Submit

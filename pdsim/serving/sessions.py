@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.serving.requests import HASHED, Request, stream
 from pdsim.serving.settings import Workload
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.guards import positive
-from pdsim.units import Seconds
+from pdsim.core.guards import positive
+from pdsim.core.units import Seconds
 
 __all__ = ["Slo"]
 

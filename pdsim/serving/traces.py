@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 __all__ = ["Row", "read"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import ConfigError
-from pdsim.progress import ShowProgress
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import format_time
 from pdsim.serving import traces
 from pdsim.serving.requests import HASHED, Request, RequestTable, stream
 from pdsim.serving.sessions import lengths, sessions
 from pdsim.serving.settings import Workload
-from pdsim.units import format_time
 
 __all__ = ["EMBEDDED", "HASHED", "Drawn", "Request", "draw", "grid", "load", "stream"]
 

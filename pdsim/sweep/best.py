@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_time, parse_time
 from pdsim.results.brief import share
 from pdsim.results.record import Table
 from pdsim.results.statistics import percentile
 from pdsim.sweep import collect
-from pdsim.units import format_time, parse_time
 
 __all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table"]
 

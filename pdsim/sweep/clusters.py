@@ -15,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.guards import not_negative, one_of, positive
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Seconds
 from pdsim.sweep.executors import Measure, Row, lost
 from pdsim.sweep.points import Point
-from pdsim.units import Seconds
 
 __all__ = ["Ray", "Slurm"]
 

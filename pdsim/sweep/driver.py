@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.progress import ShowProgress
+from pdsim.core.progress import ShowProgress
 from pdsim.results import store
 from pdsim.sweep import collect, ledger
 from pdsim.sweep.executors import Executor

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
-from pdsim.execution import execute
+from pdsim.core.errors import ConfigError
 from pdsim.results import store
+from pdsim.run import execute
 from pdsim.sweep.points import Point
 
 __all__ = ["measure"]

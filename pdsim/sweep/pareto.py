@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_time
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale
 from pdsim.results.report.page import Content, Tile
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked, SloLimits
-from pdsim.units import format_time
 
 __all__ = ["content", "figures"]
 

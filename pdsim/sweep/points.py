@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.config_file import canonical
 from pdsim.version import __version__
 

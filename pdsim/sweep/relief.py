@@ -16,11 +16,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.execution import simulated
-from pdsim.progress import ShowProgress, within
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, within
 from pdsim.results.record import Result
 from pdsim.results.statistics import mean, percentile
+from pdsim.run import simulated
 
 __all__ = ["RELIEFS", "Figures", "Relief", "exchanged", "figures", "relieved", "try_exchanges", "try_reliefs"]
 

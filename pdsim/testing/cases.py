@@ -22,11 +22,11 @@ import pytest
 from backends import registry
 from backends.capabilities import Variant
 from backends.diagnosis import devices, gpu_count
-from pdsim import plugins
-from pdsim.costs import Collective, CollectiveModel, Engine, EngineModel
-from pdsim.errors import BackendUnavailable
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import Place, Target
+from pdsim.core import plugins
+from pdsim.core.errors import BackendUnavailable
+from pdsim.hardware.costs import Collective, CollectiveModel, Engine, EngineModel
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.transfer.job import Place, Target
 
 if TYPE_CHECKING:
     from backends.jobs.warm_start import WarmStart
@@ -207,7 +207,7 @@ def model(case: Case) -> Target:
 
     One machine with eight GPUs, seed 1, and the collective `COLLECTIVE`.
     """
-    from pdsim.fabric.model import Model
+    from pdsim.sim.model import Model
 
     memory = case.name.removeprefix("model-")
     return Model(MACHINE, case.engine, memory=memory, seed=1, collective=COLLECTIVE)

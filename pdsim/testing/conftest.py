@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from backends.emulation.guest.machine import PATIENCE as GUEST_PATIENCE
-from pdsim import plugins
-from pdsim.job import Outcome, RankSpec, Target
+from pdsim.core import plugins
 from pdsim.testing import cases, guest, programs
 from pdsim.testing.cases import MODELS, Case
 from pdsim.testing.programs.tools import PATIENCE
+from pdsim.transfer.job import Outcome, RankSpec, Target
 
 Job = Callable[..., Outcome]
 

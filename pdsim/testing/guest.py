@@ -11,7 +11,7 @@ import pytest
 from backends.emulation.guest.engines import Engines, GuestTarget
 from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import PATIENCE
-from pdsim.costs import Engine
+from pdsim.hardware.costs import Engine
 
 __all__ = ["target", "unavailable"]
 

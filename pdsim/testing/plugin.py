@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdsim import plugins
+from pdsim.core import plugins
 
 if TYPE_CHECKING:
     from backends.emulation.guest.engines import Engines

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import brief
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
 from pdsim.results.report import of_run
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
-from pdsim.units import format_rate, format_size, format_time
 from pdsim.validation import load_errors
 from pdsim.validation.verdicts import Compared, Value, by_class, by_decade, compare, tables, unseal, values_in
 

@@ -17,8 +17,8 @@ from typing import Any
 from pdsim.calibration.definition import widening
 from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
-from pdsim.costs import Ramp
-from pdsim.units import parse_rate, parse_time
+from pdsim.core.units import parse_rate, parse_time
+from pdsim.hardware.costs import Ramp
 from pdsim.validation.verdicts import Value
 
 __all__ = ["HANDOFF", "predicted", "variants"]

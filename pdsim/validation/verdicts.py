@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.calibration.noise_floor import Floor, floor
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
 from pdsim.version import __version__

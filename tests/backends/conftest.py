@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.jobs.launcher import Processes
-from pdsim.costs import Engine
+from pdsim.hardware.costs import Engine
 from tests.support.engines import MARKED, engine, make_target
 
 

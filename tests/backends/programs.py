@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pdsim.errors import RegistrationError
-from pdsim.job import Rank
+from pdsim.core.errors import RegistrationError
 from pdsim.transfer import Batch, Program
+from pdsim.transfer.job import Rank
 
 
 def sleep(rank: Rank, seconds: float) -> Program:

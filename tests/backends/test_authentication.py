@@ -25,8 +25,8 @@ from backends.base.control import Control, fields
 from backends.base.zmq_channel import ZmqChannel
 from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
-from pdsim.clock import WallClock
-from pdsim.errors import MessageError, PeerLost, TransferFailed
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.messages import VERSION, Prefilled, Stop, encode
 from tests.backends import programs
 from tests.support.engines import spec

@@ -3,7 +3,7 @@
 import pytest
 
 from backends.base.transfer_deadlines import TransferDeadlines
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 
 
 class Flight:

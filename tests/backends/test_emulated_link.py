@@ -15,9 +15,9 @@ import pytest
 from backends.emulation.link.emulated_link import Lateness, joined, missing_requirements
 from backends.emulation.link.namespaces import DEVICE
 from backends.jobs.launcher import Processes
-from pdsim.errors import BackendUnavailable, TransferError
-from pdsim.hardware import LinkChange, NetworkLink
-from pdsim.job import Place
+from pdsim.core.errors import BackendUnavailable, TransferError
+from pdsim.hardware.machine import LinkChange, NetworkLink
+from pdsim.transfer.job import Place
 from tests.backends import programs
 from tests.support.engines import spec
 
@@ -30,8 +30,8 @@ LINK = NetworkLink(rate=1e8, delay=1e-3)
 RUN = """
 from backends.jobs.launcher import Processes
 from dataclasses import replace
-from pdsim.hardware import NetworkLink
-from pdsim.job import Place
+from pdsim.hardware.machine import NetworkLink
+from pdsim.transfer.job import Place
 from tests.support.engines import spec
 from tests.backends import programs
 from tests.support.engines import engine

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from backends.base.native import captured_stderr, prepare
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 
 @pytest.fixture

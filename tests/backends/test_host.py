@@ -3,8 +3,8 @@
 import pytest
 
 from backends.base.host import HostDevice
-from pdsim.clock import WallClock
-from pdsim.errors import OutOfMemory, RegistrationError
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import OutOfMemory, RegistrationError
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from backends.jobs.launcher import Processes
-from pdsim.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
 from tests.backends import programs
 from tests.support.engines import spec
 
@@ -100,7 +100,7 @@ def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
 
 
 def test_a_program_that_does_not_exist_is_a_configuration_error(processes):
-    from pdsim.job import RankSpec
+    from pdsim.transfer.job import RankSpec
 
     with pytest.raises(ConfigError, match="has no 'nothing'"):
         processes.run([RankSpec("a", "tests.backends.programs:nothing")])

@@ -10,7 +10,7 @@ import pytest
 from backends import registry
 from backends.engines import rocm
 from backends.jobs.launcher import Processes
-from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.core.errors import BackendUnavailable, ConfigError
 from tests.backends import programs
 from tests.support.engines import engine, spec
 

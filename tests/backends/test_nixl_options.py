@@ -3,7 +3,7 @@
 import pytest
 
 from backends.engines import nixl
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(("value", "on"), [("true", True), ("false", False)])

@@ -6,7 +6,7 @@ import pytest
 
 from backends import registry
 from experiments.transfer import TransferOptions, run
-from pdsim.job import Target
+from pdsim.transfer.job import Target
 from tests.backends import programs
 from tests.support.composed import composed
 from tests.support.engines import engine, make_target, spec

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from backends.jobs.affinity import EVERY, QuickProcessor, keep_for, pace, shares
-from pdsim.job import Place, RankSpec
+from pdsim.transfer.job import Place, RankSpec
 
 
 def ranks(*gpus):

@@ -7,8 +7,8 @@ import pytest
 
 from backends import registry
 from backends.diagnosis import devices
-from pdsim import plugins
-from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.core import plugins
+from pdsim.core.errors import BackendUnavailable, ConfigError
 
 
 def test_names_are_listed_without_importing_an_engine():

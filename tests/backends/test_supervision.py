@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from backends.jobs import supervision
-from pdsim.errors import MessageError
+from pdsim.core.errors import MessageError
 from pdsim.transfer import TransferRecord
 
 RECORD = TransferRecord("engine", "write", "a", "b", 1 << 40, 3, 0.1, 0.2, 0.3, 0.4, 0.5, "ok", "chunk 0")

@@ -20,11 +20,11 @@ from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from experiments import serve
 from pdsim.cli.run import compose
-from pdsim.job import Outcome, RankResult
-from pdsim.progress import silent
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.results.store import summary
 from pdsim.serving.deployment import ROUTER
+from pdsim.transfer.job import Outcome, RankResult
 from tests.backends import programs
 from tests.backends.test_authentication import FORGED, attack
 from tests.support.engines import make_target, spec

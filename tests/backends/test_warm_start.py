@@ -10,7 +10,7 @@ import pytest
 from backends.jobs.child_process import spawn
 from backends.jobs.launcher import Processes
 from backends.jobs.warm_start import WarmStart
-from pdsim.errors import TransferError
+from pdsim.core.errors import TransferError
 from tests.backends import programs
 from tests.support.engines import spec
 

@@ -14,8 +14,8 @@ from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
 from pdsim.cli.refit import published
 from pdsim.config.typed import build
-from pdsim.errors import ConfigError
-from pdsim.repository import data
+from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
 
 OUTPUTS = Path(__file__).parent / "outputs"
 CALIBRATIONS = Path(conf.__file__).parent / "calibration"

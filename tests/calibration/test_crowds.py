@@ -12,7 +12,7 @@ from pdsim.calibration.forms import Form, Points
 from pdsim.calibration.from_samples import fitted
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.cli.run import compose
-from pdsim.costs import EngineModel
+from pdsim.hardware.costs import EngineModel
 
 BASE = EngineModel(path="tcp", call=0.0, descriptor=2e-6, overlap=False, latency=0.0)
 IN_ORDER = replace(BASE, in_order=True)

@@ -22,8 +22,8 @@ from pdsim.calibration.handoff_fit import (
 )
 from pdsim.cli.refit import handoff_config, served, with_idle_wake
 from pdsim.config import Config
-from pdsim.fabric.memory import LAUNCH
-from pdsim.hardware import Copies
+from pdsim.hardware.machine import Copies
+from pdsim.sim.memory import LAUNCH
 
 RATE = 1e12
 SIZES = (1 << 25, 1 << 27, 1 << 29)

@@ -10,10 +10,10 @@ from pdsim.calibration import samples
 from pdsim.calibration.host_factor import drawn, measure
 from pdsim.cli.doctor import host
 from pdsim.cli.run import compose
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.repository import data
+from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
 from pdsim.results.evidence import extrapolations, host_note, host_spread
+from pdsim.sim.model import Model
 from pdsim.transfer import TransferRecord
 
 WORDS = ["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2"]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import known_link as link
 from benchmarks import known_link_model as model
-from pdsim.repository import data
+from pdsim.core.repository import data
 
 SAMPLES = data("calibration")
 RESULTS = data("benchmarks", "known_link_validate.csv")

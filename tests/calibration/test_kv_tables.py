@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import kv_tables
 from benchmarks.kv_tables import H20, H800, calls, configuration, phases, served
-from pdsim.repository import data
+from pdsim.core.repository import data
 
 TABLES = data("kv_tables")
 PAGE = 16

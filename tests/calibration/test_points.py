@@ -7,7 +7,7 @@ import pytest
 from experiments.transfer.transfer_points import read as read_points
 from pdsim.calibration import samples as points
 from pdsim.calibration.samples import Sample, Samples, from_transfers
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.transfer import TransferRecord
 
 

@@ -8,7 +8,7 @@ import pytest
 from pdsim.calibration import fit, read_overhead
 from pdsim.calibration.forms import Form, points_of
 from pdsim.calibration.samples import Sample
-from pdsim.costs import EngineModel
+from pdsim.hardware.costs import EngineModel
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
 SUM = {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}

@@ -4,7 +4,7 @@ import pytest
 
 from pdsim.config.loading import load
 from pdsim.config.sources import ON_THE_COMMAND_LINE
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.config_file import as_written, plain
 from pdsim.results.evidence import gather
 from pdsim.results.terminal import spread

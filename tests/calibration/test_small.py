@@ -10,8 +10,8 @@ from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
 from pdsim.calibration.from_samples import fitted
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.cli.run import compose
-from pdsim.costs import EngineModel, InlineSaving, Ramp
-from pdsim.units import parse_time
+from pdsim.core.units import parse_time
+from pdsim.hardware.costs import EngineModel, InlineSaving, Ramp
 from pdsim.validation.intervals import variants
 
 BASE = EngineModel(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdsim.calibration.importers import FORMATS, read
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 
 OUTPUTS = Path(__file__).parent / "outputs"
 

@@ -10,8 +10,8 @@ import pytest
 
 from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
-from pdsim.costs import Ramp
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.costs import Ramp
 from pdsim.validation.intervals import HANDOFF, predicted, variants
 from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
 from tests.support.configs import make_config

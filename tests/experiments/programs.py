@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.transfer.exchange import exchange
-from pdsim.job import Rank
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 
 class Remembering:

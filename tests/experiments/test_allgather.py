@@ -10,10 +10,10 @@ import pytest
 
 from experiments.allgather import AllgatherOptions, check, run
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 from tests.support.configs import ENGINE, MACHINE, make_config
 from tests.support.engines import COLLECTIVE
 

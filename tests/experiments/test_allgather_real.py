@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.allgather import run
-from pdsim.progress import silent
+from pdsim.core.progress import silent
 from tests.experiments.test_allgather import LIBRARY, configured, rows
 from tests.support.configs import LOOPBACK
 from tests.support.engines import gathering_target

@@ -11,13 +11,13 @@ from experiments.capacity.deployments import Shape, configured, feasible
 from experiments.capacity.ranking import front
 from experiments.capacity.search import Capacity, Probe, bisect
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from pdsim.serving.slo import Slo
 from pdsim.serving.workload import load
+from pdsim.sim.model import Model
 from tests.support.serving import GENERATED, GQA
 from tests.support.serving import configured as served
 

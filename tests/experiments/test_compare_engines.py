@@ -9,12 +9,13 @@ import pytest
 
 from experiments.compare_engines import CompareEnginesOptions, TransferEngine, run
 from experiments.serve import ServeOptions
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, ServingEngine, Side
+from pdsim.serving.settings import Kv, ServingEngine
+from pdsim.sim.model import Model
 from tests.support.composed import composed
 from tests.support.configs import ENGINE
 from tests.support.serving import GQA, ONE, configured, serve, values

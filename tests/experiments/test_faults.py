@@ -18,11 +18,11 @@ from experiments.faults.campaign_parts import CampaignParts
 from experiments.faults.kinds import KINDS, RARE
 from experiments.faults.scenario import attempt, draw
 from experiments.faults.shrink import FaultTrial, shrunk
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.prefill import prefill_scheduler as prefill

@@ -10,9 +10,9 @@ import pytest
 
 from experiments.faults.causes import BACKLOG, GRACE, RECONNECTED, Causes, outages
 from experiments.faults.scenario import Scenario, draw
-from pdsim.fabric.faults import Faults, Silence, Slow, Squeeze
-from pdsim.job import Outcome, RankResult
 from pdsim.serving.deployment import ROUTER
+from pdsim.sim.faults import Faults, Silence, Slow, Squeeze
+from pdsim.transfer.job import Outcome, RankResult
 
 RANKS = ("prefill0.0", "prefill1.0", "decode0.0", "decode1.0")
 LOST = "PeerLost: nothing from prefill0 for 2 s"

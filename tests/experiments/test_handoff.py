@@ -10,14 +10,14 @@ import pytest
 
 from experiments.handoff import HandoffOptions, Way, check, run, specs
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.hardware import Copies
-from pdsim.job import Place, Target
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
+from pdsim.hardware.machine import Copies
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Place, Target
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
 from tests.support.serving import GQA

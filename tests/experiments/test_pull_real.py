@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, job, run, specs
+from pdsim.compute.options import Compute
 from pdsim.config import Config
-from pdsim.job import Outcome
-from pdsim.progress import silent
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Side
+from pdsim.core.progress import silent
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.transfer.job import Outcome
 from tests.experiments.test_serve_layouts import HYBRID, SMALL
 from tests.experiments.test_serve_real_faults import probes, probing
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.reports.figures import CLOSE, FIGURES, kept, run, simulated, verdict
-from pdsim.fabric.model import Model
 from pdsim.kv.policy import Policy
+from pdsim.sim.model import Model
 from tests.support.composed import composed
 from tests.support.serving import LLM, ONE, configured, serve
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.reports.mooncake_tcp import MooncakeTcpOptions, run
 from experiments.serve import ServeOptions, job
-from pdsim.progress import silent
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from tests.support import seeding
 from tests.support.composed import composed

@@ -10,9 +10,9 @@ import pytest
 
 from experiments.reports.claims import as_rows
 from experiments.reports.mori_state import MoriStateOptions, run
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 from tests.support.composed import composed
 
 SMALL = {"concurrency": (1, 20), "tokens": 1024, "lengths": (512,), "tp": ("2to1",), "repeat": 2}

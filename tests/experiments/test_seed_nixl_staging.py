@@ -11,7 +11,7 @@ from experiments.reports.claims import as_rows
 from experiments.reports.nixl_staging import NixlStagingOptions
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from tests.support import seeding
 from tests.support.seeding import measure

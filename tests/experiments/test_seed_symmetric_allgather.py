@@ -9,7 +9,7 @@ import pytest
 from experiments.reports.symmetric_allgather import SymmetricAllgatherOptions
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from tests.support.seeding import measure, points
 

@@ -12,10 +12,10 @@ from experiments.reports import report_points as points
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from experiments.reports.report_points import ReportPoint, committed, keep
 from pdsim.config import ExperimentOptions
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 from tests.experiments.test_handoff import configured
 
 LESS, MORE = Claim("fast", "it is faster", "us"), Claim("much", "it moves more", "GB/s", better="more", bound=2.0)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions
-from pdsim.errors import ConfigError
-from pdsim.hardware import Interconnect
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import Interconnect
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
 from pdsim.results.schema import requests_table
-from pdsim.serving.settings import Kv, Llm, Side, Workload
+from pdsim.serving.settings import Kv, Workload
 from tests.support.configs import EIGHT, ENGINE, LLM
 from tests.support.serving import GENERATED, GQA, MLA, configured, rows, serve, values
 

@@ -8,9 +8,9 @@ from benchmarks.serve import configuration
 from experiments.serve import run, specs
 from pdsim.cli.overrides import ready
 from pdsim.config import Config
-from pdsim.fabric.model import Model
 from pdsim.results.record import Result
 from pdsim.results.store import summary
+from pdsim.sim.model import Model
 
 LONG = "workload=poisson workload.count=12 workload.rate=100 workload.input_mean=9000"
 LAYOUTS = {

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.errors import ConfigError
-from pdsim.serving.settings import Hybrid, Kv, Llm, Parallel, Side
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Hybrid, Llm
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv
 from tests.experiments.test_serve import quarantined
 from tests.support.configs import EIGHT
 from tests.support.serving import GENERATED, GQA, MLA, POOL, configured, serve

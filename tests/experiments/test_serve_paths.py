@@ -9,8 +9,10 @@ import pytest
 
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, Llm, Side
+from pdsim.serving.settings import Kv
 from tests.experiments.test_serve import FAULTY, TWO, quarantined
 from tests.support.configs import ENGINE
 from tests.support.serving import GENERATED, GQA, MLA, configured, rows, serve, values

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, run
+from pdsim.compute.options import Compute
 from pdsim.config import Config
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
 from tests.support.serving import GENERATED, GQA, MLA

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, run
-from pdsim.progress import silent
+from pdsim.compute.options import Compute
+from pdsim.core.progress import silent
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target

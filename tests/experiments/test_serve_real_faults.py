@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, RankSpec
-from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
+from pdsim.compute.options import Compute
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.composed import composed
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.dying import KILLED, dying

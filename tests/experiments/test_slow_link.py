@@ -6,10 +6,10 @@ import pytest
 
 from experiments.serve import run
 from pdsim.cli.run import compose
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from pdsim.serving.decode import decode_scheduler
+from pdsim.sim.model import Model
 
 LINK = ("hw=link", "experiment.deadline=2s")
 SLOW = "hw.link.rate=300kbps"

@@ -13,12 +13,12 @@ import pytest
 from experiments.transfer import TransferOptions, check, run
 from experiments.transfer.rank_places import flows
 from pdsim.config import Config
-from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
-from pdsim.fabric.model import Model
-from pdsim.hardware import Machine, Nic
-from pdsim.job import Outcome, RankSpec
-from pdsim.progress import silent
+from pdsim.core.errors import BackendUnavailable, ConfigError, TransferFailed
+from pdsim.core.progress import silent
+from pdsim.hardware.machine import Machine, Nic
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import ENGINE, MACHINE, make_config
 
 EIGHT = replace(MACHINE, gpus=8)

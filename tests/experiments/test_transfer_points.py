@@ -12,11 +12,11 @@ import pytest
 from experiments.transfer import check, run
 from experiments.transfer.rank_places import flows
 from experiments.transfer.transfer_points import TransferPoint, shuffled
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, RankSpec
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.experiments.test_transfer import EIGHT, ENGINE, configured, measure, rows, values
 
 

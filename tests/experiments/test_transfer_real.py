@@ -11,8 +11,8 @@ import pytest
 
 from experiments.transfer import TransferOptions, run
 from pdsim.config import Config
-from pdsim.job import Outcome, RankSpec, Target
-from pdsim.progress import silent
+from pdsim.core.progress import silent
+from pdsim.transfer.job import Outcome, RankSpec, Target
 from tests.experiments.test_transfer import rows
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target

@@ -13,13 +13,13 @@ import pytest
 from experiments import transfer
 from experiments.validate import Bounds, ValidateOptions, run
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, RankSpec
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankSpec
 from pdsim.validation.verdicts import unseal
 from tests.support.configs import EIGHT, ENGINE, make_config
 from tests.support.serving import GQA

@@ -12,10 +12,10 @@ import pytest
 
 from experiments.validate import run
 from pdsim.config import Config
-from pdsim.errors import ConfigError, PeerLost
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError, PeerLost
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 from pdsim.validation.verdicts import unseal
 from tests.experiments.test_validate import classes, configured, slower
 from tests.support.configs import EIGHT, ENGINE

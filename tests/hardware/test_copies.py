@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from backends.cuda.gather import Gather, copy_with_torch
-from pdsim.clock import WallClock
-from pdsim.errors import OutOfMemory, RegistrationError
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import OutOfMemory, RegistrationError
 from tests.backends.test_gather import CASES, batch, expected
 
 torch = pytest.importorskip("torch")

@@ -11,11 +11,13 @@ import pytest
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
 from experiments.serve import ServeOptions, run
-from pdsim.job import Outcome, Place, RankSpec, Target
+from pdsim.compute.options import Compute
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
+from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 from tests.experiments.test_serve_paths_real import FEW
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdsim.errors import InvalidBatch
+from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, RankMap
 from pdsim.kv.plan import Planner

@@ -11,10 +11,10 @@ import pytest
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.paths import REGION
-from pdsim.kv.verify.computed import ComputedChecker
-from pdsim.kv.verify.leaks import LeakChecker
-from pdsim.kv.verify.ownership import OwnershipChecker
 from pdsim.transfer import Batch, Region
+from pdsim.verify.computed import ComputedChecker
+from pdsim.verify.leaks import LeakChecker
+from pdsim.verify.ownership import OwnershipChecker
 
 LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, pages=8, slots=2)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdsim.errors import OutOfMemory
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, Place, Rank, RankSpec
+from pdsim.core.errors import OutOfMemory
 from pdsim.kv.staging.ring import GatherBuffers
+from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program, Region
+from pdsim.transfer.job import Outcome, Place, Rank, RankSpec
 from tests.support.configs import ENGINE, MACHINE
 
 SIZE = 1000

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Settled, decode, encode
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
+from pdsim.sim.model import Model
 from pdsim.transfer import Program
+from pdsim.transfer.job import Outcome, Place, Rank, RankSpec
 from tests.support.configs import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=16)

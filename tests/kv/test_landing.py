@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.memory import LAUNCH
-from pdsim.fabric.model import Model
-from pdsim.job import Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
 from pdsim.kv.policy import Staging
 from pdsim.kv.staging.staging_receiver import StagingReceiver
+from pdsim.sim.memory import LAUNCH
+from pdsim.sim.model import Model
 from pdsim.transfer import Program
+from pdsim.transfer.job import Place, Rank, RankSpec
 from tests.support.configs import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=1 << 16)

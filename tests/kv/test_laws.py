@@ -13,15 +13,15 @@ import pytest
 
 from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
-from pdsim.fabric.flows.links import Link
-from pdsim.fabric.model import Model
-from pdsim.fabric.payload import Payload
-from pdsim.job import Outcome
+from pdsim.core.errors import ConfigError
 from pdsim.kv.pages import PagePool
-from pdsim.kv.verify.laws import LAWS, LawChecker, broken
 from pdsim.serving.prefill.prefill_scheduler import PrefillScheduler
 from pdsim.serving.router import Router
+from pdsim.sim.flows.links import Link
+from pdsim.sim.model import Model
+from pdsim.sim.payload import Payload
+from pdsim.transfer.job import Outcome
+from pdsim.verify.laws import LAWS, LawChecker, broken
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,12 +148,12 @@ def test_a_run_says_that_its_laws_were_checked(tmp_path: Path, capsys: pytest.Ca
 def test_a_run_that_breaks_a_law_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("pdsim.kv.verify.laws._PHASES", ("finished", "joined"))
+    monkeypatch.setattr("pdsim.verify.laws._PHASES", ("finished", "joined"))
     assert main(["run", "hw=8xh20", "workload.count=5", f"output={tmp_path}", "checks=on"]) == 1
     assert "law of causality: room 1" in capsys.readouterr().out
 
 
 def test_a_compiled_pdsim_refuses_to_watch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pdsim.clock.__file__", "pdsim/clock.cpython-311-x86_64-linux-gnu.so")
+    monkeypatch.setattr("pdsim.core.clock.__file__", "pdsim/core/clock.cpython-311-x86_64-linux-gnu.so")
     with pytest.raises(ConfigError, match="checks=on watches methods"):
         LawChecker()

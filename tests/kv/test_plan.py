@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsim.batch import LazyBatch
-from pdsim.errors import InvalidBatch
+from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, RankMap, RankShare, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
+from pdsim.transfer.batch import LazyBatch
 from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_32B, QWEN3_235B, layout
 
 WHOLE: Runs = ((0, 0, 128),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simpy.events import Event
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.kv.queues import Queues
 from pdsim.transfer import Program
 

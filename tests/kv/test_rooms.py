@@ -1,6 +1,6 @@
 """What is kept of rooms beside their state: limits that expire in time, and memory that fades."""
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.kv.rooms import ExpiringMap, QuarantineStall, Timers
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdsim.errors import OutOfMemory
+from pdsim.core.errors import OutOfMemory
 from pdsim.kv.staging.ring import Ring, Slot
 
 

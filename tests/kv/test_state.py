@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.errors import InvalidBatch
+from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap, RankShare
 from pdsim.kv.pages import Pages

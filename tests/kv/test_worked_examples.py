@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
+from pdsim.compute.roofline import kv_shape
 from pdsim.config.typed import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
@@ -19,8 +20,7 @@ from pdsim.kv.messages import Chunk, Register
 from pdsim.kv.paths import REGION, STAGING, DecodePeer
 from pdsim.kv.plan import Runs
 from pdsim.kv.policy import Policy
-from pdsim.serving.compute.roofline import kv_shape
-from pdsim.serving.settings import Llm
+from pdsim.models.llm import Llm
 from pdsim.transfer import Peer, Region
 
 TOKENS = 8192

@@ -1,7 +1,7 @@
 """Known defects of KV handoffs, each as a small change of our own code that the trial must catch.
 
 A mutant changes exactly what its line says, for the time of a ``with mutant.applied():``, and names the invariant of
-`pdsim.kv.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all
+`pdsim.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all
 from those that need not be run; they count as seeds all the same.  What is too rare among all scenarios has a
 *setting* of its own.
 """
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.kv import contents, mapping, sender_rooms, state
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.queues import Queues
@@ -32,6 +31,7 @@ from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
+from pdsim.sim.sim_endpoint import SimEndpoint
 from tests.mutants.defects import (
     ELEVEN,
     PULLED,

@@ -9,8 +9,8 @@ from typing import Any
 from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
-from pdsim.errors import TransferTimeout
-from pdsim.hardware import Interconnect
+from pdsim.core.errors import TransferTimeout
+from pdsim.hardware.machine import Interconnect
 from pdsim.kv import mapping, messages, sender
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived
@@ -23,6 +23,7 @@ from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.kv.status import Status
+from pdsim.models.parallel import Side
 from pdsim.serving import router
 from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
@@ -31,7 +32,7 @@ from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
-from pdsim.serving.settings import ServingEngine, Side
+from pdsim.serving.settings import ServingEngine
 from pdsim.transfer import Transfer
 
 Change = tuple[Any, str, Any]  # owner, attribute, what it becomes

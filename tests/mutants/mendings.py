@@ -122,7 +122,7 @@ MENDINGS = (
          "backends/jobs/launcher.py", "            self._end_silent()\n", ""),
     Mending("T8 utilisation", "a link that was stalled to the end: ZeroDivisionError",
          "tests/experiments/test_slow_link.py::test_a_link_that_is_changed_to_the_end_has_a_utilisation",
-         "pdsim/fabric/model.py", "links[name] = carried / (link.nominal * seconds)",
+         "pdsim/sim/model.py", "links[name] = carried / (link.nominal * seconds)",
          "links[name] = carried / (link.capacity * seconds)"),
     Mending("T8 progress", "requests whose writes went on were called stalled",
          "tests/experiments/test_slow_link.py::test_requests_whose_writes_go_on_are_not_stalled",
@@ -184,8 +184,8 @@ MENDINGS = (
          f"{_FAULTS}::test_posts_whose_turn_has_passed_in_a_pause_are_not_overtaken",
          "pdsim/serving/prefill/prefill_worker.py", "if not self._unposted:", "if True:"),
     Mending("D18", "a wire made while its link was cut had no rate: ZeroDivisionError",
-         "tests/fabric/test_wire.py::test_what_connects_while_its_link_is_cut_is_as_fast_as_others_afterwards",
-         "pdsim/fabric/posting.py", "link.nominal / path.links", "link.capacity / path.links"),
+         "tests/sim/test_wire.py::test_what_connects_while_its_link_is_cut_is_as_fast_as_others_afterwards",
+         "pdsim/sim/posting.py", "link.nominal / path.links", "link.capacity / path.links"),
     Mending("D19", "a reader kept what it had counted of lives that were over",
          f"{_FAULTS}::test_what_the_campaign_of_pulled_handoffs_found_is_mended",
          "pdsim/serving/decode/pull_decode.py", "        self.readiness.keep(self.life)\n", ""),
@@ -208,7 +208,7 @@ MENDINGS = (
          "experiments/faults/causes.py", "return self._waits_at_the_router(life) or", "return"),
     Mending("F3", "a rank that nobody reads from, and that heard of its peers late, leaked",
          f"{_FAULTS}::test_a_rank_that_nobody_reads_from_may_hear_of_a_decode_instance_late",
-         "pdsim/kv/verify/leaks.py", "(self._lost or name in self._late)", "self._lost"),
+         "pdsim/verify/leaks.py", "(self._lost or name in self._late)", "self._lost"),
 )  # fmt: skip
 
 

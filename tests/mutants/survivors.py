@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace as changed
 from simpy.events import Event
 
-from pdsim.errors import TransferFailed
+from pdsim.core.errors import TransferFailed
 from pdsim.kv import messages
 from pdsim.kv.messages import encode
 from pdsim.kv.plan import cut

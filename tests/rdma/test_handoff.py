@@ -10,9 +10,12 @@ import pytest
 from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.machine import PATIENCE
 from experiments.serve import ServeOptions, run
+from pdsim.compute.options import Compute
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, Side, Workload
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
+from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.testing.guest import target
 from tests.experiments.test_serve_layouts import STATE
 from tests.support.configs import LOOPBACK, make_config

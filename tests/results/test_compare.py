@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import serve
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.compare import as_dict, tables
 from pdsim.results.record import Metric
 from pdsim.results.store import Run

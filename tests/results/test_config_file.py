@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from pdsim.cli.compose import compose
 from pdsim.config.loading import load
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results import config_file
 from pdsim.results.config_file import as_written, canonical, config_yaml
 from pdsim.sweep.points import name_of

@@ -7,7 +7,7 @@ import pytest
 
 import pdsim
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.explain import accounts, causes, difference, tables
 from pdsim.results.store import Run
 from tests.support.configs import make_config, make_result, record

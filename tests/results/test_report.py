@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.job import Outcome
 from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
+from pdsim.transfer.job import Outcome
 from tests.support.configs import MACHINE, make_config, make_result
 
 

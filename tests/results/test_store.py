@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import transfer
-from pdsim.errors import ConfigError, PeerLost
-from pdsim.job import Outcome, RankResult
+from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import config_file, store
 from pdsim.results.config_file import plain
 from pdsim.results.store import FILES, INCOMPLETE, Run
+from pdsim.transfer.job import Outcome, RankResult
 from tests.support.configs import make_config, make_result
 
 

@@ -11,14 +11,15 @@ import pytest
 
 from experiments.serve import ServeOptions, job, run
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.kv.layout import AUX_BYTES
-from pdsim.progress import silent
+from pdsim.models.llm import Llm
 from pdsim.results.record import Result
 from pdsim.serving.prefix_cache import hit_share, page_keys
-from pdsim.serving.settings import Cache, Kv, Llm, SchedulerLimits, ServingEngine, Workload
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
+from pdsim.sim.model import Model
 from tests.serving.test_engines import QUIET
 from tests.support.serving import GQA, ONE, configured, rows, values
 

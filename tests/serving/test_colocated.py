@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from experiments.serve import ServeOptions, job, result, specs
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, prefill_iterations
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Side
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from tests.support.configs import EIGHT
 from tests.support.serving import GENERATED, configured, rows, serve, values
 

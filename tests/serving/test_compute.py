@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.compute.options import Compute
+from pdsim.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
 from pdsim.serving.decode.steps import RunningBatch
-from pdsim.serving.settings import Compute, Llm, Side
 
 MACHINE = Machine(
     name="round numbers",

@@ -13,10 +13,10 @@ import pytest
 
 from backends.base.authentication import job_keys
 from backends.base.zmq_channel import ZmqChannel
-from pdsim.clock import WallClock
-from pdsim.fabric.sim_endpoint import SimEndpoint
-from pdsim.serving.settings import Side
+from pdsim.core.clock import WallClock
+from pdsim.models.parallel import Side
 from pdsim.serving.workload import Request
+from pdsim.sim.sim_endpoint import SimEndpoint
 from tests.serving.test_faults import serve, statuses
 
 

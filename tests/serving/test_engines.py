@@ -10,12 +10,12 @@ import pytest
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import HostCosts, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome
 from tests.support.composed import composed
 from tests.support.configs import EIGHT
 from tests.support.serving import configured, serve

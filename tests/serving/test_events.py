@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from experiments.serve import run
-from pdsim.fabric.model import Model
+from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.progress import silent
-from pdsim.serving.settings import SchedulerLimits, Side, Workload
+from pdsim.models.parallel import Side
+from pdsim.serving.settings import SchedulerLimits, Workload
+from pdsim.sim.model import Model
 from tests.support.configs import ENGINE
 from tests.support.serving import GQA, POOL, configured
 

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from pdsim.cli.compose import compose
-from pdsim.clock import Clock
-from pdsim.errors import ConfigError
-from pdsim.fabric.flows.network import Network
-from pdsim.fabric.side_traffic import RATES, SideTraffic
-from pdsim.hardware import Nic
-from pdsim.serving.compute.experts import Exchange, exchange, nodes_hit
-from pdsim.serving.compute.roofline import forward_time, weight_bytes
-from pdsim.serving.settings import Cache, Compute, Kv, SchedulerLimits, Side, Workload
+from pdsim.compute.experts import Exchange, exchange, nodes_hit
+from pdsim.compute.options import Compute
+from pdsim.compute.roofline import forward_time, weight_bytes
+from pdsim.core.clock import Clock
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import Nic
+from pdsim.models.parallel import Side
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
+from pdsim.sim.flows.network import Network
+from pdsim.sim.side_traffic import RATES, SideTraffic
 from tests.serving.test_compute import MACHINE, MODEL
 from tests.support.configs import EIGHT, ENGINE
 from tests.support.serving import GQA, configured, serve

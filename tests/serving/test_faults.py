@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.fabric.model import Model
-from pdsim.fabric.sim_endpoint import DETECTION
-from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
+from pdsim.models.parallel import Side
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
-from pdsim.serving.settings import ServingEngine, Side
+from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
+from pdsim.sim.sim_endpoint import DETECTION
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT
 from tests.support.serving import GQA, ONE, POOL, configured
 

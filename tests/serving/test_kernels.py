@@ -8,19 +8,21 @@ import numpy as np
 import pytest
 
 from backends.profiling.inventory import Subject, plan
+from pdsim.calibration import published
+from pdsim.calibration.roof_fit import fit_roof, row_seconds
 from pdsim.cli.compose import compose
 from pdsim.cli.profile import read
-from pdsim.errors import ConfigError
-from pdsim.repository import data
+from pdsim.compute import kernel_fit as fit
+from pdsim.compute.forward import OperatorForward, forward, peaks
+from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
+from pdsim.compute.operators import Operators
+from pdsim.compute.options import Compute
+from pdsim.compute.shapes import layer_shape, products
+from pdsim.core.errors import ConfigError
+from pdsim.core.repository import data
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
 from pdsim.results.evidence import gather
-from pdsim.serving.compute import kernel_fit as fit
-from pdsim.serving.compute import published
-from pdsim.serving.compute.forward import OperatorForward, forward, peaks
-from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
-from pdsim.serving.compute.operators import Operators
-from pdsim.serving.compute.roof_fit import fit_roof, row_seconds
-from pdsim.serving.compute.shapes import layer_shape, products
-from pdsim.serving.settings import Compute, Llm, Side
 from tests.support.machines import machine
 
 PEAKS = Peaks(flops=1e15, narrow=2e15, memory=4e12)

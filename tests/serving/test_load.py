@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from experiments.serve import ServeOptions, job, result, specs
+from pdsim.compute.options import Compute
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
 from pdsim.results.batch_means import half_width, trend
 from pdsim.serving.load import offered_load, prefill_iterations, scaled
-from pdsim.serving.settings import Compute, Kv, SchedulerLimits, Workload
+from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
+from pdsim.sim.model import Model
 from tests.support.serving import ONE, configured, rows, serve, values
 
 ALONE = SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8)

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.live_validation import SYSTEMS
 from experiments import serve
 from pdsim.cli.run import compose
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.progress import silent
+from pdsim.sim.model import Model
 
 WORDS = (
     "hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=poisson", "workload.rate=8", "workload.count=12",

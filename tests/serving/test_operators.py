@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.errors import ConfigError
-from pdsim.serving.compute.operators import FILES, read
-from pdsim.serving.compute.shapes import LayerShape
-from pdsim.serving.settings import Llm
+from pdsim.compute.operators import FILES, read
+from pdsim.compute.shapes import LayerShape
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Llm
 
 DENSE = Llm(name="d", parameters=1e9, active=1e9, layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16)
 MIXED = Llm(

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome
+from pdsim.compute.options import Compute
+from pdsim.compute.roofline import forward_time
+from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from pdsim.serving.compute.roofline import forward_time
+from pdsim.models.parallel import Side
 from pdsim.serving.scheduler_host import PostingHost
-from pdsim.serving.settings import Cache, Compute, HostCosts, Kv, SchedulerLimits, ServingEngine, Side
+from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
 from tests.support.configs import ENGINE

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.errors import ConfigError
-from pdsim.hardware import Machine
-from pdsim.job import Place
-from pdsim.serving.compute.roofline import kv_shape
+from pdsim.compute.roofline import kv_shape
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import Machine
+from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.placement import pages, places
-from pdsim.serving.settings import Kv, Parallel, SchedulerLimits, Side
+from pdsim.serving.settings import Kv, SchedulerLimits
+from pdsim.transfer.job import Place
 from tests.serving.test_compute import MACHINE, MODEL
 
 TWO_NODES = replace(MACHINE, nodes=2)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
+from pdsim.core.errors import ConfigError
 from pdsim.serving.policies import FirstCome, LeastGenerated, LeastTokens, RoundRobin
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.seams import Prompt, Running, handoff_of, router_policy, scheduler_of
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from tests.support.serving import configured
 
 SCHEDULER = '''

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, Rank
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import after
+from pdsim.models.llm import Hybrid, Llm
+from pdsim.models.parallel import Side
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Hybrid, Llm, Side
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
 from pdsim.transfer import Program
+from pdsim.transfer.job import Outcome, Rank
 from tests.support.serving import GQA, MLA, ONE, configured
 
 PAGE = 16  # tokens

@@ -10,13 +10,15 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
-from pdsim.fabric.model import Model
-from pdsim.fabric.sim_endpoint import DETECTION
-from pdsim.job import Outcome
 from pdsim.kv.messages import Renew
+from pdsim.models.llm import Hybrid, Llm
+from pdsim.models.parallel import Side
 from pdsim.serving.decode.pull_decode import PullDecodeScheduler
-from pdsim.serving.settings import HostCosts, Hybrid, Llm, ServingEngine, Side
+from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.model import Model
+from pdsim.sim.sim_endpoint import DETECTION
+from pdsim.transfer.job import Outcome
 from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
 from tests.support.serving import GQA, MLA, ONE, configured
 

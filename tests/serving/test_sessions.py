@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from experiments.serve import ServeOptions, job, run, specs
-from pdsim.errors import ConfigError
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
+from pdsim.models.parallel import Side
 from pdsim.serving.policies import HighestPriority
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import Request
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Side, Workload
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import load
+from pdsim.sim.model import Model
 from tests.serving.test_engines import QUIET
 from tests.support.serving import LLM, ONE, configured, rows, values
 

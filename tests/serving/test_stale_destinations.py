@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdsim.clock import Clock
-from pdsim.job import Outcome
+from pdsim.core.clock import Clock
 from pdsim.kv.messages import Arrival, Destination, Dropped, Forward
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode.decode_worker import DecodeWorker
@@ -22,6 +21,7 @@ from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.routed_requests import RoutedRequest
 from pdsim.serving.router import Router
 from pdsim.serving.workload import Request
+from pdsim.transfer.job import Outcome
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
 
 FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps the job going for a while

@@ -8,10 +8,10 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
-from pdsim.fabric.faults import Faults, Silence, Slow
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome
 from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults, Silence, Slow
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome
 from tests.support.serving import GQA, ONE, configured
 
 DEADLINE = 0.6

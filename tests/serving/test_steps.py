@@ -10,9 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.serve import ServeOptions, job
+from pdsim.models.parallel import Side
 from pdsim.serving.decode.steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import SchedulerLimits, Side, Workload
+from pdsim.serving.settings import SchedulerLimits, Workload
 from tests.support.serving import configured, serve
 
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pdsim.serving.compute.kernels import Peaks, Roof
-from pdsim.serving.compute.tiles import causal_attention, grouped, product, tiles_of, turns, whole_sequences
+from pdsim.compute.kernels import Peaks, Roof
+from pdsim.compute.tiles import causal_attention, grouped, product, tiles_of, turns, whole_sequences
 
 
 def test_tiles_take_turns():

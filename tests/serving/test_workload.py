@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.serving.data.generate import lines
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import Request, load, stream

@@ -8,12 +8,13 @@ from typing import Any
 
 from experiments import transfer
 from pdsim.config import Config
-from pdsim.costs import Engine, EngineModel
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import Outcome, RankResult
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Metric, Result, Table
-from pdsim.serving.settings import Llm, Parallel, Side
 from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Outcome, RankResult
 
 __all__ = ["EIGHT", "ENGINE", "LLM", "LOOPBACK", "MACHINE", "make_config", "make_result", "record"]
 

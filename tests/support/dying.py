@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pdsim.job import Rank, RankSpec
 from pdsim.transfer import Program, Transfer
+from pdsim.transfer.job import Rank, RankSpec
 
 __all__ = ["KILLED", "dying", "program"]
 

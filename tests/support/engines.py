@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdsim.job import RankSpec
 from pdsim.testing.cases import COLLECTIVE, engine, gathering_target, make_target
+from pdsim.transfer.job import RankSpec
 
 __all__ = ["COLLECTIVE", "MARKED", "REAL", "VERBS", "engine", "gathering_target", "make_target", "spec"]
 

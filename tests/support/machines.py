@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.model import Model
-from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import Outcome, Place, RankSpec
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.sim.model import Model
 from pdsim.transfer import Program
+from pdsim.transfer.job import Outcome, Place, RankSpec
 
 
 def machine(

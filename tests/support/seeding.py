@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.reports.claims import as_rows
-from pdsim import plugins
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.progress import silent
+from pdsim.core import plugins
+from pdsim.core.progress import silent
 from pdsim.results.record import Result
+from pdsim.sim.model import Model
 
 __all__ = ["measure", "points"]
 

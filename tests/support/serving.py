@@ -9,11 +9,13 @@ from typing import Any
 
 from experiments.serve import ServeOptions, run
 from pdsim.config import Config
-from pdsim.fabric.model import Model
-from pdsim.job import Outcome, RankSpec
-from pdsim.progress import silent
+from pdsim.core.progress import silent
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, Side, Workload
+from pdsim.serving.settings import Kv, SchedulerLimits, Workload
+from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT, LLM, make_config
 
 __all__ = ["GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
 from pdsim.sweep.collect import short
 

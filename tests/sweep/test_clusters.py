@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.clusters import Ray, Slurm
 from pdsim.sweep.points import Point
 from tests.sweep.test_executors import POINTS, by_name, square

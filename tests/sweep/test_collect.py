@@ -5,7 +5,7 @@ import io
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.collect import POINTS, points, show, table, write
 from pdsim.sweep.ledger import LEDGER, Ledger
 

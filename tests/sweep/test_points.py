@@ -6,7 +6,7 @@ import pytest
 
 from pdsim.cli.compose import compose
 from pdsim.cli.sweep import asked_of, points
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import Axis, axes, combinations
 
 QUICK = ("experiment=transfer", "experiment.size=4KiB", "experiment.repeat=2")

@@ -7,8 +7,8 @@ import pytest
 
 import pdsim
 from pdsim.cli.compose import compose
-from pdsim.errors import ConfigError
-from pdsim.progress import silent
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
 from pdsim.results.config_file import plain
 from pdsim.sweep.relief import RELIEFS, exchanged, relieved, try_exchanges, try_reliefs
 

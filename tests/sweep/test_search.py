@@ -6,7 +6,7 @@ import pytest
 
 from pdsim.cli.main import main
 from pdsim.cli.optuna_search import OptunaSearch
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.ledger import read
 from tests.test_cli import QUICK
 

@@ -16,8 +16,8 @@ from backends.emulation.guest.machine import PATIENCE, Guest, boot
 from backends.emulation.guest.recipe import Recipe
 from backends.emulation.guest.server import Server
 from backends.jobs.launcher import SILENCE
-from pdsim.costs import Engine
-from pdsim.job import Outcome, RankSpec
+from pdsim.hardware.costs import Engine
+from pdsim.transfer.job import Outcome, RankSpec
 
 __all__ = ["Engines", "GuestTarget", "backends", "emulated", "missing_requirements"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["GuestUnavailable", "Image", "cached", "command"]
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backends.emulation.guest.image import GuestUnavailable, Image, cached
-from pdsim.errors import TransferError
+from pdsim.core.errors import TransferError
 
 __all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "missing_requirements"]
 

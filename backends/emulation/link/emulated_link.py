@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from backends.emulation.link import namespaces
 from backends.emulation.link.packet_forwarder import ASKED, LATE
-from pdsim.errors import BackendUnavailable, TransferError
-from pdsim.hardware import NetworkLink
+from pdsim.core.errors import BackendUnavailable, TransferError
+from pdsim.hardware.machine import NetworkLink
 
 __all__ = ["EmulatedLink", "Lateness", "joined", "missing_requirements"]
 

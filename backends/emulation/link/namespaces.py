@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["DEVICE", "Node", "entered", "make", "see_devices"]
 

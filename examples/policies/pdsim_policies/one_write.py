@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdsim.config import Config, ExperimentOptions
-from pdsim.job import Place, Rank, RankSpec, Target
+from pdsim.core.units import Size
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import Batch, Program
-from pdsim.units import Size
+from pdsim.transfer.job import Place, Rank, RankSpec, Target
 
 __all__ = ["OneWriteOptions", "check", "program", "run"]
 

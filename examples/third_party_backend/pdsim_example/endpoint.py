@@ -24,7 +24,7 @@ from backends.base.endpoint import RealEndpoint
 from backends.base.endpoint_state import Entry, PostedTransfer
 from backends.base.host import HostBuffer
 from backends.capabilities import Variant
-from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError, TransferFailed
+from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError, TransferFailed
 
 __all__ = ["ExampleEndpoint"]
 

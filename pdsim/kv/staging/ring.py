@@ -33,13 +33,13 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.batch import LazyBatch
-from pdsim.errors import InvalidBatch, OutOfMemory
-from pdsim.job import Rank
+from pdsim.core.errors import InvalidBatch, OutOfMemory
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.pages import Pages
 from pdsim.transfer import Batch, Buffer, Region, Transfer
+from pdsim.transfer.batch import LazyBatch
+from pdsim.transfer.job import Rank
 
 __all__ = ["BlockPlan", "GatherBuffers", "Ring", "Slot", "block_plans"]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdsim.errors import OutOfMemory, TransferError
-from pdsim.job import Rank
+from pdsim.core.errors import OutOfMemory, TransferError
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Quiet, Return, encode
@@ -17,6 +16,7 @@ from pdsim.kv.paths import STAGING
 from pdsim.kv.policy import Staging
 from pdsim.kv.staging.ring import BlockPlan, Ring, block_plans
 from pdsim.transfer import Region
+from pdsim.transfer.job import Rank
 
 __all__ = ["StagingReceiver"]
 

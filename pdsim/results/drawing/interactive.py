@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.drawing.figure import DASHES, MARKERS, Marks, Panel, Scale, prefixed, ticks
 
 __all__ = ["HEIGHT", "drawn", "library"]

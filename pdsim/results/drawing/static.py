@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from textwrap import fill
 from typing import Any
 
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.drawing.figure import LIGHT, Figure, Marks, Panel, Scale, prefixed, ticks
 
 __all__ = ["FORMATS", "drawn"]

@@ -12,7 +12,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from pdsim.hardware import EVIDENCE
+from pdsim.core.units import format_time
+from pdsim.hardware.machine import EVIDENCE
 from pdsim.results import brief
 from pdsim.results.drawing.figure import Figure
 from pdsim.results.evidence import Evidence
@@ -20,7 +21,6 @@ from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.report import before_after, movement, request_figures
 from pdsim.results.report.page import Content, Tile
-from pdsim.units import format_time
 
 __all__ = ["content", "figures", "proofs"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.core.units import format_time
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.statistics import percentile
-from pdsim.units import format_time
 
 if TYPE_CHECKING:
     import pyarrow as pa

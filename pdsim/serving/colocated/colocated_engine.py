@@ -16,8 +16,8 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.clock import Clock
-from pdsim.errors import ConfigError
+from pdsim.core.clock import Clock
+from pdsim.core.errors import ConfigError
 from pdsim.kv.messages import Submit
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.serving.decode.growing_memory import GrowingMemory

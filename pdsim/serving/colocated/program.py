@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdsim.job import Place, Rank
 from pdsim.kv.messages import Submit
 from pdsim.serving.colocated.colocated_engine import ColocatedEngine, ColocatedRequest
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
+from pdsim.transfer.job import Place, Rank
 
 __all__ = ["instances", "program"]
 

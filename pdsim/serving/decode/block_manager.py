@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
@@ -25,12 +25,12 @@ from pdsim.kv.pages import Pages, SlotPool, after
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.kv.status import Status
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.fences import FenceCount
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
+from pdsim.transfer.job import Rank
 
 __all__ = ["BlockManager", "DecodeRequest"]
 

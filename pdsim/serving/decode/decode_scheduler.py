@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import asdict
 from simpy.events import Event
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
@@ -29,7 +29,6 @@ from pdsim.kv.pages import Pages
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall, out_of_memory
 from pdsim.kv.status import Status
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
 from pdsim.serving.decode.growing_memory import GrowingMemory
 from pdsim.serving.decode.preemption import Retraction, pieces_again
@@ -39,6 +38,7 @@ from pdsim.serving.deployment import ROUTER, Deployment, leader
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import Running, handoff_of, scheduler_of
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["DecodeScheduler", "program"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
     Abort,
     Arrival,
@@ -22,11 +22,11 @@ from pdsim.kv.messages import (
     Return,
 )
 from pdsim.kv.receiver import KvReceiver
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, leader
 from pdsim.serving.fences import PeerFence
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer import Notification, Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["DecodeWorker"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
     Arrival,
@@ -31,6 +30,7 @@ from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, life_name
 from pdsim.serving.introductions import Introductions, ReadyCount
 from pdsim.serving.rank_process import EngineProcess
+from pdsim.transfer.job import Rank
 
 __all__ = ["PullDecodeScheduler", "PullDecodeWorker"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from pdsim.clock import Clock
+from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 
 __all__ = ["PATIENCE", "RETRY", "RoomLookup"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdsim.serving.compute.forward import ForwardModel
+from pdsim.compute.forward import ForwardModel
 from pdsim.serving.scheduler_host import StepVariation
 from pdsim.serving.settings import HostCosts
 

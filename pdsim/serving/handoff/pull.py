@@ -15,11 +15,11 @@ or, if the reader is gone, until every prefill rank has proof that nothing of it
 
 from __future__ import annotations
 
-from pdsim.job import Rank
 from pdsim.serving.decode.pull_decode import PullDecodeScheduler, PullDecodeWorker
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler, PullPrefillWorker
 from pdsim.serving.rank_process import EngineProcess
+from pdsim.transfer.job import Rank
 
 __all__ = ["Pull"]
 

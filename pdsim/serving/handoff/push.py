@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from pdsim.job import Rank
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill.prefill_scheduler import PrefillScheduler
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.rank_process import EngineProcess
+from pdsim.transfer.job import Rank
 
 __all__ = ["Push"]
 

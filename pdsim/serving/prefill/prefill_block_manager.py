@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from pdsim.job import Rank
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
@@ -26,7 +26,6 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import SlotPool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.introductions import ReadyCount
 from pdsim.serving.prefill.prefill_request import PrefillRequest
@@ -34,6 +33,7 @@ from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
 from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.transfer.job import Rank
 
 __all__ = ["PrefillBlockManager"]
 

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.errors import ConfigError, PdsimError
-from pdsim.job import Rank
+from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
     Chunk,
     Forward,
@@ -22,12 +22,12 @@ from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import cut, pair
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall, out_of_memory
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill.prefill_block_manager import PrefillBlockManager
 from pdsim.serving.prefill.prefill_request import PrefillRequest
 from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
 
 __all__ = ["PrefillRequest", "PrefillScheduler", "program"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.clock import fire
-from pdsim.job import Rank
+from pdsim.core.clock import fire
+from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
     Abort,
     Chunk,
@@ -23,11 +23,11 @@ from pdsim.kv.messages import (
     Settled,
 )
 from pdsim.kv.sender import KvSender
-from pdsim.native_class import mypyc_attr
 from pdsim.serving.deployment import Deployment, instance_of, leader
 from pdsim.serving.introductions import Introductions
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.scheduler_host import PostingHost
+from pdsim.transfer.job import Rank
 
 __all__ = ["PrefillWorker"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdsim.job import Rank
 from pdsim.kv.lending import KvLender
 from pdsim.kv.messages import (
     Abort,
@@ -31,6 +30,7 @@ from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader
 from pdsim.serving.fences import FenceCount, PeerFence
 from pdsim.serving.prefill.prefill_scheduler import PrefillRequest, PrefillScheduler
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.transfer.job import Rank
 
 __all__ = ["PullPrefillScheduler", "PullPrefillWorker"]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of the conformance suite: what ranks do, on whatever implementation of the waist they run.
 
-A program is a generator that takes its `pdsim.job.Rank` and plain data, yields the events that it
+A program is a generator that takes its `pdsim.transfer.job.Rank` and plain data, yields the events that it
 waits for, and returns plain data, which the tests compare.  Tests name programs by their path
 (``pdsim.testing.programs:echo``), because on a real engine each runs in a process of its own.  A
 count of wrong bytes is None where the device keeps no contents.

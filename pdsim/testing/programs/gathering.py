@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.errors import TransferError
-from pdsim.group import SYMMETRIC, Group
-from pdsim.job import Rank
+from pdsim.core.errors import TransferError
 from pdsim.kv.allgather import PaddedAllGather, zigzag
 from pdsim.testing.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
 from pdsim.transfer import Program, Region
+from pdsim.transfer.group import SYMMETRIC, Group
+from pdsim.transfer.job import Rank
 
 
 def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: list[list[int]]) -> Program:

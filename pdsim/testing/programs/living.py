@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdsim.errors import PdsimError
-from pdsim.job import Rank
+from pdsim.core.errors import PdsimError
 from pdsim.testing.programs.tools import (
     Mail,
     filled,
@@ -23,6 +22,7 @@ from pdsim.testing.programs.tools import (
     wrong,
 )
 from pdsim.transfer import Batch, Program
+from pdsim.transfer.job import Rank
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:

@@ -13,7 +13,6 @@ import os
 import signal
 from collections import deque
 
-from pdsim.job import Rank
 from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
@@ -23,6 +22,7 @@ from pdsim.testing.programs.tools import (
     refusal,
 )
 from pdsim.transfer import Program, Transfer
+from pdsim.transfer.job import Rank
 
 
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:

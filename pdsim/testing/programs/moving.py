@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdsim.job import Rank
 from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
@@ -23,6 +22,7 @@ from pdsim.testing.programs.tools import (
     wrong,
 )
 from pdsim.transfer import Batch, Notification, Program
+from pdsim.transfer.job import Rank
 
 
 def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:

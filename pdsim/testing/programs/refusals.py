@@ -2,7 +2,7 @@
 """Ranks that ask for what must be refused, and that register and withdraw memory.
 
 A refusal is reported as the class of the error (`pdsim.testing.programs.tools.refusal`), so that an
-implementation is held to the classes of `pdsim.errors` and free in its messages.  That nothing was
+implementation is held to the classes of `pdsim.core.errors` and free in its messages.  That nothing was
 written is seen by the rank at the other end, which filled its memory with guard bytes and counts
 those that changed.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.job import Rank
 from pdsim.testing.programs.tools import (
     GUARD,
     PATIENCE,
@@ -28,6 +27,7 @@ from pdsim.testing.programs.tools import (
     wrong,
 )
 from pdsim.transfer import Batch, Program, Region, Transfer
+from pdsim.transfer.job import Rank
 
 
 def write_nonsense(rank: Rank, to: str) -> Program:

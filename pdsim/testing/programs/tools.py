@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import PdsimError, TransferError
-from pdsim.job import Rank
+from pdsim.core.errors import PdsimError, TransferError
 from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
+from pdsim.transfer.job import Rank
 
 Steps = Generator[Any, Any, Any]
 GUARD = 0xA5

@@ -13,7 +13,7 @@ import pytest
 from backends.live.live_deployment import deployed
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 from pdsim.serving.workload import Request
 from tests.backends.live.conftest import KEY, free_port
 

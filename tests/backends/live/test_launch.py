@@ -10,7 +10,7 @@ import pytest
 
 from backends.live.commands import ServerLaunch
 from backends.live.launch import started
-from pdsim.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable
 from tests.backends.live import tiny_server
 from tests.backends.live.conftest import free_port, needed
 

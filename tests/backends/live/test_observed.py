@@ -11,7 +11,7 @@ import pytest
 from backends.live import observed
 from pdsim.calibration import importers
 from pdsim.cli.main import main
-from pdsim.errors import ConfigError
+from pdsim.core.errors import ConfigError
 from pdsim.results.store import load
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "live"

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a forward takes: a roofline with the share of the peaks that kernels reach, plus a constant an iteration.
+
+All quantities are of one tensor-parallel rank; the ranks of an instance compute alike.  `docs/model.md` derives the
+formulas and says what they leave out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pdsim.compute.experts import Exchange, exchange, expert_parameters
+from pdsim.compute.options import Compute
+from pdsim.hardware.machine import Machine
+from pdsim.kv.layout import KvShape
+from pdsim.kv.state import StateShape, Tensor
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
+
+__all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape", "weight_bytes"]
+
+HOST_FLOPS = 1e12
+"""Assumed for a rank on a machine without GPUs, where compute is emulated anyway: `compute.scale` is the knob."""
+
+
+def kv_shape(model: Llm) -> KvShape:
+    """Return what *model* keeps of a token, for all layers together; shares of ranks follow from it."""
+    latent = model.latent_dim * model.dtype_bytes if model.attention == "mla" else 0
+    hybrid = model.hybrid
+    mamba: tuple[Tensor, ...] = ()
+    if "m" in hybrid.pattern:
+        conv = Tensor(hybrid.conv_groups, hybrid.conv_width * model.dtype_bytes)
+        mamba = (conv, Tensor((hybrid.ssm_heads,), hybrid.ssm_head_elements * hybrid.ssm_dtype_bytes))
+    state = StateShape(hybrid.pattern, hybrid.window if "w" in hybrid.pattern else 0, mamba, hybrid.index_bytes)
+    return KvShape(model.layers, model.kv_heads, model.head_dim * model.dtype_bytes, latent, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTime:
+    """The coefficients of a rank's forward.
+
+    They are made by `forward_time`. Times are affine in what a decode batch has of context, so that many steps have
+    a closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
+    """
+
+    token_flops: float  # linear layers, a token
+    pair_flops: float  # attention of prefill, a query and a key
+    decode_pair_flops: float  # the same of decode; more with MLA, whose queries meet latent rows there
+    weight_bytes: float  # of the rank
+    token_weight_bytes: float  # that one token uses; fewer than all in a mixture of experts
+    expert_bytes: float  # of *weight_bytes*, routed experts; 0 if there are none, or nothing is known of them
+    expert_share: float  # of routed experts, that one token uses
+    groups: int  # attention groups, whose tokens read the experts together
+    kv_bytes: float  # of a token
+    flops: float  # a second, of linear layers
+    attention_flops: float  # a second
+    prefix_flops: float  # a second, of attention to tokens of earlier iterations
+    padded: bool  # attention of a batch computes as many rows of each sequence as of the longest
+    memory_rate: float  # bytes a second, of keys and values
+    sequence_rate: float  # bytes a second, of those of one sequence in a decode step; infinity: as *memory_rate*
+    weight_rate: float  # bytes a second
+    blend: float  # the norm of compute and memory; 0: the longer one counts alone
+    token_allreduce: float  # seconds a token, all layers
+    allreduce: float  # seconds an iteration, all layers
+    overhead: float  # seconds an iteration
+    scale: float  # of the whole
+    stages: int = 1  # of a pipeline, that a token passes one after the other; the rest is of one of them
+    exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
+
+    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
+
+        Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.
+        Of one stage: the next iteration may begin then, and the first has passed the last one *stages* times as
+        late.
+        """
+        longest = 0
+        if self.padded:
+            pieces = list(pieces)
+            longest = max(new for _, new in pieces)
+        tokens = context = pairs = prefix = 0
+        for before, new in pieces:
+            tokens += new
+            context += before
+            prefix += new * before
+            pairs += new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+            if longest > new:
+                pairs += (longest - new) * new
+                prefix += (longest - new) * before
+        if self.prefix_flops == self.attention_flops:
+            pairs, prefix = pairs + prefix, 0
+        compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
+        if prefix:
+            compute += prefix * self.pair_flops / self.prefix_flops
+        kv = (context + tokens) * self.kv_bytes
+        memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
+        return self._total(self._roof(compute, memory), tokens)
+
+    def step(self, batch: int) -> float:
+        """Return the seconds of a decode iteration of *batch* requests, without those for their context.
+
+        With pipeline stages as many parts of the batch are under way, one in each, and a request's next token comes
+        when its part has passed all of them.
+        """
+        stage = -(-batch // self.stages)
+        parts = 2 if self.exchange and self.exchange.overlap else 1  # each of which reads the weights
+        share = stage / parts
+        linear = self._roof(share * self.token_flops / self.flops, self._weights(share) / self.weight_rate)
+        return self.stages * self._total(parts * linear, stage)
+
+    def context_of(self, batch: int) -> float:  # noqa: ARG002
+        """Return the seconds that a token of context adds to a decode iteration of *batch* requests: `context`."""
+        return self.context
+
+    @property
+    def context(self) -> float:
+        """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""
+        return self.scale * max(self.kv_bytes / self.memory_rate, self.decode_pair_flops / self.attention_flops)
+
+    @property
+    def sequence(self) -> float:
+        """Seconds that a token of the longest context alone keeps a decode iteration; 0 without a limit of its own.
+
+        A decode kernel splits a sequence among a bounded number of thread blocks (Triton's in SGLang: 8 a head).
+        So a few sequences leave most of the memory's rate unused, and the iteration waits for the longest of them.
+        """
+        return self.scale * self.kv_bytes / self.sequence_rate
+
+    def _total(self, computing: float, tokens: int) -> float:
+        """Return the seconds of an iteration of *tokens* that takes so long on the GPU, with what comes on top."""
+        alone = computing + tokens * self.token_allreduce + self.allreduce
+        travelling = self.exchange.seconds(tokens)
+        both = max(alone, travelling) if self.exchange.overlap else alone + travelling
+        return self.scale * (both + self.overhead)
+
+    @staticmethod
+    def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
+        """Return the seconds of both one after the other; of one rate they are rounded once."""
+        return (one + other) / rate if rate == other_rate else one / rate + other / other_rate
+
+    def _roof(self, compute: float, memory: float) -> float:
+        """Return the seconds of an iteration that computes and reads for so long.
+
+        The longer one, or both by their norm.
+        """
+        if not self.blend:
+            return max(compute, memory)
+        return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
+
+    def _weights(self, tokens: float) -> float:
+        """Return the bytes of weights that an iteration of *tokens* a group reads.
+
+        Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean:
+        each token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of them.
+        """
+        if not self.expert_bytes:
+            return min(self.weight_bytes, tokens * self.token_weight_bytes)
+        hit: float = 1.0 - (1.0 - self.expert_share) ** (tokens * self.groups)
+        return self.weight_bytes - self.expert_bytes * (1.0 - hit)
+
+
+def weight_bytes(model: Llm, side: Side) -> float:
+    """Return the bytes of weights that a rank of *side* holds.
+
+    Tensor parallelism divides all of them.  With expert parallelism the experts are divided among all ranks and the
+    rest among those of an attention group, each of which has it whole.
+    """
+    if side.ep == 1:
+        return model.parameters * model.dtype_bytes / side.tp / side.pp
+    experts = expert_parameters(model)
+    own = experts / side.tp + (model.parameters - experts) / side.attention_tp
+    return own * model.dtype_bytes / side.pp
+
+
+def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
+    """Return the coefficients of *model* on an instance of *side*, whose ranks are on *machine*.
+
+    Stages and context-parallel ranks divide the work.  The groups are taken to be loaded alike, so that each has
+    its share of the engine's arithmetic; weights are read once for the tokens of all of them.
+
+    Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
+
+    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce
+    after the experts.  Raise a `ConfigError` where they cannot.
+    """
+    shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
+    peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
+    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
+    pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
+    if model.attention == "mla":
+        pairs = _mla_pairs(model)
+    memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
+    token_allreduce = allreduce = 0.0
+    reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
+    if ring > 1:
+        rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
+        # a ring moves 2 (n - 1) / n of the activations through each port
+        token_allreduce = reduced * model.layers * 2 * (ring - 1) / ring * model.hidden * model.dtype_bytes
+        token_allreduce = token_allreduce / rate / share
+        allreduce = reduced * model.layers * compute.allreduce_latency / side.pp
+    return ForwardTime(
+        token_flops=2 * model.active / group / share,
+        pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
+        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / group / share,
+        weight_bytes=weight_bytes(model, side),
+        token_weight_bytes=model.active * model.dtype_bytes / tp / side.pp,
+        expert_bytes=expert_parameters(model) * model.dtype_bytes / tp / side.pp,
+        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
+        groups=side.dp,
+        kv_bytes=shape.token_bytes(group) / share,
+        flops=linear * compute.flops_share,
+        attention_flops=peak * (compute.attention_share or compute.flops_share),
+        prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
+        padded=compute.attention_padded,
+        memory_rate=memory * compute.memory_share,
+        sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
+        weight_rate=memory * (compute.weight_share or compute.memory_share),
+        blend=compute.blend,
+        token_allreduce=token_allreduce,
+        allreduce=allreduce,
+        overhead=compute.overhead,
+        scale=compute.scale,
+        stages=side.pp,
+        exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
+    )
+
+
+def _mla_pairs(model: Llm) -> tuple[int, int]:
+    """Return the FLOPs of a head for a query and a key, in prefill and in decode.
+
+    Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
+    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
+    values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and
+    2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
+    """
+    prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
+    return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)

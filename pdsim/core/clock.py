@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two clocks.  A rank's program is a SimPy process and cannot tell which of them it runs on.
+
+`Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits:
+for real time to reach the next event, and for the completions of real engines, which it learns from *sources*.
+
+Both are environments of SimPy's events, conditions and processes.  They do not derive from `simpy.Environment`, so
+that they can be compiled as a whole: the time is read and something is scheduled dozens of times a request.
+
+Neither knows what is transferred or computed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from math import inf
+from typing import Any, Protocol
+
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, Timeout
+
+from pdsim.core.errors import NeverPaused
+from pdsim.core.event_queue import EventQueue
+
+__all__ = ["LAST", "Alarm", "Clock", "Source", "WallClock", "fire", "process_event"]
+
+LAST = NORMAL + 1
+"""Priority of an event that comes after all other events of its instant."""
+
+
+def fire(event: Any, value: Any = None, ok: bool = True) -> None:
+    """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
+
+    Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
+    With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
+    What a rank waits for that is paused runs its callbacks at the end of the pause.
+    """
+    if event._value is not PENDING:
+        raise RuntimeError(f"{event} has been triggered already")
+    event._ok = ok
+    event._value = value
+    clock: Clock = event.env
+    if clock.paused:
+        clock.put_off(None, event)
+        return
+    callbacks, event.callbacks = event.callbacks, None
+    for callback in callbacks:
+        callback(event)
+
+
+class Clock:
+    """Virtual time in seconds, from 0.
+
+    One clock for each job on the model, whose ranks share it.  Events of one instant are processed in the order of
+    their priority, and then of their being scheduled, so a run depends on nothing but its inputs.
+
+    Methods that `simpy.Environment` has too are as there; SimPy itself calls `schedule`, and sets `_active_proc`.
+    """
+
+    def __init__(self, queue: EventQueue | None = None) -> None:
+        self.virtual = True
+        self.stopped = False  # the rank that lives on this clock has ended, and its events are dropped
+        self.paused = False  # it stands still, and its events are put off
+        self.halted = False  # one of the two
+        self._queue = EventQueue() if queue is None else queue
+        self.numbers: Iterator[int] | None = None  # of what is scheduled, if not as it comes; all are different
+        self._active_proc: Process | None = None
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._queue.now
+
+    @property
+    def active_process(self) -> Process | None:
+        """The process that runs now, if one does."""
+        return self._active_proc
+
+    def event(self) -> Event:
+        """Return a new event, to be triggered with its `succeed` or `fail`, or with `fire`."""
+        environment: Any = self
+        return Event(environment)
+
+    def timeout(self, delay: float = 0, value: Any = None) -> Timeout:
+        """Return an event that succeeds with *value* in *delay* seconds."""
+        environment: Any = self
+        return Timeout(environment, delay, value)
+
+    def process(self, generator: Generator[Event, Any, Any]) -> Process:
+        """Start a process, and return the event of its end."""
+        environment: Any = self
+        return Process(environment, generator)
+
+    def any_of(self, events: Iterable[Event]) -> AnyOf:
+        """Return an event that succeeds when one of *events* does."""
+        environment: Any = self
+        return AnyOf(environment, events)
+
+    def all_of(self, events: Iterable[Event]) -> AllOf:
+        """Return an event that succeeds when all of *events* have."""
+        environment: Any = self
+        return AllOf(environment, events)
+
+    def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
+        """Process *event*, which is triggered, in *delay* seconds."""
+        self._queue.add(self.now + delay, priority, self.numbers, self, None, event)
+
+    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
+        """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
+
+        Raise a `ValueError` if *at* lies in the past.
+        """
+        self.call_at(at, None, event, priority)
+
+    def at(self, when: float, value: Any = None) -> Event:
+        """Return an event that succeeds with *value* at the absolute time *when*.
+
+        The event counts as triggered from now on, as SimPy's `Timeout` does; a past time is a `ValueError`.
+        """
+        event = _Moment(self, value)
+        self.call_at(when, None, event)
+        return event
+
+    def call_at(
+        self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
+    ) -> None:
+        """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`.
+
+        Cheaper than an `Event` with a callback: nobody can wait for it, fail it, or take it back.  Without a
+        function, *argument* is an event that is processed.
+        """
+        queue = self._queue
+        if when < queue.now:
+            raise ValueError(f"at(={when}) must not be before now(={queue.now})")
+        queue.add(when, priority, self.numbers, self, function, argument)
+
+    def scheduled(self) -> int:
+        """Return how many events have been scheduled so far."""
+        return self._queue.number
+
+    def peek(self) -> float:
+        """Return the time of the next event; infinity if there is none."""
+        return self._queue.peek()
+
+    def step(self) -> None:
+        """Process the next event.
+
+        Raise `EmptySchedule` if there is none, and what an event failed with that nobody has handled.
+        """
+        _, _, _, _, function, argument = self._queue.take()
+        if function is not None:
+            function(argument)
+        elif (error := process_event(argument)) is not None:
+            raise error
+
+    def run(self, until: float | Event | None = None) -> Any:
+        """Process events *until* that time, or that event, whose value is returned; by default until none is left.
+
+        Raise a `ValueError` if the time is not in the future, a `RuntimeError` if nothing is scheduled any more and
+        the event has not happened, and what it failed with.
+        """
+        while until is None:
+            try:
+                self.step()
+            except EmptySchedule:
+                return None
+        # anything, for SimPy says that `callbacks` is a list, which compiled code would insist on
+        end: Any = until if isinstance(until, Event) else self._end(until)
+        end.defused = True
+        while end.callbacks is not None:
+            try:
+                self.step()
+            except EmptySchedule:
+                raise RuntimeError(f"nothing is scheduled any more, and {end} has not happened") from None
+        if not end.ok:
+            raise end.value
+        return end.value
+
+    def _end(self, at: float) -> Event:
+        """Return an event that comes before all others of the time *at*."""
+        if at <= self.now:
+            raise ValueError(f"until(={at}) must be greater than now(={self.now})")
+        end = _Moment(self, None)
+        self.call_at(float(at), None, end, URGENT)
+        return end
+
+    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+        """Call *function*, or process the event *argument*, which is due, at the end of a pause.
+
+        Raise a `NeverPaused`: of all clocks, only those of a modelled job's ranks are ever paused.
+        """
+        what = type(argument).__name__ if function is None else "call"
+        raise NeverPaused(
+            f"{what} put off by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
+            "it has no pauses that could end; set neither of them, and pause a modelled rank with RankClock.pause"
+        )
+
+    def settle(self) -> None:
+        """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
+
+
+class _Moment(Event):
+    """An event that has been triggered, with *value*, and is to be processed at a given time; as `Timeout` is."""
+
+    def __init__(self, environment: Any, value: Any) -> None:
+        self.env = environment
+        self.callbacks = []
+        self._ok = True
+        self._value = value
+
+
+def process_event(event: Any) -> BaseException | None:
+    """Call the callbacks of *event*; return what it failed with if nobody has handled that."""
+    callbacks, event.callbacks = event.callbacks, None
+    for callback in callbacks:
+        callback(event)
+    failed = not event._ok and not hasattr(event, "_defused")
+    return event._value if failed else None
+
+
+class Alarm:
+    """A wake-up that may be armed again and again, without a new object each time.
+
+    The *wake* callback is called with the alarm.  An alarm must not be armed while it is armed.
+
+    Life: made once; `arm` schedules it; it fires, and may be armed again, also from its own callback.  It cannot be
+    taken back: who needs it earlier makes another one and ignores the old.  Arming an armed one is a `RuntimeError`.
+    """
+
+    __slots__ = ("_clock", "_priority", "_wake", "armed")
+
+    def __init__(self, clock: Clock, wake: Callable[[Alarm], None], priority: int = NORMAL) -> None:
+        self.armed = False
+        """Whether the alarm waits to fire."""
+        self._clock = clock
+        self._wake = wake
+        self._priority = priority
+
+    def arm(self, at: float) -> None:
+        """Fire at the absolute time *at*."""
+        if self.armed:
+            raise RuntimeError("this alarm is armed already; let it fire first")
+        self.armed = True
+        self._clock.call_at(at, _ring, self, self._priority)
+
+    def ring(self) -> None:
+        """Fire."""
+        self.armed = False
+        self._wake(self)
+
+
+def _ring(alarm: Alarm) -> None:
+    alarm.ring()
+
+
+class Source(Protocol):
+    """Something outside the process that the wall clock must look at: a socket, an engine's completion queue.
+
+    A source is looked at on the clock's thread.  It must not block, and must not raise.
+    """
+
+    def poll(self) -> bool:
+        """Trigger the events whose time has come, without blocking; return whether there were any."""
+
+    def fileno(self) -> int | None:
+        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell.
+
+        The clock asks once, when it is told to watch.
+        """
+
+    def busy(self) -> bool:
+        """Return whether a source without a descriptor has anything outstanding, so that it must be polled often."""
+
+
+class WallClock(Clock):
+    """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
+
+    Between events it looks at its sources, and sleeps until the next event or until a source's descriptor is
+    readable. Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a
+    pause for the first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for
+    readable descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
+
+    `idle`, if it is set, is called ahead of a sleep of a millisecond or more, and by `settle`.  It returns in how
+    many seconds it has something to do again, which is 0 if it has not finished.
+    """
+
+    def __init__(self, origin: float | None = None, spin: float = 50e-6, nap: float = 20e-6) -> None:
+        super().__init__()
+        self.virtual = False
+        self.origin = time.monotonic() if origin is None else origin
+        self.spin = spin
+        self.nap = nap
+        # both are replaced, never changed: a poll may watch and unwatch
+        self._polled: tuple[Source, ...] = ()  # sources without a descriptor
+        self._told: dict[Source, int] = {}  # the others' descriptors
+        self._listen_at = 0.0  # when to ask the kernel again, on the system's clock
+        self._calls: deque[Callable[[], None]] = deque()
+        self.idle: Callable[[], float] | None = None
+        self._idle_due = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._queue.now = self.now
+
+    @property
+    def now(self) -> float:
+        """Seconds since the origin, read from the system's monotonic clock."""
+        return time.monotonic() - self.origin
+
+    def watch(self, source: Source) -> None:
+        """Look at *source* between events from now on.
+
+        Watching it again changes nothing.  Sources with a descriptor cost nothing until that is readable.
+        """
+        fd = source.fileno()
+        if fd is None:
+            if source not in self._polled:
+                self._polled = (*self._polled, source)
+        elif source not in self._told:
+            self._epoll.register(fd, select.EPOLLIN)
+            self._told = {**self._told, source: fd}
+
+    def unwatch(self, source: Source) -> None:
+        """Stop looking at *source*, before its descriptor is closed.  Not an error if it is not watched."""
+        self._polled = tuple(other for other in self._polled if other is not source)
+        if source in self._told:
+            self._epoll.unregister(self._told[source])
+            self._told = {other: fd for other, fd in self._told.items() if other is not source}
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run *function* on the clock's thread.  The only method that other threads may use.
+
+        It wakes the clock if that sleeps; functions are called in the order of the calls, before sources are looked
+        at.
+        """
+        self._calls.append(function)
+        os.eventfd_write(self._wake, 1)
+
+    def settle(self) -> None:
+        """Do what is for idle times, if it is due, until it has finished."""
+        while self.idle is not None and (now := self.now) >= self._idle_due:
+            self._idle_due = now + self.idle()
+
+    def close(self) -> None:
+        """Give the clock's descriptors back."""
+        self._epoll.close()
+        os.close(self._wake)
+
+    def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
+        """Schedule *event* *delay* seconds from real now; a zero delay keeps SimPy's order within the instant."""
+        self.call_at(self.now + delay if delay else self._queue.now, None, event, priority)
+
+    def call_at(
+        self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
+    ) -> None:
+        """As `Clock.call_at`; a time that has passed meanwhile means at once."""
+        self._queue.add(max(when, self._queue.now), priority, self.numbers, self, function, argument)
+
+    def step(self) -> None:
+        """Wait for the next event and process it.
+
+        Raise `EmptySchedule` if nothing is scheduled and no source is left that could schedule anything.
+        """
+        queue = self._queue
+        self._look()
+        idle_since = queue.now
+        while (at := queue.peek()) > queue.now:
+            if at == inf and not (self._polled or self._told):
+                raise EmptySchedule
+            if queue.now - idle_since > self.spin or not self._busy():
+                self._sleep()
+            if self._look():
+                idle_since = queue.now
+        super().step()
+
+    def _busy(self) -> bool:
+        """Return whether only polling can tell when something ends; else to spin only keeps others waiting."""
+        for source in self._polled:  # noqa: SIM110 a generator takes as long as all of a turn
+            if source.busy():
+                return True
+        return False
+
+    def _look(self) -> bool:
+        """Let all sources act; return whether any had something to tell."""
+        now = time.monotonic()
+        self._queue.now = now - self.origin
+        found = False
+        while self._calls:
+            self._calls.popleft()()
+            found = True
+        for source in self._polled:
+            found |= source.poll()
+        if now >= self._listen_at:
+            self._listen_at = now + self.nap
+            if ready := self._epoll.poll(0):
+                found |= self._hear({fd for fd, _ in ready})
+        return found
+
+    def _hear(self, readable: Container[int]) -> bool:
+        """Let the sources act whose descriptors are *readable*, in the order in which they are watched."""
+        found = False
+        for source, fd in self._told.items():
+            if fd in readable:
+                found |= source.poll()
+        return found
+
+    def _sleep(self) -> None:
+        """Sleep until a descriptor is readable or the next event is due.
+
+        Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
+        """
+        at = self._queue.peek()
+        until = at - self.now if at < inf else 1.0
+        if self._busy():
+            until = min(until, self.nap)
+        if until >= 1e-3 and self.idle is not None:
+            if self.now >= self._idle_due:
+                self._idle_due = self.now + self.idle()
+            left = self._idle_due - self.now
+            until = min(until, max(left, 2e-3)) if left > 0 else 0.0
+        if until >= 1e-3:
+            ready = self._epoll.poll(until - 1e-3)  # which rounds up to whole milliseconds
+            if any(fd == self._wake for fd, _ in ready):
+                os.eventfd_read(self._wake)  # here and nowhere else: what is to be called is called before all else
+        elif until > 0:
+            time.sleep(min(until, self.nap))
+        self._listen_at = 0.0

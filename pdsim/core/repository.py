@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkout keeps its committed measurements: ``data/``, which no wheel contains.
+
+Fits, reports and benchmarks read it; a simulation never does.  The path is that of the source file's repository, so
+it is right in an editable install, and does not exist in one from a wheel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["data"]
+
+
+def data(*parts: str) -> Path:
+    """Return the path of *parts* below ``data/`` of the checkout; from a wheel it does not exist."""
+    return Path(__file__).resolve().parents[2].joinpath("data", *parts)

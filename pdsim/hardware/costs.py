@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transfer engines and collectives cost: each formula once, for the simulator and for fits alike.
+
+Frozen data that a configuration fills in (`conf/backend`, `conf/collective`, `conf/calibration`).  Which links a
+transfer crosses, and with whom it shares them, is the fabric's business and not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Rate, Seconds, Size
+from pdsim.hardware.machine import VENDORS
+
+__all__ = [
+    "Collective",
+    "CollectiveModel",
+    "DeviceLine",
+    "Engine",
+    "EngineModel",
+    "InlineSaving",
+    "Jitter",
+    "OptionCosts",
+    "Ramp",
+    "Workers",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """The *first* descriptors of a batch cost *extra* seconds each: doorbells of idle queue pairs, cold caches.
+
+    A batch of *n* descriptors pays ``min(n, first) * extra`` on top of `EngineModel.posting`; several ramps add up.
+    Published tables show the need: on Thor2 the cost of a descriptor falls over the first 16 queue pairs
+    (`conf/calibration/thor2-write-1k.yaml`).
+    """
+
+    first: int
+    extra: Seconds
+
+    def __post_init__(self) -> None:
+        positive("ramp", first=self.first)
+        not_negative("ramp", extra=self.extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InlineSaving:
+    """Batches of up to *bytes* in all and up to *descriptors* that an engine moves within the call that posts them.
+
+    It does so if nothing that it has posted otherwise is under way.  They take *saving* less, for nobody asks for
+    their end.
+    """
+
+    bytes: Size
+    descriptors: int
+    saving: Seconds = 0.0  # of posting and latency together
+
+    def __post_init__(self) -> None:
+        positive("small", bytes=self.bytes, descriptors=self.descriptors)
+        not_negative("small", saving=self.saving)
+
+    def takes(self, descriptors: int, nbytes: float) -> bool:
+        """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
+        return nbytes <= self.bytes and descriptors <= self.descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """By how much simulated ranks differ from clockwork: delays from 0 to these, drawn from the seed."""
+
+    starts: Seconds = 0.0  # before a transfer is posted
+    copies: Seconds = 0.0  # before a copy engine begins with a transfer
+
+    def __post_init__(self) -> None:
+        not_negative("jitter", starts=self.starts, copies=self.copies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Threads of an engine that post large batches in the place of the caller, who waits for them.
+
+    A batch of *least* descriptors or more is cut into pieces of ``max(n // threads, least)``, and each thread posts
+    one: it takes as long as its longest piece.  NIXL's UCX backend does so with ``num_threads`` and
+    ``split_batch_size`` (`nixlUcxThreadPoolEngine`).
+    """
+
+    threads: int
+    least: int
+
+    def __post_init__(self) -> None:
+        positive("workers", threads=self.threads, least=self.least)
+
+    def longest(self, descriptors: int) -> int:
+        """Return the descriptors that one thread posts of a batch of so many.
+
+        >>> workers = Workers(threads=4, least=1024)
+        >>> [workers.longest(count) for count in (1023, 1500, 8192)]
+        [1023, 1024, 2048]
+        """
+        return min(descriptors, max(descriptors // self.threads, self.least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionCosts:
+    """What an engine that runs with these *options* costs beside what it costs otherwise.
+
+    Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers*
+    take the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
+    *errors*, ``mean``, ``median`` and ``p95``, are of samples left out, and hold instead of the calibration's.
+
+    The first of `EngineModel.by_option` whose options all fit is applied, once, when a configuration is loaded.
+    """
+
+    options: Mapping[str, str]  # of `Engine.options`, all that are named here
+    evidence: str = "assumed: nothing changes"  # of the numbers here, as a source has it
+    latency: Seconds = 0.0
+    descriptor: Seconds = 0.0
+    rate: float = 1.0
+    workers: Workers | None = None
+    intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        not_negative("by_option", latency=self.latency, descriptor=self.descriptor)
+        positive("by_option", rate=self.rate)
+        if self.errors and set(self.errors) != {"mean", "median", "p95"}:
+            raise ValueError(f"by_option.errors must be mean, median and p95, got {', '.join(self.errors)}")
+        for name, span in self.intervals.items():
+            one_of("by_option.intervals", ("latency", "descriptor", "rate"), key=name)
+            if len(span) != 2:
+                raise ValueError(f"by_option.intervals.{name} must be the least and the most, got {list(span)}")
+
+    def chosen(self, options: Mapping[str, str]) -> bool:
+        """Return whether an engine with these *options* is one of these."""
+        return all(options.get(name) == value for name, value in self.options.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What one engine costs on one kind of path.
+
+    A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
+    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path
+    at a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined*
+    too, it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its
+    posting. The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a
+    maximum for UCX and verbs: LogGP with g = *descriptor*.)
+
+    A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
+    asking for the bytes costs, once and every time.  It has at most *read_rate*.
+
+    *workers* post large batches: there a posting takes as long as that of the longest piece.
+
+    A *small* batch takes ``small.saving`` less if nothing that its poster has posted is under way but such batches:
+    so much less of *latency* and, where that is not enough, of *call*; never less than without both.
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    call: Seconds
+    descriptor: Seconds
+    overlap: bool
+    latency: Seconds
+    rate: Rate = math.inf  # of one transfer
+    line: Rate = 0.0  # of the hardware that the rates were found on; 0: they do not depend on it
+    wire_descriptor: Seconds = 0.0
+    read: Seconds = 0.0  # latency of a read beyond that of a write
+    read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
+    # of posting, beyond *descriptor*: of each one more than the largest batch before had, for which memory is taken
+    fresh_descriptor: Seconds = 0.0
+    read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
+    queues: int = 1  # queue pairs or TCP streams to one peer
+    lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `NetworkLink`; 0: all of a batch
+    queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
+    depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
+    full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
+    pipelined: bool = False  # with overlap
+    in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
+    streams: bool = (
+        False  # with *in_order*: it goes on with the same peer as long as there is something for that one
+    )
+    ramp: tuple[Ramp, ...] = ()
+    small: InlineSaving | None = None  # batches that are done in the call that posts them
+    workers: Workers | None = None  # threads of the engine that post large batches
+    by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
+
+    def __post_init__(self) -> None:
+        one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("engine", ("wait", "refuse"), full=self.full)
+        not_negative(
+            "engine",
+            call=self.call,
+            descriptor=self.descriptor,
+            latency=self.latency,
+            wire_descriptor=self.wire_descriptor,
+            read=self.read,
+            read_descriptor=self.read_descriptor,
+            fresh_descriptor=self.fresh_descriptor,
+            depth=self.depth,
+            lanes=self.lanes,
+            line=self.line,
+        )
+        positive("engine", rate=self.rate, read_rate=self.read_rate, queues=self.queues, queue_rate=self.queue_rate)
+        if self.pipelined and not self.overlap:
+            raise ValueError("engine.pipelined must be false where overlap is, got True")
+
+    def on_line(self, line: Rate) -> EngineModel:
+        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate.
+
+        A model with ``line=0`` does not depend on it and is returned as it is; so is one that was found at *line*.
+        Latencies and costs of descriptors are host time and do not scale.
+        """
+        if not self.line or not line or line == self.line:
+            return self
+        share = line / self.line
+        return replace(
+            self,
+            line=line,
+            rate=self.rate * share,
+            read_rate=self.read_rate * share,
+            queue_rate=self.queue_rate * share,
+        )
+
+    def varied(self, costs: OptionCosts) -> EngineModel:
+        """Return this model with *costs* in it, which is then no choice any more.
+
+        *by_option* of the result is empty, so that the costs of options are never added twice.
+        """
+        return replace(
+            self,
+            latency=self.latency + costs.latency,
+            descriptor=self.descriptor + costs.descriptor,
+            rate=self.rate * costs.rate,
+            read_rate=self.read_rate * costs.rate,
+            queue_rate=self.queue_rate * costs.rate,
+            workers=costs.workers or self.workers,
+            by_option=(),
+        )
+
+    def posting(self, descriptors: int) -> Seconds:
+        """Return the seconds for which one call with so many *descriptors* keeps the posting thread.
+
+        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
+        >>> f"{model.posting(10):.6f}"
+        '0.000031'
+        """
+        if self.workers is not None:
+            descriptors = self.workers.longest(descriptors)
+        seconds = self.call + descriptors * self.descriptor
+        for ramp in self.ramp:
+            seconds += min(descriptors, ramp.first) * ramp.extra
+        return seconds
+
+    def saved(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
+        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*.
+
+        Seconds, of posting and of latency; the saving comes out of *latency* first.
+
+        >>> small = InlineSaving(bytes=4096, descriptors=1, saving=3e-6)
+        >>> model = EngineModel(path="rdma", call=5e-6, descriptor=0.0, overlap=True, latency=2e-6, small=small)
+        >>> [f"{1e6 * part:.0f}" for part in model.saved(1, 4096)], model.saved(2, 4096)
+        (['1', '2'], (0.0, 0.0))
+        """
+        if self.small is None or not self.small.takes(descriptors, nbytes):
+            return 0.0, 0.0
+        late = min(self.small.saving, self.latency)
+        return min(self.small.saving - late, self.call), late
+
+    def fastest(self, *, read: bool) -> Rate:
+        """Return the highest rate of one write, or of one *read*, in bytes/s; ``inf`` leaves it to the links."""
+        return min(self.rate, self.read_rate) if read else self.rate
+
+    def held_up(self, narrowest: Rate, *, read: bool) -> float:
+        """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
+
+        Without a rate of its own, the engine holds up what the narrowest link would have carried.
+        """
+        seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
+        return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
+
+    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
+        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
+
+        The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14), and fits
+        use the same formula over arrays (`pdsim.calibration.forms`).  A sum of 1 MiB in 16 descriptors:
+
+        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
+        >>> f"{model.alone(16, 1 << 20):.9f}"
+        '0.000045621'
+        """
+        narrowest = min(narrowest, self.queues * self.queue_rate)
+        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
+        early, late = self.saved(descriptors, nbytes)
+        posting = self.posting(descriptors) - early
+        latency = self.latency + (self.read if read else 0.0) - late
+        if not self.overlap:
+            return posting + wire + latency
+        if not self.pipelined:
+            return max(posting, wire) + latency
+        return max(self.posting(1) - early + wire, posting + wire / descriptors) + latency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes.
+
+    *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given
+    to the real engine as they are.  Raise a `ValueError` for numbers out of range or an unknown vendor.
+    """
+
+    name: str
+    implementation: str  # the entry point that `target=real` loads
+    vendors: tuple[str, ...]  # whose machines it runs on
+    intra: EngineModel | None
+    inter: EngineModel | None
+    timeout: Seconds = 30.0  # deadline of a transfer
+    threads: int = 1  # of each rank that post
+    serial: float = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting_threads`
+    between: float = 0.0  # the same of the processes that post to one GPU
+    measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
+    # for the real engine: environment variables and the like
+    options: Mapping[str, str] = field(default_factory=dict)
+    modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive("backend", timeout=self.timeout, threads=self.threads)
+        for key, share in (("serial", self.serial), ("between", self.between)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"backend.{key} must be from 0 to 1, got {share:g}")
+        if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
+            raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
+        if self.intra is None and self.inter is None:
+            raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLine:
+    """What an all-gather costs the GPU alone, by one of a library's protocols: ``latency + (n - 1) * S / rate``.
+
+    It is the time between two events of a stream that the gather is queued on, without launch, host and waiting.
+    """
+
+    latency: Seconds
+    rate: Rate
+
+    def __post_init__(self) -> None:
+        not_negative("device", latency=self.latency)
+        positive("device", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveModel:
+    """What an all-gather costs on one kind of memory.
+
+    *n* ranks with *S* bytes each take ``latency + (n - 1) * step + S / own_rate + (n - 1) * S / rate``, of which the
+    last term is flows over the ranks' links, at a fair share and at most at *rate* out of each rank.  In a ``ring``
+    each rank sends ``(n - 1) * S`` to the next one, ``direct`` is *S* from each rank to each other; over a switch
+    both load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives
+    at: two where it lands in a staging buffer and is copied from there.
+
+    No call is over before the hosts are done with it.  One that does not follow the group's call before at once
+    keeps them busy for *after_pause*, one on symmetric memory of a pool that has grown for *grown*; neither is added
+    to what the call takes otherwise.
+
+    All of this is what a caller sees who waits for each call, as `pdsim.transfer.group.Group` has it.  A library
+    with *device* lines has another time, the GPU's own: that of the protocol which is the quickest for the size.  A
+    program that queues gathers on a stream, as a model's forward does, pays that; a caller who waits for one on the
+    bare library pays *launch* on top.
+
+    *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the
+    algorithmic bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    pattern: str  # "ring" or "direct"
+    latency: Seconds  # from the call of the last rank on
+    step: Seconds  # more, for each rank but one
+    rate: Rate
+    own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
+    copies: int = 0
+    after_pause: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
+    grown: Seconds = 0.0  # the same, in a pool that has grown
+    device: tuple[DeviceLine, ...] = ()  # of the library's protocols; empty: not known
+    stream: bool = False  # whether it costs what the device does, calls being queued: see `queued`
+    launch: Seconds = 0.0  # of the host: from the call of the bare library to the device's start, and to see its end
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("collective", ("ring", "direct"), pattern=self.pattern)
+        not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
+        not_negative("collective", after_pause=self.after_pause, grown=self.grown, launch=self.launch)
+        positive("collective", rate=self.rate, own_rate=self.own_rate)
+
+    def before(self, ranks: int, size: float) -> Seconds:
+        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links.
+
+        With ``stream`` it is what the GPU takes beyond moving the bytes at *rate*.
+
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6,
+        ...                         rate=300e9, own_rate=100e9)
+        >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
+        '45.0'
+        """
+        if self.stream:
+            return self.on_device(ranks, size) - (ranks - 1) * size / self.rate
+        return self.latency + (ranks - 1) * self.step + size / self.own_rate
+
+    def busy(self, *, paused: bool, grown: bool) -> Seconds:
+        """Return the least seconds that a call keeps the hosts.
+
+        *paused* says that the ranks did something else since the group's last call, *grown* that the pool has grown.
+        """
+        return max(self.after_pause if paused else 0.0, self.grown if grown else 0.0)
+
+    def alone(
+        self, ranks: int, size: float, narrowest: Rate = math.inf, *, paused: bool = False, grown: bool = False
+    ) -> Seconds:
+        """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.
+
+        *size* is the bytes of each of *ranks*; *paused* and *grown* are those of `busy`.  The simulator gives the
+        same for idle links.
+        """
+        moved = (ranks - 1) * size / min(self.rate, narrowest)
+        return max(self.before(ranks, size) + moved, self.busy(paused=paused, grown=grown))
+
+    def on_device(self, ranks: int, size: float) -> Seconds:
+        """Return the GPU's seconds for an all-gather of *size* bytes of each of *ranks*, nothing in its way.
+
+        Raise `ValueError` if nobody has measured them.
+
+        >>> lines = DeviceLine(latency=8e-6, rate=100e9), DeviceLine(latency=20e-6, rate=250e9)
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=0.0, rate=300e9, device=lines)
+        >>> [f"{1e6 * model.on_device(2, size):.1f}" for size in (100_000, 10_000_000)]
+        ['9.0', '60.0']
+        """
+        if not self.device:
+            raise ValueError("collective.device has no lines for this memory: the GPU's own time is not known")
+        return min(line.latency + (ranks - 1) * size / line.rate for line in self.device)
+
+    def queued(self) -> CollectiveModel:
+        """Return what a program pays that queues gathers on a stream: the GPU's own time.
+
+        Bytes move at the rate of the quickest line, after what the line of that size takes longer.
+
+        Raise a `ValueError` if there are no lines.  Pauses and growths of pools cost nothing there.
+        """
+        return replace(self, stream=True, rate=max(line.rate for line in self.device), after_pause=0.0, grown=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A library of collectives: `conf/collective`.
+
+    To reserve *size* bytes for each of *n* ranks, or to grow by them, takes ``n * grow_latency + size / grow_rate``:
+    the ranks make their memory known to one another.
+
+    *plain* and *symmetric* say what gathers cost on memory of each kind.  Raise a `ValueError` for ``timing=device``
+    without lines for both kinds of memory, and for numbers out of range.
+    """
+
+    name: str
+    implementation: str  # the entry point that `target=real` loads
+    plain: CollectiveModel
+    symmetric: CollectiveModel
+    pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
+    grow: bool = True  # whether it may grow at run time
+    grow_latency: Seconds  # of each rank
+    grow_rate: Rate
+    measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
+    timing: str = "caller"  # whose time a call takes: the caller's, who waits for each, or, queued, the "device"'s
+    check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
+    timeout: Seconds = 30.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("caller", "device"), timing=self.timing)
+        missing = [kind for kind in ("plain", "symmetric") if not getattr(self, kind).device]
+        if self.timing == "device" and missing:
+            raise ValueError(
+                f"collective.timing=device needs collective.{missing[0]}.device, and nobody has measured it for "
+                f"{self.name}; use timing=caller, or give the lines"
+            )
+        positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
+        not_negative("collective", grow_latency=self.grow_latency)

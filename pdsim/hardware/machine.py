@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine is: nodes, GPUs, links, network cards and hosts, as frozen data that a configuration fills in.
+
+Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its
+own ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of
+`EVIDENCE`. Knows nothing of transfer engines: what those cost is in `pdsim.hardware.costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Flops, Rate, Seconds, Size
+
+__all__ = [
+    "EVIDENCE",
+    "VENDORS",
+    "Copies",
+    "Gpu",
+    "Host",
+    "Interconnect",
+    "LinkChange",
+    "Machine",
+    "NetworkLink",
+    "Nic",
+]
+
+EVIDENCE = ("measured", "published", "datasheet", "assumed")
+"""From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
+
+VENDORS = ("nvidia", "amd", "cpu")
+"""Whose machines there are; ``cpu`` has no GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What `pdsim.transfer.Device.copy` costs beside the memory's bandwidth, on one kind of device.
+
+    A copy of *n* descriptors keeps its rank's copies busy for ``call + n * descriptor`` before its first byte: they
+    are planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end
+    is seen.  What a kernel loses to small ones is part of *descriptor*.  Where the device's last copy was another
+    rank's it takes *context_switch* more: kernels of different processes do not run side by side.
+    """
+
+    call: Seconds = 0.0
+    descriptor: Seconds = 0.0  # of each piece that is copied
+    context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
+
+    def __post_init__(self) -> None:
+        not_negative("copies", call=self.call, descriptor=self.descriptor, context_switch=self.context_switch)
+
+    def busy(self, descriptors: int, switched: bool = False) -> Seconds:
+        """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one.
+
+        *switched* says whether the device's last copy was another rank's.
+
+        >>> f"{Copies(call=300e-6, descriptor=10e-9).busy(32768):.6f}"
+        '0.000628'
+        """
+        return self.call + descriptors * self.descriptor + (self.context_switch if switched else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator: its memory, its peak, and what its copy engines and kernels cost beside the bytes.
+
+    Raise a `ValueError` for a size, a rate or a peak that is not positive, and for negative times.  Numbers of
+    products are in `conf/hw`, with their sources.
+    """
+
+    name: str
+    memory: Size
+    memory_rate: Rate  # of its memory, reads and writes together
+    compute: Flops  # dense bf16
+    compute_fp8: Flops = 0.0  # of matrices of 8-bit elements; 0: none, they run as bf16
+    processors: int = 0  # multiprocessors, which take the tiles of a kernel in turn; 0: unknown, no tile waits
+    pcie: Rate  # to the host or a NIC, each direction
+    copies: Copies = field(default_factory=Copies)
+    idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep
+    idle_wake: Seconds = 0.0  # then, from the next transfer's start until they move its first byte
+    slice: Seconds = 0.0  # for which one process has them while others wait; 0: processes copy side by side
+    process_switch: Seconds = 0.0  # of copies within it, which are kernels: until those of another process begin
+
+    def __post_init__(self) -> None:
+        not_negative(
+            "gpu",
+            idle_after=self.idle_after,
+            idle_wake=self.idle_wake,
+            slice=self.slice,
+            process_switch=self.process_switch,
+            processors=self.processors,
+        )
+        positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``.
+
+    On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its
+    own, so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for another *kind*, and for
+    a rate that is not positive where there is a link.
+    """
+
+    kind: str
+    rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
+    latency: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
+        not_negative("interconnect", latency=self.latency, rate=self.rate)
+        if self.kind != "none":
+            positive("interconnect", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
+
+    Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
+    machine without network cards, which needs no rate.  Raise a `ValueError` for negative numbers or cards without a
+    rate.
+    """
+
+    count: int  # per node; GPU g uses card g * count // gpus
+    rate: Rate  # of one card, each direction
+    latency: Seconds = 0.0  # one way, from card to card
+
+    def __post_init__(self) -> None:
+        not_negative("nic", count=self.count, latency=self.latency)
+        if self.count:
+            positive("nic", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A node's processor side: memory that all its ranks share, TCP, and the latency of programs.
+
+    Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *idle_wake* and
+    *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit
+    handoffs`).
+
+    Raise a `ValueError` that names the field for a capacity or a rate that is not positive, and for negative times.
+    """
+
+    memory: Size
+    memory_rate: Rate  # reads and writes together
+    tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
+    tcp_latency: Seconds  # one way, of a control message
+    wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
+    idle_wake: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *idle_after*
+    idle_after: Seconds = 0.0  # without anything to act upon
+    copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
+
+    def __post_init__(self) -> None:
+        positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
+        not_negative(
+            "host",
+            tcp_latency=self.tcp_latency,
+            wake=self.wake,
+            idle_wake=self.idle_wake,
+            idle_after=self.idle_after,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkChange:
+    """What happens to a hop of a `NetworkLink`, both ways, from *start* to *end*.
+
+    It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it
+    is ``cut`` and loses what is on the wire.
+
+    Raise a `ValueError` for an unknown kind, an end that is not after the start, and a *share* that does not belong
+    to the kind: only ``slow`` has one, between 0 and 1.
+    """
+
+    kind: str
+    start: Seconds  # after the start of the job
+    end: Seconds
+    share: float = 0.0
+    hop: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("hw.link.changes", ("slow", "stall", "cut"), kind=self.kind)
+        not_negative("hw.link.changes", start=self.start, share=self.share, hop=self.hop)
+        if not self.start < self.end:
+            raise ValueError(f"hw.link.changes.end must be > start={self.start}, got {self.end}")
+        if (self.kind == "slow") != (self.share > 0.0) or self.share >= 1.0:
+            raise ValueError(
+                f"hw.link.changes.share must be > 0 and < 1 for slow and left out otherwise, got {self.share}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkLink:
+    """A link of known rate and delay that joins nodes in a chain: node 0 to 1 by hop 0, node 1 to 2 by hop 1.
+
+    All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.emulation.link.emulated_link`).
+    It loses nothing but what a `LinkChange` says.
+
+    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.  Raise a
+    `ValueError` for rates or windows that are not positive, an *mtu* outside 576 to 65000, and a *filled* outside 0
+    to 1.
+    """
+
+    rate: Rate  # of all packets, headers included, toward nodes of a higher number
+    delay: Seconds  # one way, of each hop
+    back: Rate = 0.0  # toward nodes of a lower number; 0 is as *rate*
+    rates: tuple[Rate, ...] = ()  # of each hop, where they differ, toward nodes of a higher number
+    mtu: int = 9000  # bytes of a packet
+    backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
+    initial: int = 10  # segments that a stream sends before the first answer
+    window: Size = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
+    filled: float = 5 / 6  # share of the window that is under way when a full stream is cut: 2/3 to 1, by chance
+    timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
+    changes: tuple[LinkChange, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(
+            "hw.link", rate=self.rate, backlog=self.backlog, **{f"rates[{i}]": r for i, r in enumerate(self.rates)}
+        )
+        positive("hw.link", initial=self.initial, window=self.window, timeout=self.timeout)
+        not_negative("hw.link", delay=self.delay, back=self.back)
+        if not 0.0 < self.filled <= 1.0:
+            raise ValueError(f"hw.link.filled must be > 0 and <= 1, got {self.filled}")
+        if not 576 <= self.mtu <= 65000:
+            raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
+
+    def forward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a higher number, in bytes/s of packets."""
+        return self.rates[hop] if self.rates else self.rate
+
+    def backward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a lower number."""
+        return self.back or self.forward(hop)
+
+    @property
+    def segment(self) -> int:
+        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12.
+
+        >>> NetworkLink(rate=1e9, delay=1e-3).segment
+        8948
+        """
+        return self.mtu - 52
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of one kind, as `conf/hw` describes them.
+
+    A machine with ``gpus=0`` has ranks on its hosts only; one with *link* has two or more nodes, which it joins.
+    *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.
+    Raise a `ValueError` that names the key for a combination that cannot be.
+    """
+
+    name: str
+    vendor: str
+    nodes: int
+    gpus: int  # per node; 0 is a machine of hosts only
+    gpu: Gpu | None
+    interconnect: Interconnect
+    nic: Nic
+    host: Host
+    link: NetworkLink | None = None  # between nodes, for TCP; without one only the hosts limit it
+    guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("hw", VENDORS, vendor=self.vendor)
+        if self.link is not None:
+            self._check_link(self.link)
+        positive("hw", nodes=self.nodes)
+        not_negative("hw", gpus=self.gpus)
+        if self.gpus and self.gpu is None:
+            raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
+        if self.guest and (self.gpus or self.nodes > 1):
+            raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
+
+    def _check_link(self, link: NetworkLink) -> None:
+        """Raise a `ValueError` unless *link* has a rate for each hop, and changes of hops that do not overlap."""
+        if not 2 <= self.nodes <= 250:
+            raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
+        hops = self.nodes - 1
+        if link.rates and len(link.rates) != hops:
+            raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
+        if beyond := [change.hop for change in link.changes if change.hop >= hops]:
+            raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")
+        by_hop = sorted(link.changes, key=lambda change: (change.hop, change.start))
+        for one, other in pairwise(by_hop):
+            if one.hop == other.hop and other.start < one.end:
+                raise ValueError(
+                    f"hw.link.changes: one of hop {one.hop} begins at {other.start:g} s, before the one of "
+                    f"{one.start:g} s ends at {one.end:g} s"
+                )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a model: what its layers keep, compute and weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdsim.core.guards import not_negative, one_of, positive
+from pdsim.core.units import Count
+
+__all__ = ["DTYPES", "Hybrid", "Llm"]
+
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
+"""Bytes of an element by the name of its type; of those of one size, the first is the one usually meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """What a model keeps beside full attention's keys and values; without values, nothing.
+
+    *pattern* names the kind of each layer, repeated as often as it takes: ``a`` full attention, ``w`` attention over
+    the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
+
+    Raise a `ValueError` for a pattern of other letters or without full attention, and for numbers that a kind of
+    layer in the pattern needs and that are not positive.
+    """
+
+    pattern: str = "a"
+    window: int = 0  # tokens
+    # channels of a mamba layer's convolution, of each part that is sharded by itself
+    conv_groups: tuple[int, ...] = ()
+    conv_width: int = 0  # past inputs that it keeps of each channel: the kernel less one
+    ssm_heads: int = 0  # of a mamba layer's recurrent state
+    ssm_head_elements: int = 0  # of the state in one head
+    ssm_dtype_bytes: int = 4
+    index_bytes: int = 0  # of a token's row in the index of sparse attention, in one layer
+
+    def __post_init__(self) -> None:
+        not_negative("model.hybrid", window=self.window, index_bytes=self.index_bytes)
+        if "a" not in self.pattern or set(self.pattern) - set("awm"):
+            raise ValueError(f"model.hybrid.pattern must be of a, w and m with at least one a, got {self.pattern!r}")
+        if "w" in self.pattern:
+            positive("model.hybrid", window=self.window)
+        if "m" in self.pattern:
+            positive(
+                "model.hybrid",
+                conv_groups=min(self.conv_groups, default=0),
+                conv_width=self.conv_width,
+                ssm_heads=self.ssm_heads,
+                ssm_head_elements=self.ssm_head_elements,
+                ssm_dtype_bytes=self.ssm_dtype_bytes,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llm:
+    """The shape of a language model: `conf/model`.
+
+    Raise a `ValueError` for sizes that are not positive, an unknown kind of attention, or a type of KV whose
+    elements have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
+    """
+
+    name: str
+    parameters: Count  # in all
+    active: Count  # used for one token; equal to *parameters* unless a mixture of experts
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int  # before replication over tensor-parallel ranks
+    head_dim: int
+    attention: str = "gqa"  # "gqa" keeps K and V per head, "mla" one latent row per token and layer
+    latent_dim: int = 0  # elements of that row
+    dtype_bytes: int = 2  # of a KV element and of a weight
+    kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
+    rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
+    # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
+    experts: int = 0
+    experts_per_token: int = 0  # of them, that a token is routed to
+    # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
+    expert_groups: int = 0
+    groups_per_token: int = 0
+    dense_layers: int = 0  # without experts, of a mixture of experts
+    context: int = 131072  # longest input + output, tokens
+    hybrid: Hybrid = field(default_factory=Hybrid)
+    hf_config: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what config.json says besides, for servers of target=live
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("model", ("gqa", "mla"), attention=self.attention)
+        positive(
+            "model",
+            parameters=self.parameters,
+            active=self.active,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=self.dtype_bytes,
+            context=self.context,
+        )
+        if self.attention == "mla":
+            positive("model", latent_dim=self.latent_dim)
+        not_negative("model", rope_dim=self.rope_dim, experts_per_token=self.experts_per_token)
+        not_negative("model", expert_groups=self.expert_groups, dense_layers=self.dense_layers)
+        if self.expert_groups and not 0 < self.groups_per_token <= self.expert_groups:
+            raise ValueError(
+                f"model.groups_per_token must be >= 1 and <= expert_groups={self.expert_groups}, "
+                f"got {self.groups_per_token}"
+            )
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"model.dense_layers must be < layers={self.layers}, got {self.dense_layers}")
+        if self.experts and not 0 < self.experts_per_token < self.experts:
+            raise ValueError(
+                f"model.experts_per_token must be >= 1 and < experts={self.experts}, got {self.experts_per_token}"
+            )
+        fitting = [name for name, size in DTYPES.items() if size == self.dtype_bytes]
+        if self.kv_dtype and self.kv_dtype not in fitting:
+            raise ValueError(
+                f"model.kv_dtype must be one of {', '.join(fitting) or 'none'} for model.dtype_bytes="
+                f"{self.dtype_bytes}, got {self.kv_dtype!r}"
+            )
+
+    @property
+    def element(self) -> str:
+        """The type of a KV element."""
+        return self.kv_dtype or next((name for name, size in DTYPES.items() if size == self.dtype_bytes), "other")

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of one configuration: the machine that it is for, the experiment, and the files that it leaves.
+
+The command line, a sweep's workers and `pdsim.simulate` all run through `execute`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdsim.config import Config
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import Meter, ShowProgress
+from pdsim.results import reading, terminal
+from pdsim.results.evidence import extrapolations, host_note
+from pdsim.results.journal import JOURNALS, entries
+from pdsim.results.record import Result
+from pdsim.results.store import Run
+
+if TYPE_CHECKING:
+    from pdsim.verify.laws import LawChecker
+
+__all__ = ["execute", "recovered", "simulated"]
+
+_OWN_FILES = ("validate", "validate_live")
+"""The experiments that keep files of their own beside those of every run."""
+
+
+def execute(
+    config: Config,
+    words: Sequence[str] = (),
+    *,
+    notes: Sequence[str] = (),
+    quiet: bool = False,
+    name: str = "",
+    durable: bool = True,
+    progress: ShowProgress | None = None,
+) -> tuple[Result, Path]:
+    """Run the experiment of *config*, keep its result, and return it and its folder.
+
+    *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
+    nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with
+    the date in it; *durable* is that of `pdsim.results.store.Run`.
+
+    Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
+
+    Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.
+    The folder is complete only when `pdsim.results.store.Run.finish` has returned.
+    """
+    experiment = config.experiment.name
+    measure: Callable[..., Result]
+    measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
+    fresh = not Path(config.output).exists()
+    kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name, durable=durable)
+    try:
+        with kept, _shown(config, quiet=quiet, progress=progress) as show:
+            meter = Meter(show)
+            own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
+            checker = _checker(config)
+            with _target(config, meter, kept, checker) as target:
+                result = measure(config, target, meter, **own)
+                if config.checks == "on":
+                    result = _checked(result, checker)
+                own_notes = [
+                    *notes,
+                    *getattr(target, "notes", ()),
+                    *extrapolations(config, result.transfers),
+                    *host_note(config, result.transfers),
+                ]
+                result = replace(result, notes=[*result.notes, *own_notes])
+            return result, kept.finish(result)
+    except ConfigError:  # found by the experiment itself, before it began
+        shutil.rmtree(kept.folder)
+        if fresh:
+            _remove_if_empty(Path(config.output))
+        raise
+    except Exception as error:
+        error.add_note(f"what there is of the run is in {kept.folder}")
+        raise
+
+
+@contextmanager
+def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Iterator[ShowProgress | None]:
+    """Yield what shows how far the run is: *progress* itself or, unless it is to be *quiet*, a bar of its own."""
+    if quiet or progress is not None:
+        yield progress
+        return
+    experiment = config.experiment.name
+    measures = config.target != "model" or experiment in _OWN_FILES
+    with terminal.Progress(f"{experiment} on {config.hw.name}", at_once=measures) as bar:
+        if measures:
+            bar(0.0, "begins")
+        yield bar
+
+
+def recovered(folder: Path) -> bool:
+    """Write the files of the run in *folder*, which was killed, from its journals; return whether that was possible.
+
+    The folder stays marked incomplete, and the first of its failures says how many requests had ended.  It holds for
+    experiments that name a function ``partial``, such as `serve`.
+    """
+    if not any((folder / name).is_file() for name in JOURNALS):
+        return False
+    from pdsim.config import loading
+
+    values = reading.nested(folder / "config.yaml")
+    config = loading.load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
+    partial = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "partial", None)
+    result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS))
+    if result is None:
+        return False
+    Run(config, left=folder).write_partial(result)
+    return True
+
+
+def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
+    """Run the experiment of *config* on the model, whatever its target, and return the result without keeping it.
+
+    Raise a `ConfigError` if the experiment refuses *config*.
+    """
+    from pdsim.sim.model import Model
+
+    model, meter = replace(config, target="model"), Meter(progress)
+    target = Model(
+        model.hw,
+        model.backend,
+        memory=model.memory,
+        seed=model.seed,
+        collective=model.collective,
+        jitter=model.jitter,
+        progress=meter.simulated,
+    )
+    measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, model.experiment.name).run
+    return measure(model, target, meter)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # another run may have begun to use it
+        folder.rmdir()
+
+
+def _checker(config: Config) -> LawChecker | None:
+    """Return what watches the jobs of a modelled run, if laws are to be checked."""
+    if config.checks == "off" or config.target != "model":
+        return None
+    from pdsim.verify.laws import LawChecker
+
+    return LawChecker()
+
+
+def _checked(result: Result, checker: LawChecker | None) -> Result:
+    """Return *result* with a failure for each law that the run has broken, and a note of how many were checked."""
+    from pdsim.verify import laws
+
+    landed = None if checker is None else checker.landed_bytes
+    found = [*(() if checker is None else checker.violations)]
+    found += laws.broken(result.outcome, result.requests, result.transfers, landed)
+    note = f"checks=on: {len(found)} violations of the laws of simulation"
+    return replace(result, failures=[*result.failures, *found], notes=[*result.notes, note])
+
+
+@contextmanager
+def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None = None) -> Iterator[Any]:
+    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
+
+    Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
+    threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of
+    them.
+    """
+    if config.target == "model":
+        from pdsim.sim.model import Model
+
+        yield Model(
+            config.hw,
+            config.backend,
+            memory=config.memory,
+            seed=config.seed,
+            progress=meter.simulated,
+            observer=observer,
+            collective=config.collective,
+            jitter=config.jitter,
+            samples=config.samples,
+            fold=config.simulate.fold == "auto",
+            journal=kept.journal,
+        )
+        return
+    if config.target == "live":
+        from backends.live.live_deployment import deployed
+
+        with deployed(config, kept.folder, meter) as deployment:
+            yield deployment
+        return
+    from backends.jobs.launcher import SILENCE, Processes
+
+    host, collective = config.hw.host.memory, config.collective
+    silence = config.launch.silence or config.experiment.silence or SILENCE
+    if config.hw.guest:
+        if config.backend.threads != 1:
+            raise ConfigError(
+                f"backend.threads={config.backend.threads}: ranks of an emulated machine post from one thread; use 1"
+            )
+        from backends.emulation.guest.engines import emulated
+
+        meter(0.0, "an emulated machine starts")
+        with emulated(config.backend, host, silence, device_capacity=host, collective=collective) as target:
+            yield target
+        return
+
+    gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
+    yield Processes(
+        config.backend,
+        bind=config.launch.bind,
+        silence=silence,
+        device_capacity=host,
+        gpu_capacity=gpu,
+        collective=collective,
+        link=config.hw.link,
+        nodes=config.hw.nodes,
+        progress=meter.measured,
+    )

@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of ranks on the model: the simulated `pdsim.transfer.group.Group`.
+
+A call waits for the same call of all other ranks, and for the group's call before it.  An all-gather then takes what
+`CollectiveModel` says, its bytes being flows that share links with everything else; all ranks have it at the instant
+at which the last flow ends.  Bytes are read and written at that instant, as those of an endpoint are.  Not modelled:
+the skew between the first rank to be done and the last, and the multiprocessors that a collective's kernel takes
+from computation.
+
+The end of a rank, `close` or a deadline that passes breaks the group: flows stop, the memory is let go of, and the
+ranks that wait learn of it `DETECTION` later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from simpy.events import Event
+
+from pdsim.core.errors import (
+    InvalidBatch,
+    OutOfMemory,
+    PeerLost,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from pdsim.core.units import format_size
+from pdsim.sim.memory import SimBuffer
+from pdsim.sim.shared import Fabric
+from pdsim.sim.sim_endpoint import DETECTION
+from pdsim.transfer import TransferRecord
+from pdsim.transfer.group import check_gather, is_symmetric
+
+if TYPE_CHECKING:
+    from pdsim.hardware.costs import Collective, CollectiveModel
+    from pdsim.sim.flows.network import Flow, Path
+    from pdsim.sim.job_clock import RankClock
+    from pdsim.sim.memory import SimDevice, SymmetricPool
+    from pdsim.transfer import Buffer, Recorder
+
+__all__ = ["SimGroup", "SimGroups"]
+
+
+class SimGroups:
+    """All groups of a job, whose collectives are those of *library*.
+
+    A group is made when the first of its ranks asks for it, and known by the names of its ranks in their order.
+    """
+
+    def __init__(self, fabric: Fabric, library: Collective) -> None:
+        self.fabric = fabric
+        self.library = library
+        self._cores: dict[tuple[str, ...], _Core] = {}
+
+    def group(self, names: tuple[str, ...], clock: RankClock, device: SimDevice, recorder: Recorder) -> SimGroup:
+        """Return the group of *names* as the rank whose clock, device and recorder these are has it.
+
+        Raise a `ConfigError` if the machine has no way between two of the ranks for this library.
+        """
+        core = self._cores.get(names)
+        if core is None:
+            core = self._cores[names] = _Core(self, names)
+        found = core.members.get(clock.name)
+        if found is None or found.clock is not clock:  # a rank that was started again has another clock
+            found = core.members[clock.name] = SimGroup(core, clock, device, recorder)
+        return found
+
+    def end(self, name: str) -> None:
+        """Break every group of which *name* is a member, as the end of its process does."""
+        for names, core in self._cores.items():
+            if name in names:
+                core.leave(name)
+
+
+class SimGroup:
+    """One rank's membership: the simulated `pdsim.transfer.group.Group`.
+
+    Calls of one rank are numbered; the collective of a number begins when all ranks have made that call and the one
+    before is over. Times, rates and sizes are those of `pdsim.hardware.costs.CollectiveModel`.
+    """
+
+    def __init__(self, core: _Core, clock: RankClock, device: SimDevice, recorder: Recorder) -> None:
+        self.clock = clock
+        self.device = device
+        self.recorder = recorder
+        self.calls = 0  # that this rank has made
+        self.growths = 0
+        self.growth_seconds = 0.0
+        self._core = core
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ranks, in the order of their pieces."""
+        return self._core.names
+
+    @property
+    def index(self) -> int:
+        """The place of this rank among `names`."""
+        return self.names.index(self.clock.name)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of this rank's symmetric pool."""
+        return self.device.symmetric.reserved
+
+    def all_gather(
+        self,
+        source: Buffer,
+        target: Buffer,
+        size: int | None = None,
+        *,
+        timeout: float | None = None,
+        label: str = "",
+    ) -> Event:
+        """Start to gather; the contract and errors of `pdsim.transfer.group.Group.all_gather`."""
+        size = source.size if size is None else size
+        check_gather(len(self.names), source, target, size)
+        one, other = self._own(source), self._own(target)
+        return self._call(size, timeout, label, (one, other))
+
+    def reserve(self, size: int, *, timeout: float | None = None) -> Event:
+        """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        return self._call(size, timeout, "", None)
+
+    def close(self) -> None:
+        """Leave the group, which breaks it: the calls of all others fail with `PeerLost` when they notice."""
+        self._core.leave(self.clock.name)
+
+    def _own(self, buffer: Buffer) -> SimBuffer:
+        """Return *buffer* if this rank has allocated it, else raise a `RegistrationError`."""
+        if not isinstance(buffer, SimBuffer) or not self.device.owns(buffer):
+            raise RegistrationError(
+                f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns"
+            )
+        return buffer
+
+    def _call(
+        self, size: int, timeout: float | None, label: str, buffers: tuple[SimBuffer, SimBuffer] | None
+    ) -> Event:
+        """Make the next call of this rank: a gather from and to *buffers*, or without them a reservation.
+
+        *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while its
+        call is under way.
+        """
+        timeout = self._core.library.timeout if timeout is None else timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} must be > 0")
+        event = self.clock.event()
+        event.defused = True
+        self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers))
+        return event
+
+
+@dataclass(eq=False)
+class _GatherRequest:
+    """One rank's part in a call, from that call to its end.
+
+    *size* is the bytes of a rank's piece, or of the reservation; *submitted* is on the job's clock, *timeout* in
+    seconds.
+    """
+
+    member: SimGroup
+    size: int
+    event: Event
+    submitted: float
+    timeout: float
+    label: str
+    buffers: tuple[SimBuffer, SimBuffer] | None  # source and target; None: it reserves
+
+    @property
+    def kind(self) -> str:
+        """What is asked for: "reserve", or a gather over "symmetric" or "plain" memory."""
+        if self.buffers is None:
+            return "reserve"
+        return "symmetric" if is_symmetric(*self.buffers) else "plain"
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank has its answer, or has ended."""
+        return self.event.triggered or self.member.clock.stopped
+
+    def hold(self) -> None:
+        """Keep both buffers from being handed out again while bytes may move."""
+        for buffer in self.buffers or ():
+            buffer.hold()
+
+    def release(self) -> None:
+        """End `hold`."""
+        for buffer in self.buffers or ():
+            buffer.release()
+
+
+@dataclass(eq=False)
+class _Call:
+    """One collective, by the requests of the ranks that have made it."""
+
+    requests: dict[str, _GatherRequest] = field(default_factory=dict)
+    flows: list[Flow] = field(default_factory=list)
+    left: int = 0  # flows that have not ended
+    began: float | None = None  # when all ranks had made it and the one before was over
+    busy: float = 0.0  # until when it keeps the hosts, whatever its flows do
+    done: bool = False
+
+    @property
+    def one(self) -> _GatherRequest:
+        """Any of the requests, where all agree."""
+        return next(iter(self.requests.values()))
+
+
+class _Core:
+    """What the members of a group share."""
+
+    def __init__(self, groups: SimGroups, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.library = groups.library
+        self.members: dict[str, SimGroup] = {}
+        self._fabric = groups.fabric
+        self._clock = groups.fabric.clock
+        self._calls: dict[int, _Call] = {}  # that are not over, by number
+        self._turn = 0  # the number of the call that is served now, or next
+        self._ended = -1.0  # when the call before was over
+        self._left: tuple[str, float] | None = None  # who broke the group, and when
+        models = {"plain": self.library.plain, "symmetric": self.library.symmetric}
+        if self.library.timing == "device":
+            models = {kind: model.queued() for kind, model in models.items()}
+        self._models = models
+        self._paths = {kind: tuple(self._hops(model)) for kind, model in models.items()}
+
+    def call(self, request: _GatherRequest) -> None:
+        """Take *request*, the next call of its rank, and begin the collective if it is the last that was missing."""
+        member = request.member
+        if self._left is not None:
+            self._lose(request)
+            return
+        call = self._calls.setdefault(member.calls, _Call())
+        member.calls += 1
+        call.requests[member.clock.name] = request
+        request.hold()
+        self._clock.call_at(request.submitted + request.timeout, self._expire, request)
+        self._advance()
+
+    def leave(self, name: str) -> None:
+        """Break the group because *name* is gone.
+
+        Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays
+        broken, as those of NCCL do: ranks that go on make a new one.
+        """
+        if self._left is not None:
+            return
+        self._left = name, self._clock.now
+        for call in self._calls.values():
+            call.done = True
+            for flow in call.flows:
+                self._fabric.network.abort(flow)
+            for request in call.requests.values():
+                request.release()
+                if request.member.clock.name != name:
+                    self._lose(request)
+                elif not request.over:
+                    self._fail(request, TransferFailed(f"{name} left the group during the call"), call.began)
+        self._calls.clear()
+
+    # --- how a call goes ---
+
+    def _advance(self) -> None:
+        """Begin what is next, if all have made the call."""
+        call = self._calls.get(self._turn)
+        if call is None or call.began is not None or len(call.requests) < len(self.names):
+            return
+        call.began = self._clock.now
+        error = self._disagreement(call) or self._start(call)
+        if error is not None:
+            self._finish(call, error)
+
+    def _disagreement(self, call: _Call) -> TransferError | None:
+        """Return the error of ranks that made different calls, None if all ask for the same."""
+        found = {(request.kind, request.size) for request in call.requests.values()}
+        if len(found) == 1:
+            return None
+        said = ", ".join(f"{name} {r.kind} of {r.size} bytes" for name, r in sorted(call.requests.items()))
+        return InvalidBatch(f"the ranks of a group must call alike, got {said}; pad to the longest")
+
+    def _start(self, call: _Call) -> TransferError | None:
+        """Begin *call*; return why it cannot be."""
+        size, kind = call.one.size, call.one.kind
+        if kind == "reserve":
+            error = self._reserve(call)
+            seconds = len(self.names) * self.library.grow_latency + size / self.library.grow_rate
+            if error is None:
+                for request in call.requests.values():
+                    request.member.device.compute(seconds)  # the allocation waits for the device, and it for that
+                self._clock.call_at(self._clock.now + seconds, self._reserved, call)
+            return error
+        owners = {request.member.device.symmetric.owner for request in call.requests.values()}
+        if kind == "symmetric" and owners != {self}:
+            return RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
+        model = self._models[kind]
+        grown = kind == "symmetric" and call.one.member.growths > 0
+        call.busy = self._clock.now + model.busy(paused=self._clock.now > self._ended, grown=grown)
+        self._clock.call_at(self._clock.now + model.before(len(self.names), size), self._carry, call)
+        return None
+
+    def _carry(self, call: _Call) -> None:
+        """Start the flows of *call*.
+
+        Ring neighbours exchange all pieces but their own; direct peers send each other one piece.
+        """
+        if call.done:
+            return
+        kind, size, others = call.one.kind, call.one.size, len(self.names) - 1
+        paths = self._paths[kind]
+        share = size * others if self._models[kind].pattern == "ring" else size
+        call.left = len(paths)
+        if not paths:  # a rank alone
+            self._complete(call)
+        call.flows = [self._fabric.network.start(path, share, self._on_carried, call) for path in paths]
+
+    def _on_carried(self, call: _Call) -> None:
+        """Note that one flow has ended, and complete *call* with the last."""
+        call.left -= 1
+        if not call.left:
+            self._complete(call)
+
+    def _complete(self, call: _Call) -> None:
+        """End *call*, all of whose bytes are there, once it does not keep the hosts any more."""
+        if call.done:
+            return
+        if call.busy > self._clock.now:
+            self._clock.call_at(call.busy, self._complete, call)
+            return
+        self._move(call)
+        self._finish(call)
+
+    def _move(self, call: _Call) -> None:
+        """Put the piece of every rank at its place in the targets of all ranks that still run."""
+        size = call.one.size
+        pairs = [buffers for name in self.names if (buffers := call.requests[name].buffers) is not None]
+        for request in call.requests.values():
+            if request.buffers is not None and request.member.device.holds_bytes and not request.over:
+                for index, (source, _) in enumerate(pairs):
+                    request.buffers[1].touch()[index * size : (index + 1) * size] = source.contents[:size]
+
+    def _finish(self, call: _Call, error: TransferError | None = None) -> None:
+        """End *call*, all of whose requests get its record or *error*, and go on to the next."""
+        call.done = True
+        del self._calls[self._turn]
+        self._turn += 1
+        self._ended = self._clock.now
+        for request in call.requests.values():
+            request.release()
+            if request.over:
+                continue
+            if error is not None:
+                self._fail(request, error, call.began)
+            else:
+                request.event.succeed(self._record(request, call.began, "ok"))
+        self._advance()
+
+    # --- the symmetric pool ---
+
+    def _reserve(self, call: _Call) -> TransferError | None:
+        """Take the memory on all ranks, or on none."""
+        size = call.one.size
+        taken: list[SymmetricPool] = []
+        pools = [request.member.device.symmetric for request in call.requests.values()]
+        if any(pool.owner not in (None, self) for pool in pools):
+            return RegistrationError(f"the symmetric pool of a rank of {self._name} belongs to another group")
+        if not self.library.grow and any(pool.reserved for pool in pools):
+            return OutOfMemory(
+                f"the symmetric pool has {format_size(pools[0].reserved)} and may not grow by {format_size(size)} "
+                f"(collective.grow=false); reserve more at the start with collective.pool"
+            )
+        for pool in pools:
+            try:
+                pool.reserve(size)
+            except OutOfMemory as error:
+                for other in taken:
+                    other.give_back()
+                return error
+            taken.append(pool)
+        for pool in pools:
+            pool.owner = self
+        return None
+
+    def _reserved(self, call: _Call) -> None:
+        """End a reservation: what was there before has grown, which costs the host of every rank that time."""
+        if call.done:
+            return
+        for request in call.requests.values():
+            member = request.member
+            if member.reserved > request.size:
+                member.growths += 1
+                member.growth_seconds += self._clock.now - request.submitted
+        self._finish(call)
+
+    # --- how a call fails ---
+
+    def _expire(self, request: _GatherRequest) -> None:
+        """Fail *request* at its time limit, and break the group: the others would wait for this rank forever."""
+        if request.over or self._left is not None:
+            return
+        name = request.member.clock.name
+        waiting = sorted(set(self.names) - {n for c in self._calls.values() for n in c.requests})
+        late = f"; {', '.join(waiting)} had not called" if waiting else ""
+        error = TransferTimeout(f"a collective of {self._name} is not over after {request.timeout:g} s{late}")
+        began = next((call.began for call in self._calls.values() if request in call.requests.values()), None)
+        self._fail(request, error, began)
+        self.leave(name)
+
+    def _lose(self, request: _GatherRequest) -> None:
+        """Fail *request* once the end of the group is noticed."""
+        assert self._left is not None
+        self._clock.call_at(max(self._clock.now, self._left[1] + DETECTION), self._on_lost, request)
+
+    def _on_lost(self, request: _GatherRequest) -> None:
+        """Fail *request* because somebody has left, unless it was over before that was noticed."""
+        if not request.over:
+            assert self._left is not None
+            self._fail(request, PeerLost(f"{self._left[0]} has left the group {self._name}"), None)
+
+    def _fail(self, request: _GatherRequest, error: TransferError, began: float | None) -> None:
+        """Fail *request*, and record it with the class of *error* as its status."""
+        self._record(request, began, type(error).__name__)
+        request.event.fail(error)
+
+    def _record(self, request: _GatherRequest, began: float | None, status: str) -> TransferRecord:
+        """Record the part of *request*, and return the record.
+
+        A collective is prepared when it is submitted and posted when it *began*, which is when the last rank came.
+        ``nbytes`` are those that a rank has at the end, ``descriptors`` the number of ranks.
+        """
+        now, ranks = self._clock.now, len(self.names)
+        began = now if began is None else began
+        nbytes = request.size * (1 if request.buffers is None else ranks)
+        engine = f"model:{self.library.name}:{request.kind}"
+        operation = "reserve" if request.buffers is None else "all_gather"
+        times = request.submitted, request.submitted, began, now, now
+        name = request.member.clock.name
+        record = TransferRecord(engine, operation, self._name, name, nbytes, ranks, *times, status, request.label)
+        request.member.recorder.transfer(record)
+        return record
+
+    # --- the ways ---
+
+    @property
+    def _name(self) -> str:
+        """The names of the ranks, joined by plus signs, for messages and records."""
+        return "+".join(self.names)
+
+    def _hops(self, model: CollectiveModel) -> Iterator[Path]:
+        """Yield the path of every flow, with the rate that each may have.
+
+        A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two at
+        a share of it. Copies through staging buffers pass the target's memory once more each.
+        """
+        names, topology, ends = self.names, self._fabric.topology, self._fabric.endpoints
+        if model.pattern == "ring":
+            pairs = list(zip(names, (*names[1:], names[0]), strict=True)) if len(names) > 1 else []
+        else:
+            pairs = [(one, other) for one in names for other in names if one != other]
+        cap = model.rate if model.pattern == "ring" else model.rate / max(1, len(names) - 1)
+        for one, other in pairs:
+            route = topology.route(model.path, ends[one].site, ends[other].site)
+            copies = (topology.memory(ends[other].site),) * model.copies
+            yield self._fabric.network.path((*route.links, *copies), cap)

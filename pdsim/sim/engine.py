@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
+
+A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g =
+*descriptor*):
+
+1. The *poster*, one per endpoint, is busy for ``call + n * descriptor`` and a *ramp*; transfers take their turns.
+2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with
+   all other transfers between the two endpoints at most at ``queues * queue_rate``.
+
+The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
+ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
+*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.sim.copy_engine`.
+A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
+A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
+
+No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
+work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows
+of the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy
+engine waits for its posting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.core.errors import SendQueueFull
+from pdsim.sim.posting import Posting, Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdsim.core.clock import Clock
+    from pdsim.hardware.costs import EngineModel
+    from pdsim.sim.copy_engine import CopyEngine
+    from pdsim.sim.flows.foreseen import Steps
+    from pdsim.sim.flows.network import Flow, Link, Network, Path
+    from pdsim.sim.jitter import Draws
+    from pdsim.sim.posting import PostingThread
+    from pdsim.sim.topology import Route
+
+__all__ = ["SendQueue", "SeriesSteps"]
+
+Times = npt.NDArray[np.float64]
+Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
+
+
+class SeriesSteps:
+    """When each of *count* equal transfers begins and ends, posted one after the other with nothing in their way.
+
+    Each is posted when the one before is complete; with *overlap* its flow begins then, else when it is posted.
+    """
+
+    def __init__(self, count: int, posting: float, overlap: bool, latency: float) -> None:
+        self.count = count
+        self._posting = posting
+        self._overlap = overlap
+        self._latency = latency
+        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for by the plan and its owner
+
+    def alike(self, other: Steps) -> bool:
+        """Return whether the transfers of *other* take as long in every respect."""
+        return isinstance(other, SeriesSteps) and self.key() == other.key()
+
+    def key(self) -> tuple[float, ...]:
+        """Everything that the times depend on beside the start and the flow's length."""
+        return self.count, self._posting, self._overlap, self._latency
+
+    def pause(self, seconds: float) -> float:
+        """Return how long the wire rests after each flow of *seconds*, but for rounding."""
+        return max(self._posting - seconds, 0.0) + self._latency if self._overlap else self._latency + self._posting
+
+    def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
+        """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
+
+        These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
+        """
+        known = self._known
+        if known is None or known[0] != start or known[1] != seconds:
+            known = self._known = (start, seconds, self._sums(start, seconds))
+        return known[2]
+
+    def _sums(self, start: float, seconds: float) -> tuple[Times, ...]:
+        stages: tuple[float, ...] = (self._posting, seconds, self._latency)
+        if self._overlap:
+            stages = (max(self._posting, seconds), self._latency)
+        each = len(stages)
+        terms = np.empty(1 + each * self.count)
+        terms[0] = start
+        for place, stage in enumerate(stages):
+            terms[1 + place :: each] = stage
+        sums = np.add.accumulate(terms)
+        submitted, complete = sums[:-1:each], sums[each::each]
+        if not self._overlap:
+            return submitted, sums[1::each], sums[1::each], sums[2::each], complete
+        return submitted, submitted + self._posting, submitted, submitted + seconds, complete
+
+    def times(self, start: float, seconds: float) -> tuple[Times, Times]:
+        """Return when each flow begins and ends."""
+        _, _, begins, ends, _ = self.stages(start, seconds)
+        return begins, ends
+
+
+class SendQueue:
+    """Everything that one endpoint posts to one peer.
+
+    *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
+    Mooncake's TCP does beyond 1024 blocks), or the transfer waits, first come, first served, without keeping the
+    poster from other peers; a transfer larger than *depth* is let in alone, when nothing else is outstanding.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        poster: PostingThread,
+        model: EngineModel,
+        outward: Route,
+        inward: Route,
+        name: str,
+        copier: CopyEngine | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        self.name = name
+        self.model = model
+        # what is asked for each transfer; the model is no compiled class
+        self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
+        self._small, self._fresh = model.small, model.fresh_descriptor
+        self._known: dict[int, float] = {}  # seconds of posting, by descriptors
+        self._copier = copier
+        self._draws = draws
+        self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
+        self._clock: Clock = network.clock
+        self._network = network
+        self._poster = poster
+        self._waiting: deque[Posting] = deque()
+        queues: tuple[Link, ...] = ()
+        if isfinite(model.queue_rate):
+            queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
+        caps = model.rate, model.fastest(read=True)
+        if copier is not None and copier.within:  # the rates are those of links to other GPUs
+            caps = inf, inf
+        self._outward = Wire(network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False)
+        self._inward = Wire(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
+
+    def post(
+        self,
+        nbytes: int,
+        descriptors: int,
+        inward: bool,
+        done: Callable[[Posting], None],
+        tag: Any = None,
+        held: float = 0.0,
+    ) -> Posting:
+        """Post a transfer to the peer, or from it if *inward*; ``done(posting)`` is called when it is complete.
+
+        *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does
+        not wait.
+        """
+        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
+        if not self._depth or (not self._waiting and self._has_room(descriptors)):
+            self._admit(posting)
+        elif self.model.full == "wait":
+            self._waiting.append(posting)
+        else:
+            raise SendQueueFull(
+                f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine "
+                f"takes {self.model.depth} and refuses more; send smaller batches or fewer at once"
+            )
+        return posting
+
+    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, SeriesSteps] | None:
+        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle poster.
+
+        Return None if what they do to each other, or to others, is more than `SeriesSteps` says.
+        """
+        model, wire, poster = self.model, self._outward, self._poster
+        simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
+        at_once = model.small is not None and model.small.takes(descriptors, nbytes)
+        size = nbytes + descriptors * wire.occupancy
+        if not simple or at_once or model.fresh_descriptor or poster.free > self._clock.now or not size:
+            return None
+        posting = model.posting(descriptors) * poster.slowness
+        if self._copier is not None and self._copier.shared:
+            return None
+        if self._copier is not None and self._copier.sleeps:
+            first = self._clock.now if model.overlap else self._clock.now + posting
+            if not self._copier.stays_awake(first, posting + wire.latency):
+                return None
+        return wire.path, size, SeriesSteps(count, posting, model.overlap, wire.latency)
+
+    def resume(
+        self,
+        nbytes: int,
+        descriptors: int,
+        stages: Stages,
+        flow: Flow | None,
+        done: Callable[[Posting], None],
+        tag: Any,
+    ) -> Posting:
+        """Return a write of a series that is under way, as `post` would have made it.
+
+        *flow* is its own, if it is on the wire.
+        """
+        _, posted, begin, end, over = stages
+        posting = Posting(self._outward, nbytes, descriptors, done, tag, 0.0)
+        posting.posted = self._poster.free = posted
+        self.outstanding += descriptors
+        self._poster.under_way += 1
+        now = self._clock.now
+        if flow is not None:
+            posting.flow = flow
+            self._network.on_end(flow, self._on_carried, posting)
+        elif begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+            return posting
+        elif begin == now:
+            self._begin(posting)
+            return posting
+        else:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            ended = max(end, posted)
+            if flow is not None or ended > now:
+                self._copier.hold(posting, self._poster)
+            if flow is None and ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+        return posting
+
+    def carried(self, at: float) -> None:
+        """Take note that the last of a series was carried at *at*, which is past."""
+        if self._copier is not None:
+            self._copier.rests_since(at)
+
+    def seconds(self, posting: Posting) -> float:
+        """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
+        assert posting.posted is not None
+        wire = posting.wire
+        narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
+        posted = (
+            posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
+        )
+        return posted + posting.nbytes / narrowest + wire.latency + posting.held
+
+    def abort(self, posting: Posting) -> None:
+        """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
+        if posting.aborted:
+            return
+        posting.aborted = True
+        if posting.posted is None:
+            self._waiting.remove(posting)
+            return
+        if posting.flow is not None:
+            self._network.abort(posting.flow)
+        if self._copier is not None:
+            self._copier.leave(posting, self._poster)
+            self._copier.rest(posting, self._poster)
+        if self._poster.threads is not None:
+            self._poster.threads.drop(posting)
+        self._leave(posting)
+
+    def _has_room(self, descriptors: int) -> bool:
+        alone = self.model.full == "wait" and not self.outstanding
+        return alone or self.outstanding + descriptors <= self._depth
+
+    def _admit(self, posting: Posting) -> None:
+        poster, now = self._poster, self._clock.now
+        self.outstanding += posting.descriptors
+        early = self._enter(posting) - max(0, posting.descriptors - self._most) * self._fresh
+        self._most = max(self._most, posting.descriptors)
+        if poster.threads is not None:
+            work = (self._posting(posting.descriptors) - early) * poster.slowness
+            posting.posted = inf
+            poster.threads.post(work, self._on_taken, self._on_posted, posting)
+            return
+        start = max(now, poster.free)
+        if self._draws is not None:
+            start += self._draws.start()
+        posting.posted = poster.free = start + (self._posting(posting.descriptors) - early) * poster.slowness
+        begin = start if self._overlap else posting.posted
+        if self._pipelined:
+            begin = start + (self._posting(1) - early) * poster.slowness
+        if begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+        else:
+            self._begin(posting)
+
+    def _posting(self, descriptors: int) -> float:
+        """Return the seconds for which one call with so many *descriptors* keeps the posting thread."""
+        seconds = self._known.get(descriptors)
+        if seconds is None:
+            seconds = self._known[descriptors] = self.model.posting(descriptors)
+        return seconds
+
+    def _enter(self, posting: Posting) -> float:
+        """Have *posting* done at once, or under way; return by how much its posting is shorter."""
+        small, poster = self._small, self._poster
+        if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
+            poster.under_way += 1
+            return 0.0
+        posting.at_once = True
+        early, late = self.model.saved(posting.descriptors, posting.nbytes)
+        posting.held -= late
+        return early
+
+    def _on_taken(self, posting: Posting) -> None:
+        """Let the wire start, if it does so while one of several threads is posting."""
+        if self._overlap:
+            first = self._posting(1) * self._poster.slowness if self._pipelined else 0.0
+            self._clock.call_at(self._clock.now + first, self._begin, posting)
+
+    def _on_posted(self, posting: Posting) -> None:
+        posting.posted = self._clock.now
+        if not self._overlap:
+            self._begin(posting)
+        elif posting.carried and not posting.aborted:
+            self._on_carried(posting)
+
+    def _begin(self, posting: Posting) -> None:
+        if posting.aborted:
+            return
+        if self._copier is None:
+            self._carry(posting)
+        else:
+            self._copier.take(self._carry, posting, self._poster)
+
+    def _carry(self, posting: Posting) -> None:
+        if posting.aborted:  # while the copy engine woke for it
+            return
+        wire = posting.wire
+        size = posting.nbytes + posting.descriptors * wire.occupancy
+        if wire.streams is not None:
+            least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
+            posting.least = self._clock.now + least
+            posting.held += growing
+        if self._copier is None:
+            posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
+        else:
+            self._copier.carry(self._network, posting, self._poster, size, self._on_carried)
+
+    def _on_carried(self, posting: Posting) -> None:
+        posting.flow = None
+        assert posting.posted is not None
+        if posting.posted == inf:
+            posting.carried = True
+        else:
+            self._ends(posting)
+        if self._copier is not None:
+            self._copier.rest(posting, self._poster)
+
+    def _ends(self, posting: Posting) -> None:
+        """See to the end of *posting*, which is off the wire: it makes way when it is posted, too."""
+        assert posting.posted is not None
+        wire = posting.wire
+        ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted
+        now = self._clock.now
+        ended = max(max(now, ready), posting.least)
+        # rounded, what is saved may be more than the latency
+        over = max(ended, ended + wire.latency + posting.held)
+        if over > now:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            if ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+            else:
+                self._make_way(posting)
+        if over <= now:
+            self._complete(posting)
+
+    def _make_way(self, posting: Posting) -> None:
+        assert self._copier is not None
+        self._copier.leave(posting, self._poster)
+
+    def _complete(self, posting: Posting) -> None:
+        if not posting.aborted:
+            self._leave(posting)
+            posting.done(posting)
+
+    def _leave(self, posting: Posting) -> None:
+        self.outstanding -= posting.descriptors
+        if not posting.at_once:
+            self._poster.under_way -= 1
+        waiting = self._waiting
+        while waiting and self._has_room(waiting[0].descriptors):
+            self._admit(waiting.popleft())

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in a modelled job, and the chance that decides it.
+
+A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that
+one seed gives one run.  Nothing here breaks a promise of the waist: messages of one sender to one receiver keep
+their order, and bytes are read and land between the call and `Transfer.settled`.  Without a plan nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import inf, log1p
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pdsim.core.clock import Clock
+    from pdsim.transfer import Batch
+
+__all__ = ["Chance", "Faults", "Observer", "Pause", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
+
+
+class Slow(NamedTuple):
+    """From *start* to *end*, computing and posting take *factor* times as long on *rank*."""
+
+    rank: str
+    start: float
+    end: float
+    factor: float
+
+
+class Silence(NamedTuple):
+    """From *start* to *end*, no control message to or from *rank* arrives; at *end* all do, in order.
+
+    The rank goes on, and so do its transfers: to the others it looks dead until it is back.
+    """
+
+    rank: str
+    start: float
+    end: float
+
+
+class Pause(NamedTuple):
+    """From *start* to *end*, *rank* stands still, as a stopped process does; what is due then happens at *end*.
+
+    Transfers that it has posted go on, and so does what it computes.  To the others it looks dead until it is back.
+    """
+
+    rank: str
+    start: float
+    end: float
+
+
+class Squeeze(NamedTuple):
+    """From *start* to *end*, *link* carries *factor* times what it otherwise does; 0 cuts it."""
+
+    link: str
+    start: float
+    end: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """A plan.  Shares are from 0 to 1, times in seconds after the start; *delay* and *lateness* are means."""
+
+    delayed: float = 0.0  # share of control messages that are held up, and those behind them on the same socket
+    delay: float = 0.0  # for how long, exponential
+    late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
+    lateness: float = 0.0  # for how long, exponential
+    broken: float = 0.0  # share of transfers that the engine reports as failed, though some or all bytes have moved
+    stray: bool = False  # bytes are read and land at any instant between post and completion, not at the last
+    torn: bool = False  # the same, and a transfer moves in two to four parts, each of them at instants of its own
+    shuffle: bool = False  # what is due at one instant on several ranks happens in any order
+    slow: tuple[Slow, ...] = ()
+    squeezes: tuple[Squeeze, ...] = ()
+    silences: tuple[Silence, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
+
+    def __post_init__(self) -> None:
+        for name in ("delayed", "late", "broken"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
+        for name in ("delay", "lateness"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"faults.{name} must be >= 0, got {getattr(self, name)}")
+        if not self.until >= 0:
+            raise ValueError(f"faults.until must be >= 0, got {self.until}")
+        for name, start, end, factor in (*self.slow, *self.squeezes):
+            if not 0 <= start <= end or not factor >= 0:
+                raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
+        for name, start, end in self.absences:
+            if not 0 <= start <= end:
+                raise ValueError(f"{name}: start={start} and end={end} must be in order")
+
+    @property
+    def absences(self) -> tuple[Silence | Pause, ...]:
+        """When a rank is not heard, though it lives."""
+        return *self.silences, *self.pauses
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of what this plan makes use of."""
+        return tuple(kind.name for kind in fields(self) if kind.name != "until" and getattr(self, kind.name))
+
+
+class Observer(Protocol):
+    """What a job tells whoever checks it, in the order in which it happens.  It must not change anything."""
+
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:
+        """Take note of a control message that leaves."""
+
+    def posted(self, batch: Batch, label: str) -> None:
+        """Take note of a transfer that was asked for."""
+
+    def held_up(self, label: str) -> None:
+        """Take note that the completion of the transfer that has just been posted is held up."""
+
+    def broken(self, label: str) -> None:
+        """Take note that the engine will report the transfer that has just been posted as failed."""
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Take note that these bytes of a transfer, maybe not all of it, are read at the source now."""
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Take note that these bytes of a transfer, maybe not all of it, are at the target now."""
+
+    def copied(self, batch: Batch) -> None:
+        """Take note that a device has copied *batch* within its memory now."""
+
+    def joined(self, member: Any) -> None:
+        """Take note of a program's own object, which it shows of its own accord (`Rank.observer`)."""
+
+    def ended(self, rank: str, error: str) -> None:
+        """Take note of the end of *rank*, with the *error* of `RankResult`."""
+
+
+class Chance:
+    """The draws of one job."""
+
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self._faults = faults
+        self._messages = uniforms(seed, "fabric.messages")
+        self._lateness = uniforms(seed, "fabric.lateness")
+        self._instants = uniforms(seed, "fabric.instants")
+        self._tears = uniforms(seed, "fabric.tears")
+        self._breaks = uniforms(seed, "fabric.breaks")
+        self.ties = uniforms(seed, "fabric.ties")
+        self.strays = faults.stray or faults.torn
+        self._calm = False
+
+    def calm(self) -> None:
+        """Hold up nothing from now on."""
+        self._calm = True
+
+    def message(self, sender: str, receiver: str, at: float) -> float:
+        """Return when the next control message between these ranks arrives that would do so *at*."""
+        if self._calm:
+            return at
+        at += _held(self._messages, self._faults.delayed, self._faults.delay)
+        for rank, start, end in self._faults.silences:
+            if rank in (sender, receiver) and start <= at < end:
+                at = end
+        return at
+
+    def breaks(self) -> float | None:
+        """Return the share of the next transfer's bytes that move before the engine reports a failure, or None."""
+        if self._calm or not self._faults.broken or next(self._breaks) >= self._faults.broken:
+            return None
+        kind = 3 * next(self._breaks)
+        return 0.0 if kind < 1 else 1.0 if kind < 2 else next(self._breaks)
+
+    def transfer(self) -> float:
+        """Return for how long the completion of the next transfer is held up."""
+        return 0.0 if self._calm else _held(self._lateness, self._faults.late, self._faults.lateness)
+
+    def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
+        """Yield the parts in which a transfer of *nbytes* moves, each from its first byte to the one after its last.
+
+        After how long the source of the part is read follows, and after how long its target is written, if the
+        transfer may take *seconds*: either at once, at some time in between or, as good as never, at the end.
+        """
+        for first, end in pairwise((0, *self._cuts(nbytes), nbytes)):
+            yield first, end, self._instant(seconds), self._instant(seconds)
+
+    def _cuts(self, nbytes: int) -> list[int]:
+        """Return where a transfer is torn: one to three of the bytes after its first."""
+        if not self._faults.torn or nbytes < 2:
+            return []
+        many = 1 + int(3 * next(self._tears))
+        return sorted({1 + int((nbytes - 1) * next(self._tears)) for _ in range(many)})
+
+    def _instant(self, seconds: float) -> float:
+        kind = next(self._instants)
+        return (0.0, seconds * next(self._instants), seconds * 1e3)[int(kind * 3)]
+
+
+class Ties:
+    """Keys for what is scheduled: those of one rank in order within an instant, those of several ranks in any.
+
+    With *each*, every key is drawn: the hardware promises no order at all.  Of one job all share *numbers*, for two
+    ranks may draw the same, and no two keys may be equal.
+    """
+
+    def __init__(self, clock: Clock, draws: Iterator[float], numbers: Iterator[int], each: bool = False) -> None:
+        self._clock = clock
+        self._draws = draws
+        self._each = each
+        self._numbers = numbers
+        self._at = -1.0
+        self._key = 0
+
+    def __iter__(self) -> Ties:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> int:
+        """Return the next key."""
+        now = self._clock.now
+        if self._each or now != self._at:
+            self._at, self._key = now, int(next(self._draws) * (1 << 20)) << 40
+        return self._key + next(self._numbers)
+
+
+def _held(draws: Iterator[float], share: float, mean: float) -> float:
+    if not share or next(draws) >= share:
+        return 0.0
+    return -mean * log1p(-next(draws))
+
+
+def uniforms(seed: int, name: str) -> Iterator[float]:
+    """Yield numbers from 0 to 1 without end: of *seed*, a stream for each *name*."""
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
+    while True:
+        yield from random.random(64).tolist()

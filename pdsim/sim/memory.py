@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated memory: a `Device` for each rank, its buffers, and the physical memory that ranks of one place share.
+
+With ``memory="timing"`` a buffer has a size and an address and no contents; with ``memory="tracked"`` it has bytes,
+which the operating system commits only where something was written.
+
+Memory that a transfer may still touch is never handed out again: a buffer that is freed while it is *held* stays
+where it is, and counts as used, until the last hold is released.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import insort
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from simpy.events import Event
+
+from pdsim.core.clock import Clock, fire
+from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
+from pdsim.core.units import format_size
+from pdsim.sim.host_latency import HostLatency
+from pdsim.sim.side_traffic import SideTraffic
+from pdsim.transfer.batch import move
+from pdsim.transfer.group import SYMMETRIC
+
+if TYPE_CHECKING:
+    from pdsim.hardware.machine import Copies
+    from pdsim.sim.flows.network import Link, Network
+    from pdsim.transfer import Batch, Buffer, Region
+
+    _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
+
+__all__ = [
+    "LAUNCH",
+    "POOLS",
+    "Bytes",
+    "DeviceMemory",
+    "SimBuffer",
+    "SimDevice",
+    "SymmetricPool",
+    "copy_bytes",
+    "read_pieces",
+    "write_pieces",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+LAUNCH = 3e-6
+"""Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's for a memory kernel."""
+
+POOLS = ("default", SYMMETRIC, "nvlink")
+
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag, which Python has a name for from 3.13 on."""
+
+BASE = 1 << 32
+"""The first address: not 0, so that an address that was never set is never a valid one."""
+
+
+class SimBuffer:
+    """A contiguous piece of a `DeviceMemory`."""
+
+    __slots__ = ("_contents", "_freed", "_held", "_memory", "address", "pool", "registered", "size", "touched")
+
+    def __init__(self, memory: DeviceMemory, address: int, size: int, pool: str) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.registered = ""  # the region's name, or nothing
+        self.touched = False  # whether anything was ever written to it: else it is all zeros
+        self._memory = memory
+        self._freed = False
+        self._held = 0
+        self._contents: npt.NDArray[np.uint8] | None = _zeros(size) if memory.tracked else None
+
+    def __repr__(self) -> str:
+        return f"<SimBuffer of {self.size} bytes at {self.address:#x} on {self._memory.name}>"
+
+    @property
+    def freed(self) -> bool:
+        """Whether its owner has given it back."""
+        return self._freed
+
+    @property
+    def contents(self) -> npt.NDArray[np.uint8]:
+        """The bytes themselves, to be read.  Raise a `TypeError` if the memory keeps none."""
+        if self._contents is None:
+            raise TypeError(
+                f"buffers on {self._memory.name} have no contents with memory=timing; run memory=tracked"
+            )
+        return self._contents
+
+    def touch(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes themselves, to be written; the errors of `contents`."""
+        contents = self.contents
+        self.touched = True
+        return contents
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of *size* bytes at *offset*; the errors of `pdsim.transfer.Buffer.read`."""
+        return self._slice(offset, size).tobytes()
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Store *data* at *offset*; the errors of `read`."""
+        self._slice(offset, len(data))[:] = np.frombuffer(data, np.uint8)
+        self.touched = True
+
+    def hold(self) -> None:
+        """Keep the memory from being handed out again until `release` has been called as often."""
+        self._held += 1
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self._held -= 1
+        if self._freed and not self._held:
+            self._memory.reclaim(self)
+
+    def free(self) -> None:
+        """Give the memory back as soon as nobody holds it.  Raise a `ValueError` if that was asked before."""
+        if self._freed:
+            raise ValueError(f"{self!r} has been freed already; free a buffer once")
+        self._freed = True
+        if not self._held:
+            self._memory.reclaim(self)
+
+    def forget(self) -> None:
+        """Let go of the contents; for the memory that it is a piece of, once nobody holds it."""
+        self._contents = None
+
+    def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        if self._freed:
+            raise ValueError(f"{self!r} has been freed; read and write a buffer before that")
+        contents = self.contents
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise IndexError(f"[{offset}, {offset + size}) is outside a buffer of {self.size} bytes")
+        return contents[offset : offset + size]
+
+
+class DeviceMemory:
+    """The memory of one GPU or host: addresses, handed out first fit, and how much each pool holds.
+
+    *pools* limits single pools, in bytes; all share the capacity.  Addresses begin at *base*.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        pools: Mapping[str, int] | None = None,
+        tracked: bool = False,
+        base: int = BASE,
+    ) -> None:
+        for pool in pools or ():
+            _check_pool(pool)
+        self.name = name
+        self.capacity = capacity
+        self.tracked = tracked
+        self.used = 0
+        self._copier: object = None
+        self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
+        self._pool_used = dict.fromkeys(POOLS, 0)
+        self._peak = dict.fromkeys(POOLS, 0)
+        self._gaps: list[tuple[int, int]] = [(base, capacity)]  # address and size, ascending, never touching
+        self._buffers: dict[int, SimBuffer] = {}  # by address
+
+    def allocate(self, size: int, pool: str) -> SimBuffer:
+        """Return *size* zeroed bytes.  The errors of `pdsim.transfer.Device.allocate`."""
+        _check_pool(pool)
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        if self._pool_used[pool] + size > self._limit[pool]:
+            raise OutOfMemory(
+                f"{format_size(size)} do not fit in pool {pool!r} of {self.name}: "
+                f"{format_size(self._pool_used[pool])} "
+                f"of {format_size(self._limit[pool])} are in use; free some or take less"
+            )
+        buffer = SimBuffer(self, self._take(size), size, pool)
+        self._buffers[buffer.address] = buffer
+        self.used += size
+        self._pool_used[pool] += size
+        self._peak[pool] = max(self._peak[pool], self._pool_used[pool])
+        return buffer
+
+    def reclaim(self, buffer: SimBuffer) -> None:
+        """Make the addresses of *buffer* free, and one gap with the free ones beside them."""
+        del self._buffers[buffer.address]
+        buffer.forget()
+        self.used -= buffer.size
+        self._pool_used[buffer.pool] -= buffer.size
+        insort(self._gaps, (buffer.address, buffer.size))
+        merged: list[tuple[int, int]] = []
+        for address, size in self._gaps:
+            if merged and sum(merged[-1]) == address:
+                address, size = merged[-1][0], merged.pop()[1] + size
+            merged.append((address, size))
+        self._gaps = merged
+
+    def at(self, address: int) -> SimBuffer | None:
+        """Return the buffer that starts at *address*, if any."""
+        return self._buffers.get(address)
+
+    def turns(self, copier: object) -> bool:
+        """Note that *copier* copies now; return whether somebody else did so last."""
+        before, self._copier = self._copier, copier
+        return before is not None and before is not copier
+
+    def peaks(self) -> dict[str, float]:
+        """Return the most that each pool has held, as a share of what it may hold; pools never used are left out."""
+        return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
+
+    def _take(self, size: int) -> int:
+        """Take *size* bytes of the first gap that has them; return the address.  Raise `OutOfMemory` if none has."""
+        for index, (address, room) in enumerate(self._gaps):
+            if room >= size:
+                self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        largest = max((room for _, room in self._gaps), default=0)
+        raise OutOfMemory(
+            f"{format_size(size)} do not fit on {self.name}: "
+            f"{format_size(self.used)} of {format_size(self.capacity)} "
+            f"are in use and the largest gap has {format_size(largest)}; free some or take less"
+        )
+
+
+class _Segment(DeviceMemory):
+    """Memory that was reserved in one piece; what it holds is part of it, and it goes when the last of that does."""
+
+    def __init__(self, memory: DeviceMemory, size: int) -> None:
+        self._whole = memory.allocate(size, SYMMETRIC)
+        self._closed = False
+        super().__init__(f"{memory.name}/{SYMMETRIC}", size, tracked=memory.tracked, base=self._whole.address)
+
+    def reclaim(self, buffer: SimBuffer) -> None:
+        super().reclaim(buffer)
+        if self._closed and not self.used:
+            self._whole.free()
+
+    def close(self) -> None:
+        self._closed = True
+        if not self.used:
+            self._whole.free()
+
+
+class SymmetricPool:
+    """The memory that one rank's group has reserved, handed out first fit, segment after segment.
+
+    Equal calls on all ranks give equal offsets, as symmetric memory must have.  A buffer lies within one segment.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._segments: list[_Segment] = []
+        self.owner: object = None  # the group that reserved it
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.capacity for segment in self._segments)
+
+    def reserve(self, size: int) -> None:
+        """Add a segment of *size* bytes.  Raise `OutOfMemory` if the device has no room."""
+        self._segments.append(_Segment(self._memory, size))
+
+    def give_back(self) -> None:
+        """Undo the last `reserve`, of which nothing has been used."""
+        self._segments.pop().close()
+
+    def allocate(self, size: int) -> SimBuffer:
+        """Return *size* zeroed bytes.  Raise `OutOfMemory` if no segment has that much in one piece."""
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        for segment in self._segments:
+            with suppress(OutOfMemory):
+                return segment.allocate(size, SYMMETRIC)
+        used = sum(segment.used for segment in self._segments)
+        raise OutOfMemory(
+            f"{format_size(size)} do not fit into the symmetric pool of {self._memory.name}: {format_size(used)} of "
+            f"{format_size(self.reserved)} are in use; have all ranks reserve more with Group.reserve"
+        )
+
+    def at(self, address: int) -> SimBuffer | None:
+        """Return the buffer that starts at *address*, if any."""
+        found = (segment.at(address) for segment in self._segments)
+        return next((buffer for buffer in found if buffer is not None), None)
+
+    def close(self) -> None:
+        """Give the segments back, each as soon as nothing holds any of it."""
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+
+class SimDevice:
+    """One rank's view of a `DeviceMemory`: the simulated `pdsim.transfer.Device`.
+
+    Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
+    everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a
+    device do not slow each other down.  *copies* says what a copy costs beside bandwidth, *host_latency* when the
+    rank learns of the end of a computation.
+    """
+
+    holds_bytes: bool
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        clock: Clock,
+        network: Network,
+        link: Link,
+        copies: Copies | None = None,
+        host_latency: HostLatency | None = None,
+        traffic: SideTraffic | None = None,
+    ) -> None:
+        self.memory = memory
+        self.symmetric = SymmetricPool(memory)
+        self.holds_bytes = memory.tracked
+        self._clock = clock
+        self.network = network
+        self._through = network.path([link, link])  # a copy reads and writes
+        self.traffic = traffic or SideTraffic(clock, network)
+        self._copies = copies
+        self.host_latency = host_latency or HostLatency()
+        self._planned = 0.0  # when everything that was to be copied has been launched
+        self._free = 0.0
+        self.slowness = 1.0  # how many times as long as usual computation takes
+        self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
+        self._buffers: dict[SimBuffer, None] = {}
+
+    @property
+    def name(self) -> str:
+        """Such as ``"node0/gpu3"``."""
+        return self.memory.name
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated in all."""
+        return self.memory.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated now, by all ranks, those in quarantine included."""
+        return self.memory.used
+
+    def allocate(self, size: int, pool: str = "default") -> SimBuffer:
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
+        buffer = self.symmetric.allocate(size) if pool == SYMMETRIC else self.memory.allocate(size, pool)
+        self._buffers[buffer] = None
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back.
+
+        Raise a `RegistrationError` while it is registered, a `ValueError` if it is not one of this device's.
+        """
+        if not isinstance(buffer, SimBuffer) or not self.owns(buffer):
+            raise ValueError(f"{buffer!r} is not allocated by this rank on {self.name}, or has been freed already")
+        if buffer.registered:
+            raise RegistrationError(f"{buffer!r} is registered as {buffer.registered!r}; deregister it first")
+        del self._buffers[buffer]
+        buffer.free()
+
+    def owns(self, buffer: SimBuffer) -> bool:
+        """Whether this rank has allocated *buffer* here and not freed it."""
+        return buffer in self._buffers
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device: `Copies.busy`, twice the bytes at a fair share of the bandwidth, `LAUNCH`.
+
+        Copies of a rank are planned one after the other; their bytes do not wait for one another.  Contents are read
+        and written at the end.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its
+        buffer is gone.
+        """
+        source, target = self._buffer(batch.source), self._buffer(batch.target)
+        done = self._clock.event()
+        source.hold()
+        target.hold()
+        work = batch, source, target, done
+        busy = self._copies.busy(batch.pieces, self.memory.turns(self)) if self._copies is not None else 0.0
+        if busy:
+            self._planned = max(self._clock.now, self._planned) + busy
+            self.network.clock.call_at(self._planned, self._launch, work)
+        else:
+            self._launch(work)
+        return done
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds*, after everything that this rank asked for before.
+
+        Raise a `ValueError` if *seconds* is negative.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds={seconds} must be >= 0")
+        self._free = max(self._clock.now, self._free) + seconds * self.slowness
+        if self.host_latency.instant:
+            return self._clock.at(self._free)
+        done = self._clock.event()
+        self._clock.call_at(self._free, self._computed, done)
+        return done
+
+    def close(self) -> None:
+        """Free everything that is left, as the end of a process does."""
+        for buffer in self._buffers:
+            buffer.registered = ""
+            buffer.free()
+        self._buffers.clear()
+        self.symmetric.close()
+
+    def _computed(self, done: Event) -> None:
+        self._clock.call_at(self.host_latency.acts(self._clock.now), fire, done)
+
+    def _launch(self, work: _Copy) -> None:
+        """Start to move the bytes of a copy that has been planned."""
+        batch, source, target, _ = work
+        if self._clock.stopped:  # a rank that ends while it plans a copy launches none
+            source.release()
+            target.release()
+        else:
+            self.network.start(self._through, batch.nbytes, self._on_copied, work)
+
+    def _on_copied(self, work: _Copy) -> None:
+        """Note that the bytes of a copy have moved; its end is seen `LAUNCH` later."""
+        clock = self.network.clock
+        clock.call_at(clock.now + LAUNCH, self._finish, work)
+
+    def _finish(self, work: _Copy) -> None:
+        batch, source, target, done = work
+        if self.watch is not None and not self._clock.stopped:
+            self.watch(batch)
+        if self.holds_bytes and not self._clock.stopped:
+            copy_bytes(batch, source, target)
+        source.release()
+        target.release()
+        if not self._clock.stopped:
+            fire(done)
+
+    def _buffer(self, region: Region) -> SimBuffer:
+        if region.device != self.name:
+            raise InvalidBatch(
+                f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works "
+                f"within a device; use Endpoint.write between devices"
+            )
+        buffer = self.memory.at(region.address)
+        if buffer is None or self.symmetric.reserved:  # which may begin at the same address
+            buffer = self.symmetric.at(region.address) or buffer
+        if buffer is None or buffer.freed or buffer.size < region.size:
+            raise RegistrationError(f"the memory of region {region.owner}/{region.name} has been freed")
+        return buffer
+
+
+def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:
+    """Move the contents of *batch* at once: all is read before anything is written."""
+    if source is target:
+        write_pieces(batch, target, [piece.copy() for piece in read_pieces(batch, source)])
+    elif source.touched or target.touched:  # else zeros would be put in the place of zeros
+        move(source.contents, target.touch(), batch.source_offset, batch.target_offset, batch.size)
+
+
+def read_pieces(batch: Batch, source: SimBuffer) -> list[Bytes]:
+    """Return views of what the descriptors of *batch* cover at the source."""
+    contents = source.contents
+    ends = zip(batch.source_offset.tolist(), (batch.source_offset + batch.size).tolist(), strict=True)
+    return [contents[start:end] for start, end in ends]
+
+
+def write_pieces(batch: Batch, target: SimBuffer, pieces: list[Bytes]) -> None:
+    """Put *pieces*, one for each descriptor of *batch*, where they belong at the target."""
+    written = target.touch()
+    for to, piece in zip(batch.target_offset.tolist(), pieces, strict=True):
+        written[to : to + len(piece)] = piece
+
+
+def _zeros(size: int) -> npt.NDArray[np.uint8]:
+    """Return bytes that the operating system commits where they are written, and reserves nowhere."""
+    if size < 1 << 20:
+        return np.zeros(size, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
+
+
+def _check_pool(pool: str) -> None:
+    """Raise a `ValueError` if there is no *pool* of that name."""
+    if pool not in POOLS:
+        raise ValueError(f"pool={pool!r} must be one of {', '.join(POOLS)}")

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A modelled job: the machine, its ranks, and the run from the first event to the end of the last rank."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simpy.core import EmptySchedule
+
+from pdsim.core.errors import ConfigError
+from pdsim.core.guards import ranks_named
+from pdsim.hardware.costs import Jitter
+from pdsim.sim.channel import Absent, SimChannel
+from pdsim.sim.collective import SimGroup, SimGroups
+from pdsim.sim.faults import Chance, Faults, Observer
+from pdsim.sim.flows.network import Network
+from pdsim.sim.fold import Columns, plan
+from pdsim.sim.host_latency import HostLatency
+from pdsim.sim.jitter import Draws
+from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.memory import DeviceMemory, SimDevice
+from pdsim.sim.sampling import Sampling
+from pdsim.sim.shared import Fabric
+from pdsim.sim.side_traffic import SideTraffic
+from pdsim.sim.sim_endpoint import SimEndpoint
+from pdsim.sim.topology import Site, Topology
+from pdsim.transfer import Program
+from pdsim.transfer.compact import Compact, plain
+from pdsim.transfer.job import JobJournal, Outcome, Rank, RankResult, RankSpec
+from pdsim.transfer.transfer_log import TransferLog, joined, logs
+
+if TYPE_CHECKING:
+    from simpy.events import Event
+
+    from pdsim.hardware.costs import Collective, Engine
+    from pdsim.hardware.machine import LinkChange, Machine
+    from pdsim.sim.flows.network import Link
+
+__all__ = ["Model"]
+
+_log = logging.getLogger(__name__)
+
+STRIDE = 16384
+"""Events between two calls of `Model.progress`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
+
+    *collective* is what groups of ranks cost; without it there are none.
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*
+    and *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that
+    names them: a rank that waits forever would otherwise not be noticed beside one that never stops asking for it.
+    With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants
+    or up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
+    ``progress(now, done, of)`` is called now and then with the virtual time and what a rank has counted
+    (`pdsim.transfer.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
+
+    With *journal*, records and rows of requests are left there while the job runs, so that memory does not grow.
+
+    With *fold*, ranks that say that they are alike run once (`pdsim.sim.fold`) where that is exact: with
+    ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody
+    killed. If a rank of such a job ends with an error, it is run again with all of them.
+    """
+
+    machine: Machine
+    engine: Engine
+    memory: str = "timing"
+    seed: int = 0
+    progress: Callable[[float, int, int], None] | None = None
+    faults: Faults | None = None
+    limit: float = inf
+    observer: Observer | None = None
+    collective: Collective | None = None
+    jitter: Jitter | None = None
+    samples: int = 0
+    fold: bool = True
+    journal: JobJournal | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory not in ("timing", "tracked"):
+            raise ConfigError(f"memory={self.memory!r} must be 'timing' or 'tracked'")
+        if not self.limit > 0:
+            raise ConfigError(f"limit={self.limit} must be > 0 seconds")
+
+    def run(
+        self,
+        ranks: Sequence[RankSpec],
+        kill: Mapping[str, float] | None = None,
+        restart: Mapping[str, float] | None = None,
+    ) -> Outcome:
+        """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
+
+        A program that raises ends its own rank only. When nothing is scheduled any more, the ranks that still wait
+        end with an error. *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
+        again that have ended by then. The outcome has every rank by name, virtual seconds, SimPy events, and the use
+        of links and memory.
+
+        The same arguments give the same outcome, bit for bit, on any machine.
+
+        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
+        or a program that cannot be imported.
+        """
+        job = _ModelJob(self, ranks, kill or {}, restart or {})
+        outcome = job.run()
+        return outcome if job.exact(outcome) else replace(self, fold=False).run(ranks)
+
+    def using(self, engine: Engine) -> Model:
+        """Return the same machine with another *engine*."""
+        return replace(self, engine=engine)
+
+
+class _Records:
+    """The recorder of *rank*: keeps everything, most of it in *journal* if there is one."""
+
+    def __init__(self, rank: str = "", journal: JobJournal | None = None) -> None:
+        self.transfers = TransferLog(rank=rank, spill=None if journal is None else journal.transfers)
+        self.transfer = self.transfers.append
+        self.series = self.transfers.extend_run
+
+
+class _Member:
+    """One rank of a job and what is the model's behind it; a rank that starts again is another member."""
+
+    def __init__(
+        self,
+        clock: RankClock,
+        device: SimDevice,
+        endpoint: SimEndpoint,
+        channel: SimChannel,
+        records: _Records,
+    ) -> None:
+        self.clock = clock
+        self.device = device
+        self.endpoint = endpoint
+        self.channel = channel
+        self.records = records
+
+    def end(self, by_force: bool) -> None:
+        """Give back what the rank had, as the end of a process does.
+
+        *by_force* it is killed: nobody is left to be told of its own transfers.
+        """
+        self.clock.stop()
+        self.channel.close()
+        if by_force:
+            self.endpoint.kill()
+        else:
+            self.endpoint.close()
+        self.device.close()
+
+
+class _ModelJob:
+    """One run of a `Model`.
+
+    It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes
+    of links), and steps through the events until no rank is left. Ranks that are alike have one member that stands
+    for all, if the model folds.
+    """
+
+    def __init__(
+        self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
+    ) -> None:
+        names = [spec.name for spec in specs]
+        ranks_named(names, kill=kill, restart=restart, like={spec.like: 0.0 for spec in specs if spec.like})
+        programs = [_load(spec) for spec in specs]
+        self._model = model
+        self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
+        shuffled = self._chance is not None and model.faults is not None and model.faults.shuffle
+        self._clock = JobClock(self._chance.ties if self._chance is not None and shuffled else None)
+        self._network = Network(self._clock)
+        self._topology = Topology(model.machine, self._network)
+        shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
+        jitter = model.jitter
+        draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
+        ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
+        crowded = frozenset(place for place, count in ranks.items() if count > 1)
+        sampled = model.samples and not shuffled
+        self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
+        exact = not (kill or restart) and model.observer is None and draws is None and self._chance is None
+        exact = exact and model.memory == "timing" and not isfinite(model.limit) and not model.samples
+        columns = plan(specs, self._topology, model.engine) if model.fold and exact else Columns()
+        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded, columns)
+        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
+        self._channels: dict[str, SimChannel | Absent] = {}
+        self._memories: dict[str, DeviceMemory] = {}
+        self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
+        self._columns = self._fabric.columns
+        absent = self._columns.originals
+        self._live: dict[str, _Member] = {}
+        self._ranks: dict[str, Rank] = {}
+        for spec in specs:
+            if spec.name in absent:
+                self._stand_in(spec, self._specs[absent[spec.name]][0])
+            else:
+                self._live[spec.name] = self._member(spec)
+        self._results: dict[str, RankResult] = {}
+        for name in self._live:
+            self._start(name)
+        for name, at in kill.items():
+            self._clock.call_at(at, self._kill, name)
+        for name, at in restart.items():
+            self._clock.call_at(at, self._restart, name)
+        if isfinite(model.limit):
+            self._clock.call_at(model.limit, self._overrun, model.limit)
+        for change in model.machine.link.changes if model.machine.link is not None else ():
+            self._clock.call_at(change.start, self._change, change)
+        if model.faults is not None:
+            self._plan(model.faults)
+        if self._chance is not None and model.faults is not None and isfinite(model.faults.until):
+            self._clock.call_at(model.faults.until, lambda chance: chance.calm(), self._chance)
+
+    def _change(self, change: LinkChange) -> None:
+        """Let *change*, which begins now, happen to the links of its hop."""
+        assert self._topology.chain is not None
+        now = self._clock.now
+        end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
+        for link in self._network.links:
+            if link.name in (f"link{change.hop}.up", f"link{change.hop}.down"):
+                self._clock.call_at(end, self._squeeze, (link, link.nominal))
+                self._squeeze((link, link.nominal * change.share))
+
+    def _plan(self, faults: Faults) -> None:
+        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for an unknown rank or link."""
+        links = {link.name: link for link in self._network.links}
+        slow_ranks = {slow.rank: slow.start for slow in faults.slow}
+        pauses = {pause.rank: pause.start for pause in faults.pauses}
+        ranks_named(tuple(self._specs), **{"faults.slow": slow_ranks, "faults.pauses": pauses})
+        for pause in faults.pauses:
+            self._clock.call_at(pause.start, self._pause, (pause.rank, pause.end))
+        for slow in faults.slow:
+            self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
+            self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
+        for squeeze in faults.squeezes:
+            link = links.get(squeeze.link)
+            if link is None:
+                raise ConfigError(f"faults.squeezes name link {squeeze.link!r}; there are {', '.join(links)}")
+            capacity = link.capacity
+            for at, share in ((squeeze.start, squeeze.factor), (squeeze.end, 1.0)):
+                self._clock.call_at(at, self._squeeze, (link, capacity * share))
+
+    def _slow(self, what: tuple[str, float]) -> None:
+        """Let a rank compute and post so many times slower, if it runs."""
+        name, factor = what
+        member = self._live.get(name)
+        if member is not None:
+            member.device.slowness = member.endpoint.slowness = factor
+
+    def _pause(self, what: tuple[str, float]) -> None:
+        name, end = what
+        member = self._live.get(name)
+        if member is not None:
+            member.clock.pause(end)
+
+    def _squeeze(self, what: tuple[Link, float]) -> None:
+        """Give a link another capacity, in bytes/s, from now on."""
+        self._network.set_capacity(*what)
+
+    def _restart(self, name: str) -> None:
+        """Start *name* again, as a new process with an endpoint of its own, if it has ended."""
+        if name not in self._live:
+            self._live[name] = self._member(self._specs[name][0])
+            self._start(name)
+
+    def run(self) -> Outcome:
+        """Step through the events until no rank is left, or folding turns out to be wrong."""
+        with _seldom_collecting():
+            while self._live and not self._columns.crossings:
+                self._turn()
+        return self._outcome()
+
+    def _turn(self) -> None:
+        """Handle the next `STRIDE` events, and report the time; ranks that wait for nothing any more are ended."""
+        try:
+            self._clock.turn(STRIDE, self._live, self._on_crash)
+        except EmptySchedule:
+            self._deadlock()
+        if self._model.progress is not None:
+            self._model.progress(self._clock.now, *self._counted())
+
+    def _counted(self) -> tuple[int, int]:
+        """Return how much of the job's work is done, and of how much: of the first rank that counts, else 0 of 0."""
+        read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
+        return read(), of
+
+    def _member(self, spec: RankSpec) -> _Member:
+        """Return the rank of *spec*, made anew; it may share its device's memory, all else is its own."""
+        fabric, clock = self._fabric, RankClock(self._clock, spec.name)
+        site = self._topology.site(spec.place)
+        host, link = self._model.machine.host, self._topology.memory(site)
+        gpu = self._model.machine.gpu if site.gpu is not None else None
+        copies = host.copies if gpu is None else gpu.copies
+        host_latency = HostLatency(host, self._clock.now)
+        traffic = SideTraffic.at(site, clock, self._network, self._topology)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
+        records = _Records(spec.name, self._model.journal)
+        hold = self._chance.message if self._chance is not None else None
+        observer = self._model.observer
+        watch = observer.sent if observer is not None else None
+        device.watch = observer.copied if observer is not None else None
+        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
+        delay = self._delay if self._model.machine.link is not None else None
+        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
+        return _Member(clock, device, endpoint, channel, records)
+
+    def _stand_in(self, spec: RankSpec, original: RankSpec) -> None:
+        """Let *original* run for *spec*."""
+        channel = self._channels[original.name]
+        assert isinstance(channel, SimChannel)
+        channel.stand_for(self._columns.copies[original.name], self._columns.copies)
+        self._channels[spec.name] = Absent(channel)
+        here, there = self._topology.site(spec.place), self._topology.site(original.place)
+        self._memories[here.name] = self._memories[there.name]
+
+    def exact(self, outcome: Outcome) -> bool:
+        """Return whether *outcome* is what it would have been if every rank had run."""
+        if not self._columns:
+            return True
+        absent = [channel for channel in self._channels.values() if isinstance(channel, Absent)]
+        failed = any(result.error for result in outcome.ranks.values())
+        return not (failed or self._columns.crossings) and all(channel.agrees for channel in absent)
+
+    def _delay(self, sender: str, receiver: str) -> float:
+        """Return the seconds that a message from *sender* takes to *receiver*'s node over the machine's link."""
+        one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
+        return self._topology.delay(one, other)
+
+    def _memory(self, site: Site) -> DeviceMemory:
+        """Return the memory at *site*, a GPU's or a host's, which all ranks there share."""
+        memory = self._memories.get(site.name)
+        if memory is None:
+            machine = self._model.machine
+            size = machine.host.memory if site.gpu is None or machine.gpu is None else machine.gpu.memory
+            memory = DeviceMemory(site.name, size, tracked=self._model.memory == "tracked")
+            self._memories[site.name] = memory
+            if self._sampling is not None:
+                self._sampling.memory(memory)
+        return memory
+
+    def _start(self, name: str) -> None:
+        """Begin the program of rank *name*, with everything that it is given."""
+        member, (spec, function) = self._live[name], self._specs[name]
+        peers = tuple(other for other in self._specs if other != name)
+        parts = member.clock, member.device, member.endpoint, member.channel, member.records
+        rank = Rank(name, *parts, peers, self._model.observer)
+        rank.journal = None if self._model.journal is None else self._model.journal.requests
+        if self._sampling is not None:
+            rank.sampler = self._sampling.gauge
+        if (groups := self._groups) is not None:
+            rank.groups = lambda names: self._group(groups, names, member)
+        self._ranks[name] = rank
+        process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
+        process.callbacks.append(lambda event: self._on_end(name, event))
+
+    def _group(self, groups: SimGroups, names: tuple[str, ...], member: _Member) -> SimGroup:
+        """Return the group of *names* as *member* has it.
+
+        Ranks of a job that has groups cannot stand for one another.
+        """
+        if self._columns:
+            self._columns.crossings.append(f"the group of {', '.join(names)}")
+        return groups.group(names, member.clock, member.device, member.records)
+
+    def _on_end(self, name: str, event: Event) -> None:
+        """End rank *name*, whose program has returned or raised."""
+        if event.ok:
+            self._end(name, value=event.value)
+            return
+        event.defused = True
+        assert isinstance(event.value, BaseException)
+        self._fail(name, event.value)
+
+    def _on_crash(self, clock: RankClock, error: BaseException) -> None:
+        """End the rank in which a process that its program had started has raised, and nobody waits for it."""
+        self._fail(clock.name, error)
+
+    def _kill(self, name: str) -> None:
+        """End rank *name* by force, if it runs."""
+        if name in self._live:
+            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        """End rank *name* with *error* as its result; what no program causes, such as Ctrl-C, is raised here."""
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like are for us
+        _log.debug("rank %s ended with an error", name, exc_info=error)
+        self._end(name, error=f"{type(error).__name__}: {error}")
+
+    def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
+        """End rank *name*, give back what it had, and keep its result.
+
+        A rank that had ended before, and was started again, has the transfers of all its lives.
+        """
+        member = self._live.pop(name)
+        member.end(by_force)
+        if self._groups is not None:
+            self._groups.end(name)
+        before = self._results[name].transfers if name in self._results else ()
+        transfers = joined([before, member.records.transfers]) if before else member.records.transfers
+        refused = member.channel.refused
+        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers, refused)
+        if self._model.observer is not None:
+            self._model.observer.ended(name, error)
+
+    def _overrun(self, limit: float) -> None:
+        """End all ranks that still run at the model's limit, with an error that names them."""
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
+
+    def _deadlock(self) -> None:
+        """End all ranks that wait though nothing is scheduled any more, with an error that names them."""
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
+
+    def _outcome(self) -> Outcome:
+        """Return how the job ended, with a result for every rank, also for those that others stood for.
+
+        The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
+        """
+        seconds, columns = self._clock.now, self._columns
+        for name in self._live:  # what is left of a job that cannot be folded
+            self._results[name] = RankResult(name, error="stopped")
+        for number in range(columns.count):
+            names = columns.names(number)
+            for name, copy in names.items():
+                self._results[copy] = _as_copy(self._results[name], copy, names)
+        links = {}
+        for name, link in columns.unfold(self._network.links):
+            carried = link.carried
+            if carried and seconds:
+                # nominal: a link that is stalled when the job ends carries nothing at that instant
+                links[name] = carried / (link.nominal * seconds)
+        memories = self._memories.items()
+        pools = {f"{name}/{pool}": peak for name, memory in memories for pool, peak in memory.peaks().items()}
+        results = {name: self._results[name] for name in self._specs}
+        samples = list(self._sampling.rows()) if self._sampling is not None else []
+        return Outcome(results, seconds, links, pools, self._clock.events, samples)
+
+
+def _as_copy(result: RankResult, copy: str, names: Mapping[str, str]) -> RankResult:
+    """Return *result* as that of *copy*, where the ranks of its column are called *names*."""
+    return replace(result, name=copy, transfers=joined(log.renamed(names) for log in logs(result.transfers)))
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Look for cycles of garbage a hundredth as often: nearly all that a job makes is kept.
+
+    With 65,000 transfers waiting at once that took as long as all else.
+    """
+    often, *rest = gc.get_threshold()
+    gc.set_threshold(100 * often, *rest)
+    try:
+        yield
+    finally:
+        gc.set_threshold(often, *rest)
+
+
+def _load(spec: RankSpec) -> Callable[..., Program]:
+    """Return the program of *spec*, ``"package.module:function"``.  Raise a `ConfigError` if there is none."""
+    module, _, name = spec.program.partition(":")
+    try:
+        function: Callable[..., Program] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"program {spec.program!r} of rank {spec.name!r} is no 'package.module:function': {error}"
+        ) from error
+    return function
+
+
+def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, Any]) -> Program:
+    """Run a program, and return its value as it would come out on the other side of a process boundary."""
+    return _plain((yield from function(rank, **arguments)))
+
+
+def _plain(value: Any) -> Any:
+    """Return *value* as it would come out on the other side of a process boundary; columns stay as they are."""
+    if isinstance(value, dict):
+        kept = {name: part for name, part in value.items() if isinstance(part, Compact)}
+        rest = {name: part for name, part in value.items() if name not in kept}
+        return _crossed(rest) | kept
+    return _crossed(value)
+
+
+def _crossed(value: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=plain))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal writes to one peer, one after the other, whose times are all known when the first is posted.
+
+A chunk that goes in slices, or plane by plane, is up to hundreds of writes, each posted when the one before is
+complete.  While nothing meets them, their times follow from the first (`pdsim.sim.engine.SeriesSteps`), so they
+are one object and cost one event.  They are reported together, at the end of the last.  Whatever could change their
+times, or could see that they are not reported yet (another post of the endpoint, the end of either side, a flow on
+their links), *cuts* the series first: what is complete is reported, the write under way becomes a transfer of its
+own, and the rest is the caller's to post.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+from simpy.events import NORMAL
+
+from pdsim.core.clock import LAST, Alarm, fire
+from pdsim.sim.flows.foreseen import Plan
+from pdsim.sim.host_latency import Coming
+from pdsim.transfer import Series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdsim.core.clock import Clock
+    from pdsim.sim.engine import SeriesSteps, Stages, Times
+    from pdsim.sim.flows.links import Path
+    from pdsim.sim.flows.network import Flow, Network
+    from pdsim.transfer import Transfer
+
+__all__ = ["SimSeries"]
+
+
+class SimSeries(Series):
+    """Writes of which *steps* are known; see `pdsim.transfer.Endpoint.foresee`.
+
+    Succeeds, by `fire`, with the number of writes that are complete and the one under way, which is None at the end.
+    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none
+    is under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the
+    wire: it returns that write as a transfer.  All go to *peer*.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        steps: SeriesSteps,
+        peer: str,
+        report: Callable[[bool, Times, Times, Times, Times], None],
+        resume: Callable[[Stages, Flow | None], Transfer],
+    ) -> None:
+        environment: Any = clock
+        super().__init__(environment)
+        self.peer = peer
+        self._hardware = network.clock
+        self._foreseen = network.foreseen
+        self._steps = steps
+        self._report = report
+        self._resume = resume
+        self._stages: tuple[Times, ...] = ()
+        self.notifications = Coming()
+        self._plan: Plan
+        self._alarm: Alarm | None = None
+
+    def begin(self, path: Path, size: float, limit: float) -> bool:
+        """Begin with the first write now, flows of *size* bytes over *path*; return whether all times are known.
+
+        They are not if a write takes more than half of *limit*, so that it may time out once something meets it.
+        """
+        now = self._hardware.now
+        self._plan = Plan(path, size, self._steps, now, self._expect, self._on_cut)
+        if not self._foreseen.add(self._plan):
+            return False
+        self._expect()
+        if self.notifications.times[0] - now > limit / 2:
+            self._foreseen.drop(self._plan, 0)
+            self._plan.forget()
+            self._alarm = None
+            return False
+        return True
+
+    def cut(self) -> None:
+        """Report what is complete, and make the write under way a transfer."""
+        self._foreseen.cut([self._plan])
+
+    def _expect(self) -> None:
+        """Wake at the end of the last write."""
+        self._stages = self._steps.stages(self._plan.start, self._plan.seconds)
+        self.notifications.times = self._stages[-1].tolist()
+        ended, complete = self._plan.last, self.notifications.times[-1]
+        # without latency it completes with its flow, which is after all else of the instant
+        self._alarm = Alarm(self._hardware, self._on_end, LAST if ended == complete else NORMAL)
+        self._alarm.arm(complete)
+
+    def _on_end(self, alarm: Alarm) -> None:
+        if alarm is self._alarm:
+            self._alarm = None
+            count = len(self.notifications.times)
+            self._foreseen.drop(self._plan, count)
+            submitted, posted, _, ended, complete = self._stages
+            self._report(True, submitted, posted, ended, complete)
+            self._plan.forget()
+            fire(self, (count, None))
+
+    def _on_cut(self, flow: Flow | None) -> None:
+        self._alarm = None
+        count = bisect_left(self.notifications.times, self._hardware.now)
+        self._report(False, *(self._stages[column][:count] for column in (0, 1, 3, 4)))
+        submitted, posted, begin, end, complete = (float(column[count]) for column in self._stages)
+        self._plan.forget()
+        fire(self, (count, self._resume((submitted, posted, begin, end, complete), flow)))

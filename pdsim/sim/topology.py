@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links of a machine, and which of them lie between two memories.
+
+::
+
+    nvlink   GPU memory - port out - port in - GPU memory          (a mesh has one link for each ordered pair)
+    rdma     GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
+    tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
+    shm      host memory (read) - host memory (written)
+    offload  GPU memory - PCIe - host memory              (`Topology.offload`: KV that a GPU has no room for)
+    exchange                                              (`Topology.exchange`: tokens and the experts of other GPUs)
+             GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
+             GPU memory - port out - port in - GPU memory
+
+Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a
+port, a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
+
+Not modelled: what lies between cards (the fabric is free of contention), sockets, and the copies that a kernel makes
+between its socket buffers and host memory, which `Host.tcp_rate` contains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdsim.core.errors import ConfigError
+from pdsim.sim.tcp import HopChain
+
+if TYPE_CHECKING:
+    from pdsim.hardware.machine import Machine
+    from pdsim.sim.flows.network import Link, Network
+    from pdsim.transfer.job import Place
+
+__all__ = ["Route", "Site", "Topology"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the memory of a rank lies, and the card through which it talks to other nodes.
+
+    Sites of one GPU or host are equal but for the card, which ranks on a host take in turn.
+    """
+
+    node: int
+    gpu: int | None  # None: the host
+    card: int | None  # None: the machine has none
+
+    @property
+    def name(self) -> str:
+        """Such as ``"node0/gpu3"`` or ``"node0/host"``."""
+        return f"node{self.node}/host" if self.gpu is None else f"node{self.node}/gpu{self.gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way between two memories: what every byte passes, and the time that the way itself takes.
+
+    *links* are in the physical order, from the source to the target.
+    """
+
+    links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
+    latency: float  # seconds, on top of the engine's
+    chain: HopChain | None = None  # whose round trip the latency is
+
+
+class _GpuLinks:
+    """What belongs to one GPU: its memory, and its PCIe in either direction."""
+
+    def __init__(self, machine: Machine, network: Network, name: str) -> None:
+        assert machine.gpu is not None
+        self.memory = network.link(f"{name}/memory", machine.gpu.memory_rate)
+        self.pcie_out = network.link(f"{name}/pcie.out", machine.gpu.pcie)
+        self.pcie_in = network.link(f"{name}/pcie.in", machine.gpu.pcie)
+
+
+class _Node:
+    """What belongs to one node: host memory, TCP in either direction and within, GPUs, their switch, and cards."""
+
+    def __init__(self, machine: Machine, network: Network, name: str) -> None:
+        host = machine.host
+        self.memory = network.link(f"{name}/host/memory", host.memory_rate)
+        self.tcp_out = network.link(f"{name}/tcp.out", host.tcp_rate)
+        self.tcp_in = network.link(f"{name}/tcp.in", host.tcp_rate)
+        self.loopback = network.link(f"{name}/tcp.loopback", host.tcp_rate)
+        self.gpus = [_GpuLinks(machine, network, f"{name}/gpu{index}") for index in range(machine.gpus)]
+        self.ports = _ports(machine, network, name)
+        cards = range(machine.nic.count)
+        self.tx = [network.link(f"{name}/nic{card}/tx", machine.nic.rate) for card in cards]
+        self.rx = [network.link(f"{name}/nic{card}/rx", machine.nic.rate) for card in cards]
+        self.hosts = 0  # ranks on the host so far
+
+
+def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int], tuple[Link, ...]]:
+    """Return what lies between each ordered pair of GPUs.
+
+    A mesh has a link for each ordered pair, a switch a port out and a port in for each GPU; ports that nothing joins
+    have no entry.
+    """
+    kind, rate = machine.interconnect.kind, machine.interconnect.rate
+    port = "xgmi" if machine.vendor == "amd" else "nvlink"
+    pairs = [(one, other) for one in range(machine.gpus) for other in range(machine.gpus) if one != other]
+    if kind == "mesh":
+        return {(a, b): (network.link(f"{name}/gpu{a}/{port}.gpu{b}", rate),) for a, b in pairs}
+    if kind == "switch":
+        out = [network.link(f"{name}/gpu{gpu}/{port}.out", rate) for gpu in range(machine.gpus)]
+        into = [network.link(f"{name}/gpu{gpu}/{port}.in", rate) for gpu in range(machine.gpus)]
+        return {(a, b): (out[a], into[b]) for a, b in pairs}
+    return {}
+
+
+def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Return the links of ``hw.link``, hop by hop, in either direction; they carry data, less what headers take."""
+    wire = machine.link
+    if wire is None:
+        return (), ()
+    share, hops = wire.segment / wire.mtu, range(machine.nodes - 1)
+    up = tuple(network.link(f"link{hop}.up", wire.forward(hop) * share) for hop in hops)
+    down = tuple(network.link(f"link{hop}.down", wire.backward(hop) * share) for hop in hops)
+    return up, down
+
+
+class Topology:
+    """All links of *machine*, made in *network*, and the ways between its memories.
+
+    Links are made once; the way between two sites is found by kind, as an engine's model names it
+    (`EngineModel.path`). Rates are those of `pdsim.hardware.machine`, in bytes/s and for one direction.
+    """
+
+    def __init__(self, machine: Machine, network: Network) -> None:
+        self.machine = machine
+        self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
+        self._up, self._down = _chain(machine, network)
+        self.chain = HopChain(machine.link) if machine.link is not None else None
+
+    def site(self, place: Place) -> Site:
+        """Return where a rank at *place* lies.
+
+        GPU *g* has card ``g * cards // gpus``; ranks on the host take the cards of their node in turn.
+        Raise a `ConfigError` if the machine has no such node or GPU.
+        """
+        machine, (node, gpu) = self.machine, (place.node, place.gpu)
+        if not 0 <= node < machine.nodes:
+            raise ConfigError(
+                f"place.node={node}: {machine.name} has nodes 0 to {machine.nodes - 1}; take one of them"
+            )
+        if gpu is not None and not machine.gpus:
+            raise ConfigError(f"place.gpu={gpu}: {machine.name} has no GPUs; take gpu=None, the host, or another hw")
+        if gpu is not None and not 0 <= gpu < machine.gpus:
+            raise ConfigError(f"place.gpu={gpu}: {machine.name} has GPUs 0 to {machine.gpus - 1}; take one of them")
+        return Site(node, gpu, self._card(self._nodes[node], gpu))
+
+    def memory(self, site: Site) -> Link:
+        """Return the link of the memory at *site*."""
+        node = self._nodes[site.node]
+        return node.memory if site.gpu is None else node.gpus[site.gpu].memory
+
+    def offload(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+        """Return the links from a GPU's memory at *site* to the memory of its host, and back; none on a host."""
+        if site.gpu is None:
+            return (), ()
+        host = self._nodes[site.node].memory
+        return (*self._out(site), host), (host, *reversed(self._in(site)))
+
+    def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+        """Return the links of the GPU at *site* to GPUs of other nodes and back, and of its own node and back.
+
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing
+        is.
+        """
+        node = self._nodes[site.node]
+        if site.gpu is None:
+            return (), ()
+        memory = node.gpus[site.gpu].memory
+        network: tuple[Link, ...] = ()
+        if site.card is not None:
+            network = (*self._out(site), node.tx[site.card], node.rx[site.card], *reversed(self._in(site)))
+        other = next((gpu for gpu in range(self.machine.gpus) if gpu != site.gpu), None)
+        if self.machine.interconnect.kind != "switch" or other is None:
+            return network, ()
+        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][1], memory)
+
+    def route(self, kind: str, source: Site, target: Site) -> Route:
+        """Return how bytes get from memory at *source* to that at *target* by *kind*, as in `EngineModel.path`.
+
+        Raise a `ConfigError` if there is no such way on this machine.
+        """
+        return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
+
+    def _card(self, node: _Node, gpu: int | None) -> int | None:
+        """Return the card of a GPU, or the next one in turn for a rank on the host; None where there are none."""
+        count = self.machine.nic.count
+        if not count:
+            return None
+        if gpu is not None:
+            return gpu * count // self.machine.gpus
+        node.hosts += 1
+        return (node.hosts - 1) % count
+
+    def _nvlink(self, source: Site, target: Site) -> Route:
+        """Return the way between two GPUs of a node, within one GPU over its memory twice."""
+        if source.gpu is None or target.gpu is None:
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or "
+                f"take a backend over tcp, rdma or shm"
+            )
+        if source.node != target.node:
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: it ends at the node; take a backend over rdma or tcp"
+            )
+        node = self._nodes[source.node]
+        if source.gpu == target.gpu:
+            return Route((node.gpus[source.gpu].memory,) * 2, 0.0)
+        if self.machine.interconnect.kind == "none":
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: nothing joins the GPUs of {self.machine.name}; take a "
+                f"backend over rdma, tcp or shm"
+            )
+        ports = node.ports[source.gpu, target.gpu]
+        links = (node.gpus[source.gpu].memory, *ports, node.gpus[target.gpu].memory)
+        return Route(links, self.machine.interconnect.latency)
+
+    def _rdma(self, source: Site, target: Site) -> Route:
+        """Return the way over the cards of both sides, from and to GPU memory by PCIe."""
+        if source.card is None or target.card is None:
+            raise ConfigError(
+                f"rdma from {source.name} to {target.name}: {self.machine.name} has no cards (nic.count=0); take a "
+                f"backend over tcp, shm or nvlink"
+            )
+        cards = (self._nodes[source.node].tx[source.card], self._nodes[target.node].rx[target.card])
+        return Route((*self._out(source), *cards, *reversed(self._in(target))), self.machine.nic.latency)
+
+    def _tcp(self, source: Site, target: Site) -> Route:
+        """Return the way through both hosts: loopback within a node, the links of a chain between nodes."""
+        one, other = self._nodes[source.node], self._nodes[target.node]
+        hops = self._hops(source.node, target.node)
+        wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
+        links = (*self._from_host(source), *wire, *self._into_host(target))
+        return Route(links, 2 * self.delay(source, target), self.chain if hops else None)
+
+    def delay(self, source: Site, target: Site) -> float:
+        """Return how many seconds the links between nodes take one way, on top of `Host.tcp_latency`."""
+        link = self.machine.link
+        return 0.0 if link is None else abs(source.node - target.node) * link.delay
+
+    def _hops(self, source: int, target: int) -> tuple[Link, ...]:
+        """Return the links between two nodes of a chain."""
+        if not self._up:
+            return ()
+        return self._up[source:target] if source < target else self._down[target:source][::-1]
+
+    def _shm(self, source: Site, target: Site) -> Route:
+        """Return the way through host memory, which two ranks of a node share."""
+        if source.node != target.node:
+            raise ConfigError(
+                f"shm from {source.name} to {target.name}: memory is shared within a node only; take a backend over "
+                f"rdma or tcp"
+            )
+        return Route((*self._from_host(source), *self._into_host(target)), 0.0)
+
+    def _out(self, site: Site) -> tuple[Link, ...]:
+        """Return what a byte passes from its memory to the root of the node's PCIe."""
+        node = self._nodes[site.node]
+        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_out)
+
+    def _in(self, site: Site) -> tuple[Link, ...]:
+        """Return the same for the other direction, from the memory too."""
+        node = self._nodes[site.node]
+        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_in)
+
+    def _from_host(self, site: Site) -> tuple[Link, ...]:
+        """Return what a byte passes until it has been read from host memory: a GPU's is written there first."""
+        if site.gpu is None:
+            return self._out(site)
+        return (*self._out(site), *(self._nodes[site.node].memory,) * 2)
+
+    def _into_host(self, site: Site) -> tuple[Link, ...]:
+        """Return the same for a byte that arrives: a GPU's is read again and copied there."""
+        if site.gpu is None:
+            return self._in(site)
+        return (*(self._nodes[site.node].memory,) * 2, *reversed(self._in(site)))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over ranks: the part of the waist that more than two ranks take part in.
+
+Which engine the ranks' endpoints use makes no difference here.  A group is had from its rank::
+
+    def program(rank, names):
+        group = rank.group(names)
+        yield group.reserve(4 << 30)
+        source = rank.device.allocate(1 << 20, SYMMETRIC)
+        target = rank.device.allocate(len(names) << 20, SYMMETRIC)
+        record = yield group.all_gather(source, target)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from simpy.events import Event
+
+from pdsim.core.errors import InvalidBatch
+from pdsim.transfer import Buffer
+
+__all__ = ["SYMMETRIC", "Group", "check_gather", "is_symmetric"]
+
+SYMMETRIC = "symmetric"
+"""The pool whose memory all ranks of a group have registered with one another (`Group.reserve`)."""
+
+
+class Group(Protocol):
+    """Ranks that call the same collectives in the same order, as the field's communicators do.
+
+    Calls are served in that order, one after the other; each begins when all ranks have made it.  They succeed with
+    a `TransferRecord`, whose *engine* says what moved the bytes and whether as ``plain`` or as ``symmetric`` memory,
+    or fail with a `TransferError`; a failure that nobody waits for does not end the run.
+
+    A rank that is gone fails what waits for it with `PeerLost`, a deadline with `TransferTimeout`.  Either ends the
+    group on this rank: it is proven that nothing of it moves any more, and further calls fail with `PeerLost`.
+
+    Life: `pdsim.transfer.job.Rank.group` makes it, at no cost; `reserve` gives it symmetric memory, once at the
+    start; then `all_gather` as often as wanted, and `close`.  The rank's end closes it, too.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ranks, in the order in which their pieces stand in a target; the same on all of them."""
+
+    @property
+    def index(self) -> int:
+        """The place of this rank among `names`."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of this rank's symmetric pool."""
+
+    @property
+    def growths(self) -> int:
+        """How often the symmetric pool has grown at run time, which is after its first `reserve`."""
+
+    @property
+    def growth_seconds(self) -> float:
+        """For how long this rank waited for that."""
+
+    def all_gather(
+        self,
+        source: Buffer,
+        target: Buffer,
+        size: int | None = None,
+        *,
+        timeout: float | None = None,
+        label: str = "",
+    ) -> Event:
+        """Bring the first *size* bytes (by default all) of every rank's *source* to every rank's *target*.
+
+        The piece of rank *i* goes to ``[i * size, (i + 1) * size)``.  It is a symmetric all-gather if *source* and
+        *target* come from pool `SYMMETRIC`, and a plain one otherwise.
+
+        Raise `InvalidBatch` if *size* is not positive or a buffer too small.  Fail with it, and move nothing, where
+        sizes or pools differ between ranks: unequal lengths are padded above (`pdsim.kv.allgather`).  A real group
+        whose configuration says ``check: false`` leaves that to its library, which does not look.
+        """
+
+    def reserve(self, size: int, *, timeout: float | None = None) -> Event:
+        """Give the symmetric pool *size* more bytes in one piece, on all ranks: allocated, registered and exchanged.
+
+        It stalls every rank of the group, so pools are reserved at the start; later calls count as growths.
+        Fail with `OutOfMemory` on all ranks if one has no room, or if growths are not allowed (``grow: false``), and
+        with a `RegistrationError` if the pool belongs to another group of this rank.
+        """
+
+    def close(self) -> None:
+        """Leave the group; others that wait for this rank lose it.  May be called twice."""
+
+
+def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
+    """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*.
+
+    Every implementation of `Group` calls this before it asks anything of another rank, so the words are the same.
+
+    Sizes in bytes.  Source and target must be two buffers.
+    """
+    if not 0 < size <= source.size:
+        raise InvalidBatch(f"size={size} must be > 0 and at most the {source.size} bytes of the source")
+    if target is source:
+        raise InvalidBatch("source and target are one buffer; gather into another one")
+    if target.size < ranks * size:
+        raise InvalidBatch(
+            f"{ranks} pieces of {size} bytes do not fit into a target of {target.size}; it needs {ranks * size}"
+        )
+
+
+def is_symmetric(source: Buffer, target: Buffer) -> bool:
+    """Return whether an all-gather from *source* to *target* is a symmetric one: both come from pool `SYMMETRIC`."""
+    return source.pool == target.pool == SYMMETRIC

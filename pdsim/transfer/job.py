@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job: the ranks that are started, what each of them is given, and how they ended.
+
+A `Target` runs a job, on the model (`pdsim.sim.model`) or on real engines (`backends.jobs.launcher`); the
+programs of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdsim.core.clock import Clock
+from pdsim.core.errors import BackendUnavailable
+from pdsim.hardware.costs import Engine
+from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
+from pdsim.transfer.group import Group
+from pdsim.transfer.record_runs import Spill
+
+__all__ = ["Gauge", "JobJournal", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
+
+
+Gauge = Callable[[str, str, Callable[[], float]], None]
+SampleRow = tuple[str, str, float, float]
+"""Kind, name, seconds since the start of the job, and a share from 0 to 1."""
+
+
+class JobJournal(Protocol):
+    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.journal`."""
+
+    @property
+    def transfers(self) -> Spill:
+        """Blocks of records."""
+
+    @property
+    def requests(self) -> Spill:
+        """Rows of requests that are over."""
+
+
+@dataclass
+class Rank:
+    """What a program is given: who it is and what it may use.
+
+    A program is a generator function of a `Rank` and plain arguments.  It yields events of this rank's clock,
+    device, endpoint, channel and groups, and what it returns is the rank's result::
+
+        def program(rank, receiver):
+            rank.channel.send(receiver, b"hello")
+            message = yield rank.channel.receive()
+            return {"sender": message.sender, "seconds": rank.clock.now}
+
+    Objects of one rank are not used by another one: on a real engine each is in a process of its own.
+
+    Life: the target makes one for each `RankSpec`, starts the program as a process of its clock, and closes groups,
+    channel and endpoint when the program has ended, however it ended.
+    """
+
+    name: str
+    clock: Clock
+    device: Device
+    endpoint: Endpoint
+    channel: Channel
+    recorder: Recorder
+    peers: tuple[str, ...]  # the names of all other ranks
+    observer: Any = None  # on the model, `pdsim.sim.faults.Observer` if the job is watched
+    groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
+    sampler: Gauge | None = None  # on the model, if samples are kept
+    counted: tuple[Callable[[], int], int] | None = None  # what `counts` was given
+    journal: Spill | None = None  # on the model, where rows of requests that are over are left
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""
+        if self.sampler is not None:
+            self.sampler(kind, name, read)
+
+    def counts(self, read: Callable[[], int], of: int) -> None:
+        """Have ``read()``, how many of *of* pieces of the job's work are done, shown to who waits for the job.
+
+        Asked for now and then, at moments that differ from target to target; it changes nothing of the job.
+        """
+        self.counted = read, of
+
+    def group(self, names: Sequence[str]) -> Group:
+        """Return the group of the ranks *names*, this one among them; for the same names the same group.
+
+        All of them call this; it does not wait for the others.  Raise a `ValueError` for a name that occurs twice,
+        is no rank or is not there for this rank, and `BackendUnavailable` where there are no collectives.
+        """
+        wanted, known = tuple(names), (self.name, *self.peers)
+        for name in wanted:
+            if name not in known or wanted.count(name) > 1:
+                raise ValueError(f"names={wanted}: {name!r} must occur once and be one of {', '.join(known)}")
+        if self.name not in wanted:
+            raise ValueError(f"names={wanted} do not name this rank, {self.name!r}; only members ask for a group")
+        if self.groups is None:
+            raise BackendUnavailable("this target has no collectives; choose some, such as collective=nccl")
+        return self.groups(wanted)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a node, and a GPU of it or, with ``gpu=None``, its host.  Both count from 0.
+
+    Ranks may share a place; they then share its memory and its copies.
+    """
+
+    node: int = 0
+    gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
+
+    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process
+    boundary.
+
+    *name* is unique in the job; peers address the rank by it.
+
+    *like* names a rank that does the same: told the same at the same times, both return the same value and make the
+    same transfers, with ranks that are like one another in turn.  Neither tells the other anything.  A target may
+    run one for both where that gives the same results; one that runs processes does not look at it.
+    """
+
+    name: str
+    program: str
+    place: Place = Place()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``.
+
+    *engine* is what moved its bytes, as the engine reports itself.  *transfers* are in the order in which they
+    ended.
+    """
+
+    name: str
+    value: Any = None
+    error: str = ""
+    engine: str = ""
+    transfers: Sequence[TransferRecord] = ()
+    refused: int = 0  # messages and connections, see `pdsim.transfer.Channel`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: every rank's result, and what the target reports of itself."""
+
+    ranks: Mapping[str, RankResult]
+    seconds: float  # from start to the end of the last rank, on the job's clock
+    links: Mapping[str, float] = field(default_factory=dict)  # model only: mean utilisation of each link, 0 to 1
+    pools: Mapping[str, float] = field(default_factory=dict)  # peak use of each device's pools, 0 to 1
+    events: int = 0  # SimPy events processed
+    samples: Sequence[SampleRow] = ()  # model only, if asked for: `Model.samples`
+
+
+class Target(Protocol):
+    """Runs a job: on the model, or on a real engine with one process per rank.
+
+    What implements it: `pdsim.sim.model.Model` in this process, `backends.jobs.launcher.Processes` with an OS
+    process for each rank.  A target may run several jobs, one after the other.
+    """
+
+    def run(
+        self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ..., restart: Mapping[str, float] = ...
+    ) -> Outcome:
+        """Run *ranks* until all have ended.
+
+        *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
+        endpoints of their own; both are name to seconds after the start.  A rank's result is that of its last life.
+        """
+
+    def using(self, engine: Engine) -> Target:
+        """Return the same machine with another *engine*, to compare both in one experiment.
+
+        Nothing is tried: a rank of a job fails with `BackendUnavailable` where the engine does not work.
+        """

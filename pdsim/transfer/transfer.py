@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common transfer interface: the waist of pdsim.
+
+Everything above it (the KV protocol, the serving layer, the experiments) is written once against these few classes.
+Below it are two sets of implementations: `pdsim.sim`, a SimPy model, and `backends`, real engines on real memory.
+
+A rank's program is a generator that is given a `Rank` and yields events::
+
+    def program(rank):
+        buffer = rank.device.allocate(1 << 20)
+        region = rank.endpoint.register(buffer, "kv")
+        rank.channel.send("decode0", rank.endpoint.address())
+        sender, address = yield rank.channel.receive()
+        peer = rank.endpoint.connect(address)
+        batch = Batch(region, peer.regions["kv"], source_offset=[0], target_offset=[4096], size=[65536])
+        record = yield rank.endpoint.write(peer, batch, notify=b"chunk 0")
+
+Times are seconds on the rank's clock, sizes bytes, offsets bytes from the start of a region.
+
+What this module does not know: requests, rooms, pages, layers; which engine runs; whether time is virtual.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from simpy.events import Event
+
+from pdsim.core.clock import Clock, fire
+from pdsim.core.mailbox import Mailbox
+from pdsim.transfer.batch import Batch, Buffer, Region
+
+__all__ = [
+    "Batch",
+    "Buffer",
+    "Channel",
+    "Device",
+    "Endpoint",
+    "Message",
+    "Notification",
+    "Peer",
+    "Program",
+    "Recorder",
+    "Region",
+    "Repeated",
+    "Series",
+    "Transfer",
+    "TransferRecord",
+]  # fmt: skip
+
+Program = Generator[Event, Any, Any]
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+class Device(Protocol):
+    """One GPU, or the host: memory of limited capacity, and the time that work on it takes."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``"cpu"``, ``"cuda:0"`` or, on the model, ``"node0/gpu3"``."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated in all."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated now, those in quarantine included."""
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether buffers have contents; on the model only with ``memory=tracked``."""
+
+    def allocate(self, size: int, pool: str = "default") -> Buffer:
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full.
+
+        Pool ``"symmetric"`` has the memory that `Group.reserve` gave it, and none before.
+        """
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back.  Raise a `RegistrationError` while it is registered with an endpoint."""
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
+
+        They need not be registered: see `Region.local`.  The event succeeds without a value when the bytes are
+        there. Copies under way may end in any order.  Raise `InvalidBatch` if a region is not on this device, and a
+        `RegistrationError` if its buffer was freed.
+        """
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds* and return an event for its end.
+
+        Work is served in the order in which it was asked for.  On real targets it is a wait: computation is
+        emulated, and transfers go on meanwhile.
+        """
+
+
+# --- moving bytes --------------------------------------------------------------------------------------------------
+
+
+class TransferRecord(NamedTuple):
+    """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
+
+    As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
+    (the engine has taken all descriptors), *tx* is ``seen - posted``.  Of tx, ``completed - posted`` is the wire
+    (bytes at the target, acknowledged) and ``seen - completed`` what the poller added; nixlbench cannot tell them
+    apart.
+    """
+
+    engine: str
+    operation: str  # "write", "read", "all_gather" or "reserve"
+    source: str  # rank; of a collective, all of them
+    target: str  # rank
+    nbytes: int
+    descriptors: int
+    submitted: float
+    prepared: float
+    posted: float
+    completed: float
+    seen: float
+    status: str = "ok"  # or the name of the exception's class
+    label: str = ""  # the caller's, opaque to the engine
+
+
+class Transfer(Event):
+    """One write or read under way.
+
+    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
+    end the run: the recorder has it.
+
+    Its life, with the names that `pdsim.sim.posted` and `backends` use for the transitions::
+
+                        refused by the engine
+        prepared ───────────────────────────────┐
+            │ post                              │
+            ▼         engine, deadline, peer    ▼
+         posted ────────────────────────────► failed
+            │              fail                 │
+            │ complete                          ├─ bytes may still move ──► quarantined
+            ▼                                   │  quarantine                    │
+        completed                               │ nothing moves                  │ quiesce
+            │                                   ▼                                ▼
+            └──────────────────────────────► quiesced ◄──────────────────────────┘
+
+    *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
+    After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
+    then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
+
+    *posting* is for how many more seconds posting it keeps the calling thread on a virtual clock.  On the wall clock
+    those are over when the call returns, and it is 0.
+    """
+
+    def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
+        environment: Any = clock
+        self.env = environment  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
+        self.callbacks = []
+        self._defused = True
+        self.batch = batch
+        self.label = label
+        self.posting = 0.0
+        self._settled: Event | None = None  # made when it is asked for, which is seldom
+        self._at_rest = False
+
+    @property
+    def settled(self) -> Event:
+        """The second event; see above."""
+        if self._settled is None:
+            self._settled = Event(self.env)
+            if self._at_rest:
+                fire(self._settled)
+        return self._settled
+
+    def settle(self, *, now: bool = False) -> None:
+        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints.
+
+        With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
+        """
+        if self._settled is None:
+            self._at_rest = True
+        elif self._settled.callbacks and not now:
+            self._settled.succeed()
+        else:
+            fire(self._settled)
+
+
+class Series(Event, ABC):
+    """Equal writes one after the other, of which all times are known: the event of `Endpoint.foresee`.
+
+    Succeeds with how many are complete and, if it was cut, the `Transfer` under way; the others are the caller's.
+    """
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Let the write that is under way be the last one."""
+
+
+class Notification(NamedTuple):
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
+
+    sender: str  # rank
+    payload: bytes
+
+
+class Repeated(Notification):
+    """The equal notifications of so many transfers of one `Series`."""
+
+    times: int
+
+    def __new__(cls, sender: str, payload: bytes, times: int) -> Repeated:
+        """Return a notification that stands for *times*."""
+        made = super().__new__(cls, sender, payload)
+        made.times = times
+        return made
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other side of a connection, as `Endpoint.connect` returns it."""
+
+    name: str  # rank
+    regions: Mapping[str, Region]
+    handle: Any = field(default=None, repr=False, compare=False)  # the engine's own
+
+
+class Endpoint(Protocol):
+    """One rank's way to move bytes.
+
+    The life of an endpoint: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then
+    `write` and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what
+    it does by notifications.
+
+    Transfers to one peer may overlap and complete in any order; notifications of transfers that were posted one
+    after the other's completion arrive in that order, and no other order is promised.
+    """
+
+    @property
+    def engine(self) -> str:
+        """What moves the bytes, as the engine itself reports it, not as it was asked for."""
+
+    @property
+    def notifications(self) -> Mailbox:
+        """The `Notification`s of peers, in order of arrival."""
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers of this endpoint that failed and have not settled."""
+
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine as region *name*.
+
+        Raise a `RegistrationError` if the name is taken, the buffer registered already, or the engine refuses it.
+        """
+
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*.
+
+        Raise a `RegistrationError` if it is not registered or if a transfer over it has not settled.
+        """
+
+    def address(self) -> bytes:
+        """Return what a peer needs to reach this endpoint and the regions registered so far.
+
+        Opaque and specific to the engine; send it over the channel.  Regions registered later need a new one.
+        """
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; again with a newer address, to learn of regions registered since.
+
+        Raise `PeerLost` if nothing answers there and a `TransferFailed` if *address* is not an address.
+        """
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* from a region of this endpoint to one of *peer*'s, then deliver *notify* there.
+
+        *timeout* in seconds replaces the endpoint's default deadline.  Raise `InvalidBatch` if a region is not this
+        endpoint's or not *peer*'s, a `RegistrationError` if the local one is no longer registered.
+
+        The event fails with `TransferTimeout` after the deadline and with `PeerLost` if the peer is gone; how it
+        then settles is `Transfer.settled`.  *label* goes into the record and means nothing to the engine.
+        """
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`.
+
+        The peer's program has no part in it and gets no notification.
+        """
+
+    def foresee(
+        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
+    ) -> Series | None:
+        """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.
+
+        Return None, and begin nothing, if this endpoint does not know their times now: then `write` them.  Only the
+        simulator ever knows.  Records, notifications and errors are those of `write`, but told of late: when all
+        writes are complete, or the series is cut.
+        """
+
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
+
+        It is about every life of that rank that has connected to this endpoint: each has ended, or has closed its
+        endpoint with nothing under way, and what it had sent has landed or is lost.  With none it succeeds at once.
+
+        Where a writer is gone and cannot say `Transfer.settled`, this is the owner's only proof that memory may be
+        handed out again.  It may never come: silence is no proof, and not every engine can tell what lies in its
+        queues.  So wait for it with a deadline.
+        """
+
+    def close(self) -> None:
+        """Give everything back: connections, registrations, threads, descriptors.  May be called twice."""
+
+
+class Message(NamedTuple):
+    """A control message: who sent it, and its bytes."""
+
+    sender: str  # rank
+    payload: bytes
+
+
+class Channel(Protocol):
+    """Control messages between ranks.  Those of one sender to one receiver keep their order; others do not.
+
+    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
+    """
+
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were dropped: not of this job's ranks, or not of the schema."""
+
+    def send(self, receiver: str, payload: bytes) -> None:
+        """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
+
+    def receive(self) -> Event:
+        """Return an event that succeeds with the next `Message`.  Yield it at once."""
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler*, which must not raise, with every `Message` from now on, instead of `receive`.
+
+        Raise a `RuntimeError` if there is a handler already.
+        """
+
+    def close(self) -> None:
+        """Close the sockets.  May be called twice."""
+
+
+class Recorder(Protocol):
+    """Where a rank's measurements go."""
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*.  Endpoints call this for every transfer, failed ones included."""

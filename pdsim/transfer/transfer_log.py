@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many `TransferRecord`s in little memory: columns that make records when they are read.
+
+What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
+they are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of
+transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them
+in a file.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from itertools import chain
+from struct import pack
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.transfer import TransferRecord
+from pdsim.transfer.compact import ArrayColumn
+from pdsim.transfer.record_runs import TIMES, Kind, LogBlock, RecordRun, Runs, Spill, TransferShape
+
+__all__ = [
+    "TransferLog",
+    "distinct",
+    "joined",
+    "logs",
+    "shapes",
+]
+
+NEW = 64
+"""Records that are appended before they are put into columns."""
+
+KEPT = 4096
+"""Records in memory of a log that leaves the others elsewhere."""
+
+
+class _RecordSequence(Sequence[TransferRecord]):
+    """What sequences of records have in common: places from the end, slices, and that equal ones compare equal.
+
+    A subclass says how many records there are, yields them, and returns the one at a place.
+    """
+
+    @abstractmethod
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*, from 0 and less than the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> TransferRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TransferRecord]: ...
+    def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
+        """Return a record, or a list of them.  Raise an `IndexError` for a place that there is not."""
+        if isinstance(index, slice):
+            return [self.record(i) for i in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"record {index} is not one of {len(self)}")
+        return self.record(number)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with any sequence, record by record."""
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # records are appended
+
+
+class TransferLog(_RecordSequence):
+    """Records in the order in which they were appended; equal to any sequence of equal records.
+
+    With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they
+    are needed.  *rank* is who made them.
+
+    A log is a `pdsim.transfer.Recorder`'s list: `append` takes a record, `extend_run` many at once.  Reading it
+    as a sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  A place in the log is
+    found by bisection, once over the parts and once over the runs.
+    """
+
+    def __init__(
+        self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None
+    ) -> None:
+        self._kinds: list[Kind] = []
+        self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
+        self._rank = rank
+        self._spill = spill
+        self._new: list[TransferRecord] = []  # appended, not in the columns yet
+        self._parts: list[int] = []  # where records are that are not in memory
+        self._before: list[int] = [0]  # how many there are before each part, and before those in memory
+        self._clear()
+        for record in records:
+            self.append(record)
+
+    @classmethod
+    def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
+        """Return what *journal* has of the records of each rank, all in memory.
+
+        *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.  Used for a
+        run that was killed.
+        """
+        found: dict[str, TransferLog] = {}
+        for payload in journal:
+            block = LogBlock.unpack(payload)
+            log = found.setdefault(block.rank, cls(rank=block.rank))
+            runs = Runs.of_block(block)
+            before = 0
+            times = [np.frombuffer(part, np.float64) for part in block.times]
+            for code, label, nbytes, descriptors, end in zip(*runs[:5], strict=True):
+                run = RecordRun(Kind(*block.kinds[code]), label, nbytes, descriptors, end - before)
+                log.extend_run(run, *(column[before:end] for column in times))
+                before = end
+        return found
+
+    def _clear(self) -> None:
+        self._of: array[int] = array("H")  # by run: its kind
+        self._labels: list[str] = []
+        self._nbytes: array[int] = array("q")
+        self._descriptors: array[int] = array("q")
+        self._ends: array[int] = array("q")  # by run: how many records in memory there are up to its end
+        self._times: tuple[array[float], ...] = tuple(array("d") for _ in TIMES)
+
+    def append(self, record: TransferRecord) -> None:
+        """Add *record*."""
+        self._new.append(record)
+        if len(self._new) >= NEW:
+            self._sort_in()
+
+    def _sort_in(self) -> None:
+        """Put the records that were appended since into the columns: many at a time take a fourth of the calls."""
+        while self._new:
+            before = self._room()
+            new = self._new if self._spill is None else self._new[: KEPT - before]
+            self._new = self._new[len(new) :]
+            engine, operation, source, target, nbytes, descriptors, *times, status, labels = zip(*new, strict=True)
+            kinds = zip(engine, operation, source, target, status, strict=True)
+            self._labels.extend(labels)
+            _extend(self._of, [self._code(kind) for kind in kinds])
+            _extend(self._nbytes, nbytes)
+            _extend(self._descriptors, descriptors)
+            _extend(self._ends, range(before + 1, before + len(new) + 1))
+            for column, values in zip(self._times, times, strict=True):
+                _extend(column, values)
+
+    def _room(self) -> int:
+        """Return how many records the columns have, once what is too much is put away."""
+        before = self._ends[-1] if self._ends else 0
+        if before >= KEPT and self._spill is not None:
+            self._put_away(self._spill)
+            return 0
+        return before
+
+    def _code(self, kind: tuple[str, str, str, str, str]) -> int:
+        """Return the number of *kind*, a new one if it has none."""
+        code = self._codes.get(kind)
+        if code is None:
+            code = len(self._kinds)
+            self._kinds.append(Kind(*kind))
+            self._codes[self._kinds[code]] = code
+        return code
+
+    def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
+        """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
+        if not run.count:
+            return
+        self._sort_in()
+        before = self._room()
+        self._of.append(self._code(run.kind))
+        self._labels.append(run.label)
+        self._nbytes.append(run.nbytes)
+        self._descriptors.append(run.descriptors)
+        self._ends.append(before + run.count)
+        last, data = None, b""
+        for column, values in zip(self._times, times, strict=True):
+            if values is not last:  # what is prepared when it is submitted, and seen when it is complete
+                last, data = values, values.tobytes()
+            column.frombytes(data)
+
+    def _put_away(self, spill: Spill) -> None:
+        """Leave all records in memory with *spill*, as one `LogBlock`."""
+        block = LogBlock(
+            self._rank,
+            self._kinds,
+            self._of.tobytes(),
+            self._labels,
+            self._nbytes.tobytes(),
+            self._descriptors.tobytes(),
+            self._ends.tobytes(),
+            [column.tobytes() for column in self._times],
+        )
+        self._parts.append(spill.append(block.pack()))
+        self._before.append(self._before[-1] + self._ends[-1])
+        self._clear()
+
+    def renamed(self, names: Mapping[str, str]) -> TransferLog:
+        """Return the same records with other *names* of source and target; they share their columns.
+
+        Ranks that run for others (`pdsim.sim.fold`) have their stand-in's records under their own names.
+        Neither log may be appended to afterwards.
+        """
+        self._sort_in()
+        other = copy(self)
+        vars(other)["_kinds"] = [
+            Kind(
+                kind.engine,
+                kind.operation,
+                names.get(kind.source, kind.source),
+                names.get(kind.target, kind.target),
+                kind.status,
+            )
+            for kind in self._kinds
+        ]
+        return other
+
+    def _stretches(self) -> Iterator[Runs]:
+        """Yield all records, a part at a time."""
+        self._sort_in()
+        for number in range(len(self._parts) + 1):
+            yield self._stretch(number)
+
+    def _stretch(self, number: int) -> Runs:
+        """Return the part *number* of the records: from *spill*, or, after the last of those, what is in memory."""
+        if number < len(self._parts):
+            assert self._spill is not None
+            return Runs.read(self._spill.read(self._parts[number]))
+        return Runs(self._of, self._labels, self._nbytes, self._descriptors, self._ends, self._times)
+
+    def runs(self) -> Iterator[RecordRun]:
+        """Yield what the records have in common, run by run."""
+        kinds = self._kinds
+        for stretch in self._stretches():
+            before = 0
+            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
+                yield RecordRun(kinds[code], label, nbytes, descriptors, end - before)
+                before = end
+
+    def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
+        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time.
+
+        Nothing is yielded if there are no records.  No part is ever joined with the next, so memory is bounded by
+        the larger of *rows* and what a log keeps.
+        """
+        for stretch in self._stretches():
+            count = stretch.ends[-1] if stretch.ends else 0
+            for first in range(0, count, rows):
+                yield stretch.columns(self._kinds, first, min(first + rows, count))
+
+    def shapes(self) -> Counter[TransferShape]:
+        """Return how many records have which engine, operation, descriptors and bytes.
+
+        It costs a step for each run, not for each record.
+        """
+        found = Counter[tuple[int, int, int]]()
+        for stretch in self._stretches():
+            if stretch.ends and len(stretch.ends) == stretch.ends[-1]:  # one record a run, as where flows meet
+                found.update(zip(stretch.of, stretch.descriptors, stretch.nbytes, strict=True))
+                continue
+            counts = np.diff(np.array(stretch.ends, np.int64), prepend=0).tolist()
+            for code, descriptors, nbytes, count in zip(
+                stretch.of, stretch.descriptors, stretch.nbytes, counts, strict=True
+            ):
+                found[code, descriptors, nbytes] += count
+        of = Counter[TransferShape]()
+        for (code, descriptors, nbytes), count in found.items():
+            of[TransferShape(self._kinds[code].engine, self._kinds[code].operation, descriptors, nbytes)] += count
+        return of
+
+    @property
+    def kinds(self) -> Sequence[Kind]:
+        """What the records have in common: every kind that occurs."""
+        self._sort_in()
+        return self._kinds
+
+    @property
+    def identity(self) -> int:
+        """A number that logs have in common that share their columns, and no others."""
+        self._sort_in()
+        return id(self._times)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._before[-1] + (self._ends[-1] if self._ends else 0) + len(self._new)
+
+    def __iter__(self) -> Iterator[TransferRecord]:
+        """Yield the records, made as they are read."""
+        for stretch in self._stretches():
+            rows = zip(*stretch.times, strict=True)
+            before = 0
+            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
+                engine, operation, source, target, status = self._kinds[code]
+                for _ in range(end - before):
+                    values: tuple[Any, ...] = (nbytes, descriptors, *next(rows), status, label)
+                    yield TransferRecord(engine, operation, source, target, *values)
+                before = end
+
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*; see `_RecordSequence`."""
+        self._sort_in()
+        part = bisect_right(self._before, number) - 1
+        number -= self._before[part]
+        stretch = self._stretch(part)
+        run = bisect_right(stretch.ends, number)
+        kind = self._kinds[stretch.of[run]]
+        times = (column[number] for column in stretch.times)
+        first = (*kind[:4], stretch.nbytes[run], stretch.descriptors[run])
+        values: tuple[Any, ...] = (*first, *times, kind.status, stretch.labels[run])
+        return TransferRecord(*values)
+
+    def __repr__(self) -> str:
+        return f"<TransferLog of {len(self)} records>"
+
+
+class _Joined(_RecordSequence):
+    """Logs one after the other, as one sequence; none of their records is copied.
+
+    What `joined` returns: the records of all ranks of a job, by rank.
+    """
+
+    def __init__(self, logs: Sequence[TransferLog]) -> None:
+        self.logs = logs
+
+    @cached_property
+    def shapes(self) -> Counter[TransferShape]:
+        """How many records have which shape."""
+        found = Counter[TransferShape]()
+        for log, count in distinct(self):
+            for shape, own in log.shapes().items():
+                found[shape] += own * count
+        return found
+
+    def __len__(self) -> int:
+        return sum(map(len, self.logs))
+
+    def __iter__(self) -> Iterator[TransferRecord]:
+        return chain.from_iterable(self.logs)
+
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*; see `_RecordSequence`."""
+        for log in self.logs:
+            if number < len(log):
+                return log.record(number)
+            number -= len(log)
+        raise IndexError(f"there are {len(self)} records")
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records of {len(self.logs)} logs>"
+
+
+def _extend(column: array[Any], values: Collection[float]) -> None:
+    """Append *values* to *column*, in a third of the time that `array.extend` takes."""
+    column.frombytes(pack(f"{len(values)}{column.typecode}", *values))
+
+
+def _equal(one: TransferRecord, other: object) -> bool:
+    return one == other
+
+
+def joined(parts: Iterable[Sequence[TransferRecord]]) -> Sequence[TransferRecord]:
+    """Return the records of all *parts*, one part after the other, without a copy of those that are logs."""
+    return _Joined([log for part in parts for log in logs(part)])
+
+
+def logs(records: Sequence[TransferRecord]) -> Sequence[TransferLog]:
+    """Return *records* as logs, one after the other."""
+    if isinstance(records, _Joined):
+        return records.logs
+    return [records if isinstance(records, TransferLog) else TransferLog(records)]
+
+
+def distinct(records: Sequence[TransferRecord]) -> list[tuple[TransferLog, int]]:
+    """Return the logs of *records* that share their columns with none before, and how many share those of each.
+
+    What is counted for a log can so be counted once and multiplied, where thousands of ranks have the same
+    records.
+    """
+    found: list[tuple[TransferLog, int]] = []
+    places: dict[int, int] = {}
+    for log in logs(records):
+        place = places.setdefault(log.identity, len(found))
+        if place == len(found):
+            found.append((log, 0))
+        found[place] = found[place][0], found[place][1] + 1
+    return found
+
+
+def endpoints(records: Sequence[TransferRecord]) -> set[str]:
+    """Return the names of all that *records* go from or to."""
+    kinds = (kind for log in logs(records) for kind in log.kinds)
+    return {name for kind in kinds for name in (kind.source, kind.target)}
+
+
+def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:
+    """Return how many of *records* have which engine, operation, descriptors and bytes.
+
+    Kept with records that were `joined`, so the second question is free.
+    """
+    return records.shapes if isinstance(records, _Joined) else _Joined(logs(records)).shapes

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was computed, where and when: the part of `pdsim.verify.invariants` that knows of forwards.
+
+The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages.  From that,
+and from the ends of the forwards on each rank, it is known which tokens a rank has computed at any instant.
+
+* What is read of a room on a prefill rank must be computed there: every token in a page, and all of them where state
+  or metadata is read.  So a page that is sent before its forward has ended is found, and one that is sent
+  incomplete.
+* Contents are honest: only computed tokens are written into memory, each marked with the number of the chunk, and so
+  of the forward, that computed it.  So what was sent once and never completed, or never computed, is not there.
+
+The pages that a sliding window touches are found here by listing its tokens, not by `pdsim.kv.state.window_span`,
+which those who write and those who compare share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.kv.contents import Contents
+from pdsim.kv.layout import PageTable
+from pdsim.kv.pages import Pages
+
+__all__ = ["ComputedChecker", "touched"]
+
+
+class _ChunkSpan(NamedTuple):
+    """The tokens of a request that one chunk covers."""
+
+    chunk: int
+    start: int
+    end: int
+
+
+class ComputedChecker:
+    """Tells *found*, with an invariant (I10) and a text, of what is read and not computed."""
+
+    def __init__(self, found: Callable[[str, str], None]) -> None:
+        self._found = found
+        self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
+        self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
+        self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
+        self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this life
+
+    def joined(self, member: Any) -> None:
+        """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""
+        part = getattr(member, "sender", getattr(member, "receiver", None))
+        contents: Contents | None = getattr(part, "contents", None)
+        if contents is not None:
+            contents.marks = self._marks
+        if not hasattr(member, "compute") or contents is None:
+            return
+        name = member.rank.name
+        self._done[name] = {}
+        if hasattr(member, "next_forward"):
+            member.iteration_seconds = partial(self._timed, name, member.iteration_seconds)
+            member.next_forward = partial(self._chosen, name, member.next_forward)
+        member.compute = partial(self._compute, name, member.compute)
+        contents.computed = partial(self.computed, name)
+
+    def computed(self, rank: str, room: int) -> int:
+        """Return how many tokens of *room*, from its first, *rank* has computed."""
+        return self._done[rank].get(room, 0)
+
+    def check(self, verb: str, rank: str, room: int, tokens: int) -> None:
+        """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says."""
+        if rank in self._done and self.computed(rank, room) < tokens:
+            done = self.computed(rank, room)
+            self._found("I10", f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there")
+
+    # --- what is planned and computed ---
+
+    def _timed(self, leader: str, seconds: Callable[[Any], float], pieces: list[tuple[int, int]]) -> float:
+        self._pieces[leader] = pieces
+        return seconds(pieces)
+
+    def _chosen(self, leader: str, choose: Callable[[bool], Any], ahead: bool = False) -> Any:
+        """Take note of the tokens of each chunk: of a forward that is chosen ahead some may be left out later."""
+        forward = choose(ahead)
+        if forward is not None:
+            for chunk, piece in zip(forward.chunks, self._pieces.pop(leader, ()), strict=False):
+                self._planned[leader, chunk.room, chunk.index] = piece
+        return forward
+
+    def _compute(self, rank: str, compute: Callable[[Any], Any], message: Any) -> Any:
+        for chunk in message.chunks:
+            piece = self._planned.pop((rank, chunk.room, chunk.index), None)
+            if piece is not None:
+                self._plan(chunk.room, _ChunkSpan(chunk.index, piece[0], sum(piece)))
+        forward = compute(message)
+        forward.callbacks.insert(0, lambda _: self._ended(rank, message))  # before what is computed is sent
+        return forward
+
+    def _plan(self, room: int, span: _ChunkSpan) -> None:
+        spans = self._spans.setdefault(room, [])
+        before = spans[-1].end if spans else span.start  # where a prefix was cached, the first begins after it
+        if span.start != before:
+            self._found(
+                "I10", f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}"
+            )
+        spans.append(span)
+
+    def _ended(self, rank: str, message: Any) -> None:
+        done = self._done[rank]
+        for chunk in message.chunks:
+            for span in self._spans.get(chunk.room, ()):
+                if span.chunk == chunk.index:
+                    done[chunk.room] = max(done.get(chunk.room, 0), span.end)
+
+    def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
+        """Return the number of the chunk, from 1, that computed each of *tokens* of *room*; 0 where none has."""
+        marks = np.zeros(len(tokens), np.uint64)
+        for span in self._spans.get(room, ()):
+            low, high = max(span.start, tokens.start) - tokens.start, min(span.end, tokens.stop) - tokens.start
+            if low < high:
+                marks[low:high] = span.chunk + 1
+        return marks
+
+
+def touched(tokens: int, window: int, page_size: int) -> list[int]:
+    """Return the pages of a request of *tokens* tokens that hold one of its last *window* tokens, each looked at."""
+    return sorted({token // page_size for token in range(tokens) if tokens - token <= window})
+
+
+def window_differs(contents: Contents, table: PageTable, number: int, room: int, rows: Pages, tokens: int) -> str:
+    """Return "" if *rows*, of the window of *room*, hold each page that it touches, else what is wrong.
+
+    *number* is that of *table* among those of the state.
+    """
+    layout = contents.layout
+    pages = touched(tokens, layout.shape.state.window, layout.page_size)
+    have = [start + more for start, count in rows for more in range(count)]
+    if len(have) < len(pages):
+        return f"room {room} has {len(have)} window pages, its window touches {len(pages)}"
+    for row, page in zip(have, pages, strict=False):
+        first = page * layout.page_size
+        whole = range(first, min(first + layout.page_size, tokens))
+        if reason := contents.differs(table, number, room, ((row, 1),), whole):
+            return f"window page {page}: {reason}"
+    return ""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
+
+They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.sim.faults.Observer`.  The model tells it of messages and
+transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the
+instant at which bytes land (`pdsim.verify.ownership`), what has been computed (`pdsim.verify.computed`), and
+what is left at the end (`pdsim.verify.leaks`).  All of it holds for every life of a rank that is started again.
+It changes nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job
+has to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from pdsim.kv.contents import Contents
+from pdsim.kv.messages import (
+    Destination,
+    Fetch,
+    Finished,
+    KvMessage,
+    MessageError,
+    Prefilled,
+    Reserve,
+    Stop,
+    Streamed,
+    Submit,
+    decode,
+)
+from pdsim.kv.pages import Pages
+from pdsim.kv.receiver import KvReceiver
+from pdsim.transfer import Batch
+from pdsim.verify import refuse_compiled
+from pdsim.verify.computed import ComputedChecker, window_differs
+from pdsim.verify.leaks import LeakChecker
+from pdsim.verify.ownership import OwnershipChecker
+
+__all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
+
+INVARIANTS = {
+    "I1": "A room ends once on each rank; what has failed never succeeds.",
+    "I2": "A room holds at decode, on every rank, exactly what prefill computed: every byte is compared when it has "
+    "arrived, when decoding begins and when it ends, and windows by a formula that writers do not share.",
+    "I3": "Nothing is read from, or lands on, a page or state row that is not its room's at that moment.",
+    "I4": "Nothing is written outside the staging slot of its room, writer and chunk; slots never overlap.",
+    "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that "
+    "lost one, fell silent or paused, or of a job whose router is lost.",
+    "I6": "First-token metadata is read from, and lands in, the slot of its room; when the scheduler reads it, the "
+    "slot is the room's and holds it.",
+    "I7": "The ranks of a group take up the same chunks of the same rooms, and pages, in one order.",
+    "I8": "At the end nothing is left: no pages, slots, ring bytes, memory regions or outstanding tokens; no "
+    "container has grown.",
+    "I9": "At the end every pair of live instances is connected and serves its probe.",
+    "I10": "What is read of a room at prefill (pages, state, metadata) was computed there by forwards that have "
+    "ended; bytes carry the chunk that computed them.",
+}
+"""What is checked, by name; `docs/faults.md` has the table."""
+
+
+class Violation(NamedTuple):
+    """An invariant that did not hold, when and how."""
+
+    invariant: str  # "I1" to "I10"
+    at: float  # seconds after the start
+    what: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.invariant} at {self.at:.6f} s: {self.what}"
+
+
+class InvariantChecker:
+    """Watches one job.
+
+    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the
+    rooms of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one
+    as failed.
+
+    It is told everything by the model (`pdsim.sim.faults.Observer`), and wraps methods of the ranks' programs
+    that it is shown as they begin.  Which memory is whose is `OwnershipChecker`'s, what has been computed
+    `ComputedChecker`'s, what is left at the end `LeakChecker`'s.  After the run, `finish` adds what only the
+    results can tell.
+    """
+
+    def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
+        refuse_compiled("experiment=faults")
+        self.violations: list[Violation] = []
+        self.held: set[int] = set()
+        self.broken_rooms: set[int] = set()
+        self._allowed = allowed
+        self._computed = ComputedChecker(self._found)
+        self._owners = OwnershipChecker(self._found, self._computed)
+        self._leftovers = LeakChecker(self._found)
+        self._members: dict[str, Any] = {}
+        self._gone: set[str] = set()
+        self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
+        self._rooms: dict[int, Submit] = {}
+        self._targets: dict[int, Destination | Reserve | Fetch] = {}
+        self._preempted: set[int] = set()  # their pages are others than their targets' since
+        self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
+        self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
+            Submit: self._on_submit,
+            Destination: self._on_target,
+            Reserve: self._on_target,
+            Prefilled: self._on_prefilled,
+            Finished: self._on_finished,
+            Streamed: self._on_finished,
+            Stop: self._on_stop,
+        }
+        self._stopped = False
+
+    # --- what the model tells ---
+
+    def joined(self, member: Any) -> None:
+        """Watch what *member*, a rank's program, reports and owns."""
+        self._members[member.rank.name] = member
+        self._gone.discard(member.rank.name)
+        self._owners.joined(member)
+        self._computed.joined(member)
+        if isinstance(getattr(member, "receiver", None), KvReceiver) and hasattr(member, "_poll"):
+            member._poll = partial(self._polled, member, member._poll)
+        if hasattr(member, "batch"):
+            member.batch.join = partial(self._entered, member, member.batch.join)
+        if hasattr(member, "preempt"):
+            member.preempt = partial(_note, self._preempted, member.preempt)
+        self._leftovers.joined(member)
+        order: list[tuple[Any, ...]] = []
+        if hasattr(member, "life"):
+            self._orders.append((member, order))
+        for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
+            part = getattr(member, name, None)
+            if part is not None:
+                part.report = self._watched(member.rank.name, part.report)
+                for action in actions:
+                    if hasattr(part, action):
+                        self._ordered(order, part, action)
+
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
+        """Look at a control message."""
+        try:
+            message = decode(payload)
+        except MessageError:
+            return  # a refusal, which ends its receiver: `ended` will tell
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(sender, message)
+
+    def posted(self, batch: Batch, label: str) -> None:
+        """Do nothing: it is what lands that counts."""
+
+    def held_up(self, label: str) -> None:
+        """Take note of the room."""
+        self.held.add(int(label.partition("/")[0]))
+
+    def broken(self, label: str) -> None:
+        """Take note of the room."""
+        self.broken_rooms.add(int(label.partition("/")[0]))
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Check that what is read is the room's."""
+        self._owners.read(batch, label)
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Check that what is written is the room's."""
+        self._owners.landed(batch, label)
+
+    def copied(self, batch: Batch) -> None:
+        """Check that what is gathered or scattered is the room's."""
+        self._owners.copied(batch)
+
+    def ended(self, rank: str, error: str) -> None:
+        """Check that *rank* had a cause to end, if it ended with an *error*."""
+        self._gone.add(rank)
+        if not self._stopped:
+            self._leftovers.lost()
+        if error and not self._allowed(rank, error, self._now()):
+            self._found("I5", f"{rank} ended: {error}")
+
+    # --- after the run ---
+
+    def finish(
+        self,
+        statuses: Iterable[str],
+        explained: Callable[[int, str], bool] = lambda _, __: False,
+        unrecovered: Iterable[str] = (),
+    ) -> list[Violation]:
+        """Return what was found, also that of the requests whose *statuses* the router kept.
+
+        *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
+        tells of pairs that did not serve when they should have (I9).
+        """
+        for number, status in enumerate(statuses):
+            if not status:
+                self._found("I5", f"request {number} never ended")
+            elif status != "ok" and not explained(number, status):
+                self._found("I5", f"request {number} ended without a cause: {status}")
+        for what in unrecovered:
+            self._found("I9", what)
+        self._check_order()
+        return self.violations
+
+    # --- I1, I2, I6 ---
+
+    def _watched(self, rank: str, report: Callable[..., None]) -> Callable[..., None]:
+        """Return *report*, the callback of a sender or receiver, with an eye on what it is called with."""
+
+        def watch(message: Any, *more: Any) -> None:
+            kind = type(message).__name__
+            if kind in ("Sent", "Arrived"):
+                self._on_report(rank, kind, message)
+            report(message, *more)
+
+        return watch
+
+    def _on_report(self, rank: str, kind: str, message: Any) -> None:
+        """Check that a room ends in one way on a rank (I1), and that what is wrong with its bytes is a violation.
+
+        A receiver that finds other bytes than were sent fails the room, as it should; that it happened is the
+        violation (I2, or I6 for metadata).
+        """
+        end = "failed" if message.reason else "succeeded"
+        before = self._reports.setdefault((rank, message.room), end)
+        if before != end:
+            self._found("I1", f"room {message.room} {before} on {rank} and then {end}")
+        if kind == "Arrived" and message.reason and "metadata" in message.reason:
+            self._found("I6", f"{rank}: {message.reason}")
+        elif message.reason.startswith("room " if kind == "Arrived" else "MessageError: room "):
+            self._found("I2", f"{rank}: {message.reason}")
+
+    def _on_submit(self, _: str, message: Submit) -> None:
+        self._leftovers.begin()
+        self._rooms[message.room] = message
+
+    def _on_target(self, _: str, message: Destination | Reserve) -> None:
+        self._targets[message.room] = message
+
+    def _on_prefilled(self, sender: str, message: Prefilled) -> None:
+        if self._reports.get((sender, message.room)) == "failed":
+            self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
+
+    def _on_finished(self, _: str, message: Finished) -> None:
+        if message.room not in self._targets:
+            self._found("I2", f"room {message.room} finished without a destination")
+            return
+        self._compare(message.room, "at the end of decoding")
+
+    def _compare(self, room: int, when: str) -> None:
+        """Compare what *room* has on every rank of its decode instance with what prefill computed."""
+        request, target = self._rooms[room], self._targets[room]
+        held = 0 if isinstance(target, Fetch) else target.held
+        if room in self._preempted:
+            return  # KV that was computed again or came back from host memory has no contents
+        for name, member in _in_life(self._members, request.decode):
+            contents: Contents = member.receiver.contents
+            if name in self._gone or not member.rank.device.holds_bytes:
+                continue
+            reason = contents.verify(room, target.pages, request.input, held)
+            reason = reason or contents.verify_state(room, target.state, request.input, held)
+            reason = reason or _window(contents, room, target.state, request.input)
+            if reason:
+                self._found("I2", f"{name} {when}: {reason}")
+
+    # --- what decode reads ---
+
+    def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
+        """Check the metadata of what has arrived when the scheduler reads it: there, and in a slot of its own."""
+        for incoming in leader.complete:
+            room = incoming.request.room
+            slot = leader.slots.owners.get(room)
+            if slot is None:
+                self._found(
+                    "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
+                )
+            elif not incoming.reason:
+                for name, member in _in_life(self._members, incoming.request.decode):
+                    contents: Contents = member.receiver.contents
+                    reason = name not in self._gone and member.rank.device.holds_bytes
+                    if reason and (what := contents.verify_aux(room, slot)):
+                        self._found("I6", f"{name} when it is read: {what}")
+        poll()
+
+    def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
+        """Check the pages of a room when decode reads them first."""
+        if number in self._targets and self._rooms[number].decode == leader.life:
+            self._compare(number, "when decoding begins")
+        join(number, *more)
+
+    # --- I7 ---
+
+    def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
+        """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room.
+
+        To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may
+        ask.
+        """
+        original: Callable[[Any], None] = getattr(part, action)
+
+        def watch(what: Any) -> None:
+            number = getattr(what, "room", what)
+            if action != "forget" or any(number == room for _, room, _ in order):
+                order.append((action, number, getattr(what, "index", 0)))
+            if isinstance(what, Fetch):
+                self._targets[what.room] = what
+            original(what)
+
+        setattr(part, action, watch)
+
+    def _check_order(self) -> None:
+        """Check that the ranks of one life took up the same rooms and chunks in the same order (I7).
+
+        Two ranks are compared up to the end of the shorter list: one of them may have been stopped sooner.
+        """
+        for number, (member, order) in enumerate(self._orders):
+            for other, theirs in self._orders[number + 1 :]:
+                if member.life and member.life == other.life:
+                    one, two = member.rank.name, other.rank.name
+                    pairs = zip(order, theirs, strict=False)  # one may have been stopped sooner
+                    for mine, its in ((mine, its) for mine, its in pairs if mine != its):
+                        self._found("I7", f"{one} took up {mine} where {two} took up {its}")
+                        break
+
+    # --- I8 ---
+
+    def _on_stop(self, *_: Any) -> None:
+        """Check at the first `Stop` that all ranks that still run have given everything back (I8)."""
+        if self._stopped or not self._rooms:
+            return
+        self._stopped = True
+        for name, member in self._members.items():
+            if name not in self._gone and not member.has_ended:
+                self._leftovers.check(name)
+
+    # --- all ---
+
+    def _found(self, invariant: str, what: str) -> None:
+        self.violations.append(Violation(invariant, self._now(), what))
+
+    def _now(self) -> float:
+        return next(iter(self._members.values())).clock.now if self._members else 0.0
+
+
+def _in_life(members: Mapping[str, Any], life: str) -> Iterator[tuple[str, Any]]:
+    """Yield those of *members* that are in that life of their instance now."""
+    for name, member in members.items():
+        if getattr(member, "life", "") == life:
+            yield name, member
+
+
+def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
+    """Return what is wrong with the window of *room* by a formula that nobody else uses, "" if nothing is."""
+    names = contents.layout.shape.state.components
+    for number, table in enumerate(contents.layout.tables[1:]):
+        if table.component == "window":
+            reason = window_differs(contents, table, number, room, rows[names.index("window")], tokens)
+            if reason:
+                return reason
+    return ""
+
+
+def _note(rooms: set[int], call: Callable[[int], None], number: int) -> None:
+    """Add *number* to *rooms*, and *call* with it."""
+    rooms.add(number)
+    call(number)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of simulation: what holds in every run, whatever is simulated.
+
+``checks=on`` checks them while a run goes on.
+
+`LAWS` names each with the test that holds it in the suite; `docs/reliability.md` has the table.  `LawChecker` is a
+`pdsim.sim.faults.Observer`: it changes nothing, and is not there unless it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pdsim.kv.messages import Finished, MessageError, Submit, decode
+from pdsim.transfer import Batch, TransferRecord
+from pdsim.transfer.job import Outcome
+from pdsim.verify import refuse_compiled
+
+__all__ = ["LAWS", "Law", "LawChecker", "broken"]
+
+
+class Law(NamedTuple):
+    """What holds, in one sentence, and the test of the suite that holds it."""
+
+    name: str
+    rule: str
+    test: str
+
+
+_TEST, _SHARING = "tests/kv/test_laws.py::", "tests/sim/test_sharing_properties.py::"
+
+LAWS = (
+    Law("capacity", "No link carries more than its capacity, at any time; no pool lends more than it has.",
+        f"{_SHARING}test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck"),
+    Law("bytes", "What has been read at a source and has landed at its target is what was posted, and no more; a "
+        "transfer that succeeds has landed.", f"{_TEST}test_bytes_that_land_twice_break_a_law"),
+    Law("tokens", "Prefill computes each token of an input once, in order, before the request is decoded; decode "
+        "ends with input plus output.", f"{_TEST}test_a_token_that_is_not_computed_breaks_a_law"),
+    Law("pages", "At every leader, free pages and owned pages are all pages.",
+        f"{_TEST}test_a_page_that_is_lost_breaks_a_law"),
+    Law("requests", "Every request that is sent out ends, once.",
+        f"{_TEST}test_a_request_that_never_ends_breaks_a_law"),
+    Law("causality", "Noticed, computed, arrived, seen, joined and finished follow each other, as do the stages of "
+        "a transfer.", f"{_TEST}test_a_request_that_ends_before_it_begins_breaks_a_law"),
+    Law("names", "The order in which links, paths and flows are listed changes nothing.",
+
+        "tests/sim/test_sharing_properties.py::test_the_order_of_links_paths_and_equal_starts_changes_nothing"),
+)  # fmt: skip
+"""In the order of `docs/reliability.md`.  The last is about two runs, so no single run can check it."""
+
+_ROUNDING = 1e-9
+"""Share by which a mean utilisation may exceed 1: sums of many intervals are rounded."""
+
+_INTERVAL = 1e-3
+"""Seconds, at least, over which the use of links is looked at while a run goes on."""
+
+
+class LawChecker:
+    """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken.
+
+    It is an observer of the model (`pdsim.sim.faults.Observer`): it is told what is posted, read and landed,
+    and sees every control message.  When bytes land it looks at what all links have carried.  Of schedulers it
+    wraps the methods that plan a forward and that enter the batch, on the object, so it sees their arguments and
+    changes nothing: a run has the same times with and without.
+    """
+
+    def __init__(self) -> None:
+        refuse_compiled("checks=on")
+        self.violations: list[str] = []
+        self.landed_bytes = 0
+        self._posted: dict[str, int] = {}  # by label: bytes
+        self._moved: dict[tuple[str, str], int] = {}  # by verb and label
+        self._rooms: dict[int, Submit] = {}
+        self._computed: dict[int, int] = {}  # by room: tokens
+        self._members: dict[str, Any] = {}
+        self._network: Any = None
+        self._since, self._carried = 0.0, [0.0]  # when links were looked at last, and the bytes of each until then
+
+    # --- what the model tells ---
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program; a router is the first of a new job, whose rooms are numbered anew."""
+        if hasattr(member, "registry"):
+            self._rooms, self._computed, self._members = {}, {}, {}
+            self._network = member.rank.device.network
+            self._since, self._carried = member.rank.clock.now, self._network.carried()
+        self._members[member.rank.name] = member
+        if hasattr(member, "iteration_seconds"):
+            member.next_forward = partial(self._planned, member.next_forward, self._pieces_of(member))
+        if hasattr(member, "batch"):
+            member.batch.join = partial(self._entered, member, member.batch.join)
+
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
+        """Look at a control message."""
+        try:
+            message = decode(payload)
+        except MessageError:
+            return
+        if isinstance(message, Submit):
+            self._rooms[message.room] = message
+        elif isinstance(message, Finished):
+            self._finished(sender, message)
+
+    def posted(self, batch: Batch, label: str) -> None:
+        """Count what is to move."""
+        self._posted[label] = self._posted.get(label, 0) + batch.nbytes
+
+    def held_up(self, label: str) -> None:
+        """Do nothing: it moves later."""
+
+    def broken(self, label: str) -> None:
+        """Do nothing: some of it moves."""
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Count what is read."""
+        self._move("read", batch, label)
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Count what lands."""
+        self.landed_bytes += batch.nbytes
+        self._move("landed", batch, label)
+        if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
+            self._look()
+
+    def copied(self, batch: Batch) -> None:
+        """Do nothing: copies stay within a device."""
+
+    def ended(self, rank: str, error: str) -> None:
+        """Do nothing: why ranks end is not a law's business."""
+
+    # --- laws ---
+
+    def _look(self) -> None:
+        """Check that no link has carried more since the last look than it can in that time."""
+        now, before = self._network.clock.now, self._carried
+        self._carried = self._network.carried()
+        for link, carried, until in zip(self._network.links, self._carried, before, strict=False):
+            most = link.nominal * (now - self._since)
+            if carried - until > most + _ROUNDING * carried + 1.0:
+                what = f"{carried - until:.0f} bytes from {self._since!r} to {now!r} s, of {most:.0f}"
+                self._found("capacity", f"{link.name} carried {what}")
+        self._since = now
+
+    def _move(self, verb: str, batch: Batch, label: str) -> None:
+        """Count bytes of *batch* that are read or land; of a label never more than were posted."""
+        moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
+        if moved > self._posted.get(label, 0):
+            self._found("bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted")
+
+    def _pieces_of(self, member: Any) -> list[tuple[int, int]]:
+        """Return a list that is filled with the tokens of each forward that *member* plans."""
+        pieces: list[tuple[int, int]] = []
+        seconds = member.iteration_seconds
+
+        def watch(planned: list[tuple[int, int]]) -> Any:
+            pieces[:] = planned
+            return seconds(planned)
+
+        member.iteration_seconds = watch
+        return pieces
+
+    def _planned(self, plan: Callable[[bool], Any], pieces: list[tuple[int, int]], ahead: bool = False) -> Any:
+        """Check that a forward goes on where the last one of each of its rooms has ended.
+
+        A room's first forward may begin after tokens that were cached; from there on, each token is computed
+        once, in order.
+        """
+        forward = plan(ahead)
+        for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
+            before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
+            if context != before:
+                self._found(
+                    "tokens", f"room {chunk.room} is computed from token {context} on, before it were {before}"
+                )
+            self._computed[chunk.room] = context + tokens
+        return forward
+
+    def _entered(self, member: Any, join: Callable[..., None], number: int, context: int, steps: int) -> None:
+        """Check that a request enters the batch with as many tokens, there and to come, as its user asked for."""
+        request = self._rooms.get(number)
+        if request is not None and context + steps != request.input + request.output:
+            self._found("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
+                        f"{request.input} + {request.output}")  # fmt: skip
+        join(number, context, steps)
+
+    def _finished(self, sender: str, message: Finished) -> None:
+        """Check a request at its end: computed in full, its phases in order, and no page lost or owned twice."""
+        request = self._rooms.get(message.room)
+        if request is None:
+            self._found("requests", f"room {message.room} ended on {sender}, and was never sent out")
+            return
+        computed = self._computed.get(message.room, 0)
+        if computed != request.input:
+            self._found(
+                "tokens", f"room {message.room} is decoded with {computed} of {request.input} tokens computed"
+            )
+        times = [(name, getattr(message, name)) for name in _PHASES]
+        for (first, one), (then, other) in pairwise(times):
+            if one > other:
+                self._found("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
+        for name, member in self._members.items():
+            pool = getattr(member, "pages", None)
+            if pool is not None and not pool.is_whole():
+                owned = sum(count for runs in pool.owners.values() for _, count in runs)
+                self._found("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")
+
+    def _found(self, law: str, what: str) -> None:
+        self.violations.append(f"law of {law}: {what}")
+
+
+_PHASES = ("noticed", "started", "prefilled", "arrived", "polled", "joined", "finished")
+"""Times of `Finished` that follow each other in a pushed and in a pulled handoff."""
+
+_STAGES = ("submitted", "prepared", "posted", "completed", "seen")
+
+
+def broken(
+    outcome: Outcome | None,
+    requests: Mapping[str, Sequence[Any]],
+    transfers: Sequence[TransferRecord],
+    landed: int | None = None,
+) -> Iterator[str]:
+    """Yield a line for each law that the results of a run break.
+
+    *requests* are columns of `pdsim.results.schema.REQUESTS`; *landed* is how many bytes have landed, if it is
+    known.
+    """
+    for name, share in {**outcome.links, **outcome.pools}.items() if outcome is not None else ():
+        if share > 1 + _ROUNDING:
+            yield f"law of capacity: {name} was used to {share:.9f} of what it has"
+    for number, status in enumerate(requests.get("status", ())):
+        if not status:
+            yield f"law of requests: request {number} never ended"
+    for record in transfers:
+        times = [getattr(record, name) for name in _STAGES]
+        if times != sorted(times):
+            yield f"law of causality: stages of {record.label!r} from {record.source} to {record.target}: {times}"
+    moved = sum(one.nbytes for one in transfers if one.status == "ok" and one.operation in ("write", "read"))
+    if landed is not None and moved > landed:
+        yield f"law of bytes: transfers of {moved} bytes succeeded, {landed} bytes have landed"

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left when all is over: the part of `pdsim.verify.invariants` that counts.
+
+Every dict, list, set and deque that a rank's program and the protocol's objects in it hold is counted when the first
+request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is
+no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
+
+* Nothing may be left of a room, and nothing may have grown,
+* but tables of peers, whose keys are names: once a rank was lost, or if not all pairs were connected when requests
+  began, or of a rank without a part in a pair, which nobody waits for, they may hold what they did not before.  They
+  may name only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no
+  more of each than an instance has ranks.
+* No more memory may be registered than at the start.
+* No tokens may be outstanding at an instance, by the router's account.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any
+
+__all__ = ["LeakChecker"]
+
+_NOT_STATE = frozenset(
+    {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
+    | {"host", "posts", "_variation"}
+)
+"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, numbers and times of
+a host that were drawn ahead, or remembered of rooms that are over for longer than a scenario lasts
+(`pdsim.kv.rooms.OVER`)."""
+
+_POOLS = frozenset({"_starts", "_counts", "_free", "unused"})
+"""Lists of what is free; how much that is says what is owned."""
+
+_NUMBERED = frozenset({"_fences"})
+"""Tables whose keys are numbers of something else than rooms."""
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class LeakChecker:
+    """Tells *found* what ranks still have when all is over."""
+
+    def __init__(self, found: Callable[[str, str], None]) -> None:
+        self._found = found
+        self._members: dict[str, Any] = {}
+        self._before: dict[str, dict[str, int]] = {}  # by rank and path
+        self._regions: dict[str, int] = {}  # by rank
+        self._lost = False  # a rank has ended, or was met later than the first request came
+        self._late: set[str] = set()  # ranks of prefill that nobody reads, or writes from, and that heard of it late
+        self._began = False
+
+    def joined(self, member: Any) -> None:
+        """Count what *member* has, if it was started again."""
+        name = member.rank.name
+        self._members[name] = member
+        if self._began:
+            self._before[name] = _census(member)
+            self._regions[name] = _regions(member)
+
+    def lost(self) -> None:
+        """Take note that a rank has ended: others remember that, and meet it again if it is started again."""
+        self._lost = True
+
+    def begin(self) -> None:
+        """Count what all have, before the first request."""
+        if not self._began:
+            self._began = True
+            for registry in (member.registry for member in self._members.values() if hasattr(member, "registry")):
+                pairs = product(registry.prefills.names, registry.decodes.names)
+                self._lost |= not all(registry.linked(*pair) for pair in pairs)
+                others = registry.decodes.names
+                met = {name: len(getattr(each, "_met", others)) for name, each in self._members.items()}
+                self._late = {name for name, count in met.items() if count < len(others)}
+            self._before = {name: _census(member) for name, member in self._members.items()}
+            self._regions = {name: _regions(member) for name, member in self._members.items()}
+
+    def check(self, name: str) -> None:
+        """Check what rank *name* has left, now that all requests are over.
+
+        No container of its objects may have grown since `begin` but those that name peers, and of these only
+        where an instance was lost or late; no region may be registered more; pages free and owned must be all there
+        are, and a router must count no tokens as outstanding.
+        """
+        member, before = self._members[name], self._before[name]
+        for path, container in _containers(member):
+            grown = len(container) - before.get(path, 0)
+            rooms = [] if path.rpartition(".")[2] in _NUMBERED else _room_numbers(container)
+            if grown > 0 and rooms:
+                self._found("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
+            elif grown > 0 and not ((self._lost or name in self._late) and self._is_of_peers(container)):
+                self._found("I8", f"{name}{path} still has {grown} entries when all is over")
+        self._check_memory(name, member)
+        self._check_pool(name, member)
+        self._check_load(name, member)
+
+    def _is_of_peers(self, container: Any) -> bool:
+        """Return whether *container* names nothing but peers that there are, each of them once.
+
+        An instance that was lost and has come back is met anew, so what names the life of a peer may be larger
+        than before.
+        """
+        named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
+        if not all(isinstance(name, str) for names in named for name in names):
+            return False
+        peers = [tuple(name.partition("@")[0] for name in names) for names in named]
+        known = {part for name in self._members for part in (name, name.partition(".")[0])}
+        if len(set(peers)) < len(peers) or not all(name in known for names in peers for name in names):
+            return False
+        each = container.values() if isinstance(container, dict) else ()
+        return all(len(entry) <= self._largest() for entry in each if isinstance(entry, _CONTAINERS))
+
+    def _largest(self) -> int:
+        """Return how many ranks the largest instance has."""
+        return max(Counter(name.partition(".")[0] for name in self._members).values())
+
+    def _check_memory(self, name: str, member: Any) -> None:
+        """Check that the rank has registered no more memory than it had at the start: gather buffers come and go."""
+        grown = _regions(member) - self._regions.get(name, 0)
+        if grown > 0:
+            self._found("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+
+    def _check_pool(self, name: str, member: Any) -> None:
+        pool = getattr(member, "pages", None)
+        if pool is None:
+            return
+        if not pool.is_whole():
+            owned = sum(count for pages in pool.owners.values() for _, count in pages)
+            self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
+
+    def _check_load(self, name: str, member: Any) -> None:
+        registry = getattr(member, "registry", None)
+        if registry is None:
+            return
+        for instance, tokens in {**registry.prefills.load, **registry.decodes.load}.items():
+            if tokens:
+                self._found("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+
+
+def _regions(member: Any) -> int:
+    """Return how many regions of memory the rank of *member* has registered."""
+    return len(member.rank.endpoint.regions)
+
+
+def _census(member: Any) -> dict[str, int]:
+    """Return how many entries each container of *member* has, by its path."""
+    return {path: len(container) for path, container in _containers(member)}
+
+
+def _containers(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every container that *root* and the protocol's objects in it hold, with its path.
+
+    Objects are followed through attributes, slots and lists, each once.  What is not the protocol's own is left
+    out: the clock, the device, the endpoint.
+    """
+    todo, seen = [("", root)], {id(root)}
+    while todo:
+        path, holder = todo.pop()
+        for name, value in _attributes(holder):
+            if name in _NOT_STATE | _POOLS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, _CONTAINERS):
+                yield f"{path}.{name}", value
+                if isinstance(value, list):  # such as queues
+                    todo += [(f"{path}.{name}[{n}]", entry) for n, entry in enumerate(value) if _is_ours(entry)]
+            elif _is_ours(value):
+                todo.append((f"{path}.{name}", value))
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith(("pdsim.kv", "pdsim.serving"))
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    found = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        found |= {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
+    return list(found.items())
+
+
+def _room_numbers(container: Iterable[Any]) -> list[int]:
+    """Return the rooms that *container* is about, as far as its keys or entries say."""
+    entries: list[Any] = list(container)
+    return [room for room in map(_room_number, entries) if room is not None]
+
+
+def _room_number(entry: Any) -> int | None:
+    """Return the room that an entry of a container is about, None if it says none.
+
+    It may be the number itself, begin with it, or have it as an attribute, perhaps of its request or chunk.
+    """
+    if isinstance(entry, tuple) and entry:
+        entry = entry[0]
+    for name in ("request", "chunk"):
+        entry = getattr(entry, name, entry)
+    entry = getattr(entry, "room", entry)
+    return entry if isinstance(entry, int) else None

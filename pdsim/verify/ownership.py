@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose memory is touched: watches pages, state rows, metadata and staging slots for the invariant checker.
+
+At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own life is
+asked whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for nobody hands
+that memory out any more, until the last rank of its life has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
+from pdsim.kv.pages import Pages
+from pdsim.kv.paths import REGION, STAGING
+from pdsim.transfer import Batch
+from pdsim.verify.computed import ComputedChecker
+
+__all__ = ["OwnershipChecker"]
+
+_AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
+"""Of the metadata buffers, for each slot that they have."""
+
+
+class OwnershipChecker:
+    """Watches whose memory bytes are read from, land on, and are copied between.
+
+    It calls *found* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
+    of another room than the transfer's.  *computed* is asked whether what is read at prefill is there already
+    (I10).
+
+    A transfer's room is the number that its label begins with.  The owner of a row is looked up in the pools of
+    the leader at the instant of the access: so a page that is given to the next room one event too early is seen,
+    although the bytes that land on it are right.
+    """
+
+    def __init__(self, found: Callable[[str, str], None], computed: ComputedChecker) -> None:
+        self._found = found
+        self._computed = computed
+        self._members: dict[str, Any] = {}
+        self._leaders: dict[str, list[Any]] = {}  # of all lives, by the rank's name
+        self._gathers: dict[int, tuple[Batch, int]] = {}  # copies under way by identity, and their rooms
+
+    def joined(self, member: Any) -> None:
+        """Watch *member*, a rank's program, in place of an earlier life of that rank."""
+        name = member.rank.name
+        self._members[name] = member
+        if hasattr(member, "pages"):
+            self._leaders.setdefault(name, []).append(member)
+        if hasattr(getattr(member, "sender", None), "_gather"):
+            member.sender._gather = self._watched(member.sender._gather)
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Check that what is read is the room's."""
+        if batch.source.name == REGION:
+            self._check("read from", batch.source.owner, label, batch.source_offset, batch.size)
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Check that what is written is the room's."""
+        if batch.target.name == STAGING:
+            self._check_slot(batch, label)
+        elif batch.target.name == REGION:
+            self._check("landed on", batch.target.owner, label, batch.target_offset, batch.size)
+
+    def copied(self, batch: Batch) -> None:
+        """Check that what is gathered, or scattered, is the room's."""
+        if batch.source.name == STAGING:
+            self._check_scatter(batch)
+            return
+        gathered = self._gathers.pop(id(batch), None)
+        if gathered is not None:
+            rank = batch.source.owner
+            layout = self._members[rank].sender.layout
+            self._check_rows("gathered from", layout, gathered[1], rank, batch.source_offset, batch.size)
+
+    def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
+        """Return *gather*, having noted which room each copy is for: the device does not know.
+
+        The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
+        """
+
+        def watch(state: Any, batch: Batch) -> Any:
+            self._gathers[id(batch)] = batch, state.room
+            return gather(state, batch)
+
+        return watch
+
+    def _leader(self, rank: str) -> Any:
+        """Return the leader of the life that *rank* is in; None if there has been none."""
+        life = self._members[rank].life
+        known = self._leaders.get(f"{rank.partition('.')[0]}.0", ())
+        return next((leader for leader in known if life and leader.life == life), None)
+
+    def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
+        """Check pieces of the pool of *rank*, in bytes from its start, moved for the room that *label* names."""
+        member = self._members[rank]
+        part = member.sender if hasattr(member, "sender") else member.receiver
+        self._check_rows(verb, part.layout, int(label.partition("/")[0]), rank, offsets, sizes)
+
+    def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
+        """Check that the rows of *layout*'s tables and the metadata slots that pieces touch are *room*'s."""
+        leader = self._leader(rank)
+        if leader is None:
+            self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
+            return
+        if hasattr(leader, "sender"):
+            self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
+        for table in layout.tables:
+            inside = (offsets >= table.start) & (offsets < table.end)
+            if inside.any():
+                foreign = _rows(table, offsets[inside], sizes[inside]) - _owned(leader, table, room)
+                if foreign:
+                    owner = _owner(leader, table, min(foreign))
+                    text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
+                    self._found("I3", text)
+        self._check_aux(verb, leader, layout, room, rank, offsets)
+
+    def _check_computed(
+        self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any
+    ) -> None:
+        """Check that what is read on a prefill rank has been computed there.
+
+        Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of the
+        room's.
+        """
+        request = leader._rooms.get(room) or getattr(leader, "_lent", {}).get(room)
+        if request is None:
+            return  # over: whose pages these are says I3
+        tokens, kv = request.request.input, layout.tables[0]
+        inside = (offsets >= kv.start) & (offsets < kv.end)
+        if inside.all():
+            rows = _rows(kv, offsets, sizes)
+            places = [place for place, row in enumerate(_numbered(leader.pages.owners.get(room, ()))) if row in rows]
+            tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
+        self._computed.check(verb, rank, room, tokens)
+
+    def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
+        """Check that the rows of first-token metadata that are touched are of the room's own slot (I6)."""
+        inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
+        foreign = _slots(layout, inside) - {leader.slots.owners.get(room)}
+        if foreign:
+            self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
+
+    def _check_slot(self, batch: Batch, label: str) -> None:
+        """Check that what lands in a staging ring lies in the slot of its room, writer and chunk.
+
+        It must lie in no other, be in one piece within the ring, and slots must not overlap.
+        """
+        rank, (room, chunk) = batch.target.owner, map(int, label.split("/")[:2])
+        ring = self._members[rank].receiver.landing.ring
+        key = room, int(batch.source.owner.partition(".")[2]), chunk
+        start, size = int(batch.target_offset[0]), batch.nbytes
+        if key not in ring:
+            self._found("I4", f"chunk {chunk} of room {room} landed in the ring of {rank}, where it has no slot")
+            return
+        first = ring[key].position % ring.size
+        if not (first <= start and start + size <= first + ring[key].size <= ring.size):
+            self._found("I4", f"chunk {chunk} of room {room} landed outside its slot of the ring of {rank}")
+        taken = sorted((slot.position % ring.size, slot.size) for slot in ring.slots.values())
+        if any(low + length > high for (low, length), (high, _) in pairwise(taken)):
+            self._found("I4", f"slots of the ring of {rank} overlap: {taken}")
+
+    def _check_scatter(self, batch: Batch) -> None:
+        """Check that what leaves a staging ring lies in a slot, and that the pages are those of the slot's room."""
+        rank, start = batch.target.owner, int(batch.source_offset[0])
+        ring = self._members[rank].receiver.landing.ring
+        for key, slot in ring.slots.items():
+            if slot.position % ring.size <= start < slot.position % ring.size + slot.size:
+                layout = self._members[rank].receiver.layout
+                self._check_rows("scattered to", layout, key[0], rank, batch.target_offset, batch.size)
+                return
+        self._found("I4", f"{rank} scattered from {start} of its ring, which is no slot")
+
+
+def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
+    """Return the rows of *table* that pieces at *offsets* of *sizes* bytes touch."""
+    plane = table.rows * table.item
+    first = (offsets - table.start) % plane // table.item
+    last = (offsets - table.start + sizes - 1) % plane // table.item
+    if (first == last).all():
+        return set(first.tolist())
+    return {row for low, high in zip(first.tolist(), last.tolist(), strict=True) for row in range(low, high + 1)}
+
+
+def _slots(layout: KvLayout, offsets: Any) -> set[int]:
+    """Return the metadata slots that pieces at *offsets*, none of which is of two buffers, lie in."""
+    inside = offsets - layout.kv_bytes
+    buffer = np.searchsorted(_AUX_ENDS * layout.slots, inside, side="right")
+    sizes = np.array(AUX_ROWS, np.int64)[buffer]
+    return set(((inside - (_AUX_ENDS[buffer] - sizes) * layout.slots) // sizes).tolist())
+
+
+def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
+    """Return the owners of the rows of *table*, and what they own.
+
+    Keys and values, and the index, are of pages; the window and the state have pools of their own.
+    """
+    if table.component in ("kv", "index"):
+        owned: dict[int, Any] = leader.pages.owners
+    elif table.component == "window":
+        owned = leader.state.window.owners
+    else:
+        owned = leader.state.slots.owners
+    return owned
+
+
+def _numbers(rows: Pages | int) -> set[int]:
+    return {rows} if isinstance(rows, int) else set(_numbered(rows))
+
+
+def _numbered(rows: Pages) -> list[int]:
+    return [row for start, count in rows for row in range(start, start + count)]
+
+
+def _owned(leader: Any, table: PageTable, room: int) -> set[int]:
+    return _numbers(_pool(leader, table).get(room, ()))
+
+
+def _owner(leader: Any, table: PageTable, row: int) -> str:
+    found = (owner for owner, rows in _pool(leader, table).items() if row in _numbers(rows))
+    return next((f"room {owner}'s" for owner in found), "nobody's")

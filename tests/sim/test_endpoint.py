@@ -1,0 +1,490 @@
+"""The simulated endpoint: what the waist promises, at exact times.
+
+What holds for every implementation is in `pdsim.testing`; here is what only the model can say.
+"""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdsim.core.errors import (
+    BackendUnavailable,
+    InvalidBatch,
+    PeerLost,
+    RegistrationError,
+    SendQueueFull,
+    TransferFailed,
+    TransferTimeout,
+)
+from pdsim.sim.flows.network import Network
+from pdsim.sim.host_latency import HostLatency
+from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.memory import DeviceMemory, SimDevice
+from pdsim.sim.shared import Fabric
+from pdsim.sim.sim_endpoint import DETECTION, SimEndpoint
+from pdsim.sim.topology import Topology
+from pdsim.transfer import Batch
+from pdsim.transfer.job import Place
+from tests.support.machines import cost, engine, machine
+
+SAME_NODE = (Place(0, 0), Place(0, 1))
+
+
+class Records:
+    def __init__(self):
+        self.transfers = []
+
+    def transfer(self, record):
+        self.transfers.append(record)
+
+
+class Side:
+    """One rank: an endpoint with a registered buffer of 1000 bytes."""
+
+    def __init__(self, fabric, name, place, tracked=True, host_latency=None):
+        self.clock = RankClock(fabric.clock, name)
+        site = fabric.topology.site(place)
+        memory = DeviceMemory(site.name, 4096, tracked=tracked)
+        self.device = SimDevice(
+            memory, self.clock, fabric.network, fabric.topology.memory(site), host_latency=host_latency
+        )
+        self.records = Records()
+        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records)
+        self.buffer = self.device.allocate(1000)
+        self.region = self.endpoint.register(self.buffer, "kv")
+
+
+class Bench:
+    """Ranks a and b on two GPUs of a node; ports of 100 bytes/s.
+
+    With the cost of `machines.cost`, a write of 100 bytes in one descriptor: posting until 1.25, wire until 2.25,
+    complete at 2.75.
+    """
+
+    def __init__(self, model=None, timeout=1000.0, tracked=True, places=SAME_NODE, inter=None, wake=0.0):
+        self.clock = JobClock()
+        network = Network(self.clock)
+        topology = Topology(machine(), network)
+        self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout))
+        host_latency = HostLatency(replace(machine().host, wake=wake))
+        self.a, self.b = (
+            Side(self.fabric, name, place, tracked, host_latency) for name, place in zip("ab", places, strict=True)
+        )
+        self.log = []
+
+    def connect(self):
+        self.peer = self.a.endpoint.connect(self.b.endpoint.address())
+        return self.peer
+
+    def batch(self, size=100, source=0, target=0):
+        return Batch(self.a.region, self.peer.regions["kv"], [source], [target], [size])
+
+    def write(self, size=100, notify=b"", timeout=None, source=0, target=0, label=""):
+        return self.watch(
+            self.a.endpoint.write(self.peer, self.batch(size, source, target), notify, timeout=timeout, label=label)
+        )
+
+    def read(self, size=100, timeout=None):
+        batch = Batch(self.peer.regions["kv"], self.a.region, [0], [0], [size])
+        return self.watch(self.a.endpoint.read(self.peer, batch, timeout=timeout))
+
+    def watch(self, transfer):
+        transfer.settled.callbacks.append(lambda _: self.log.append((self.clock.now, "settled")))
+        transfer.callbacks.append(lambda event: self.log.append((self.clock.now, verdict(event))))
+        return transfer
+
+    def at(self, when, action):
+        self.clock.call_at(when, lambda _: action(), None)
+
+    def run(self, until=None):
+        self.clock.run(until)
+        return self.log
+
+
+def verdict(event):
+    return "ok" if event.ok else type(event.value).__name__
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    bench.connect()
+    return bench
+
+
+class TestTransfer:
+    def test_succeeds_with_its_record(self, bench):
+        transfer = bench.write(label="chunk 0")
+        bench.run()
+        route, times = ("write", "a", "b", 100, 1), (0.0, 0.0, 1.25, 2.75, 2.75)
+        assert transfer.value == ("model:test", *route, *times, "ok", "chunk 0")
+        assert bench.a.records.transfers == [transfer.value]
+
+    def test_settles_together_with_success(self, bench):
+        bench.write()
+        assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
+
+    def test_carries_the_bytes_at_the_instant_of_completion(self, bench):
+        bench.a.buffer.write(0, b"old")
+        bench.write(size=3)
+        bench.at(1.75, lambda: bench.a.buffer.write(0, b"new"))  # too early: the engine may still read
+        bench.at(1.75, lambda: bench.log.append(bench.b.buffer.read(0, 3)))
+        bench.run()
+        assert bench.log[0] == b"\0\0\0"
+        assert bench.b.buffer.read(0, 3) == b"new"
+
+    def test_carries_the_bytes_of_a_read_the_other_way(self, bench):
+        bench.b.buffer.write(0, b"theirs")
+        transfer = bench.read(size=6)
+        bench.run()
+        assert bench.a.buffer.read(0, 6) == b"theirs"
+        assert transfer.value[1:4] == ("read", "b", "a")
+
+    def test_keeps_no_bytes_with_memory_timing(self):
+        bench = Bench(tracked=False)
+        bench.connect()
+        bench.write()
+        assert bench.run()[-1] == (2.75, "ok")
+
+    def test_resumes_its_process_and_costs_four_events(self, bench):
+        def program():
+            for _ in range(100):
+                yield bench.a.endpoint.write(bench.peer, bench.batch())
+
+        process = bench.a.clock.process(program())
+        bench.run(process)
+        assert bench.clock.now == 275.0
+        assert bench.clock.scheduled() <= 4 * 100 + 4  # and the deadline's alarm, and the process
+
+    def test_meets_others_on_the_port(self, bench):
+        bench.write(target=0)
+        bench.write(target=100)
+        assert [at for at, what in bench.run() if what == "ok"] == [2.75, 4.0]
+
+
+class TestNotification:
+    def test_arrives_with_the_bytes(self, bench):
+        def receive():
+            notification = yield bench.b.endpoint.notifications.get()
+            bench.log.append((bench.clock.now, notification, bench.b.buffer.read(0, 2)))
+
+        bench.b.clock.process(receive())
+        bench.a.buffer.write(0, b"kv")
+        bench.write(notify=b"chunk 0")
+        assert bench.run()[0] == (2.75, ("a", b"chunk 0"), b"kv")
+
+    def test_is_acted_upon_when_the_receiver_has_woken_up_if_it_is_there_by_then(self):
+        for killed, notified in ((3.5, [(3.25, b"x")]), (3.0, [])):
+            bench = Bench(wake=0.5)
+            bench.connect()
+
+            def receive(bench=bench):
+                notification = yield bench.b.endpoint.notifications.get()
+                bench.log.append((bench.clock.now, notification.payload))
+
+            bench.b.clock.process(receive())
+            bench.write(notify=b"x")
+            bench.at(killed, bench.b.endpoint.kill)
+            assert bench.run() == [(2.75, "settled"), (2.75, "ok"), *notified]
+
+    def test_is_not_sent_unless_asked_for(self, bench):
+        bench.write()
+        bench.run()
+        assert len(bench.b.endpoint.notifications) == 0
+
+    def test_comes_late_with_bytes_that_come_late(self, bench):
+        bench.write(notify=b"late", timeout=1.0)
+        bench.run()
+        assert [each.payload for each in bench.b.endpoint.notifications.drain()] == [b"late"]
+
+
+class TestTimeout:
+    def test_fails_at_the_deadline_and_settles_when_the_bytes_have_landed(self, bench):
+        bench.a.buffer.write(0, b"late")
+        bench.write(timeout=2.0)
+        bench.run(until=2.5)
+        assert bench.log == [(2.0, "TransferTimeout")]
+        assert bench.a.endpoint.quarantined == 1
+        assert bench.run() == [(2.0, "TransferTimeout"), (2.75, "settled")]
+        assert bench.a.endpoint.quarantined == 0
+        assert bench.b.buffer.read(0, 4) == b"late"
+
+    def test_says_what_was_late(self, bench):
+        transfer = bench.write(timeout=2.0)
+        bench.run()
+        assert isinstance(transfer.value, TransferTimeout)
+        assert str(transfer.value) == "<Batch of 1 descriptors, 100 bytes, a/kv -> b/kv> is not complete after 2 s"
+
+    def test_is_recorded_once(self, bench):
+        bench.write(timeout=2.0)
+        bench.run()
+        assert [(record.status, record.completed) for record in bench.a.records.transfers] == [
+            ("TransferTimeout", 2.0)
+        ]
+
+    def test_keeps_the_region_registered_until_it_settles(self, bench):
+        bench.write(timeout=2.0)
+        bench.run(until=2.5)
+        with pytest.raises(RegistrationError, match="1 transfers over region 'kv' have not settled"):
+            bench.a.endpoint.deregister(bench.a.region)
+        bench.run()
+        bench.a.endpoint.deregister(bench.a.region)
+
+    def test_keeps_the_target_s_memory_from_being_handed_out(self, bench):
+        bench.write(timeout=2.0)
+
+        def withdraw():
+            bench.b.endpoint.deregister(bench.b.region)
+            bench.b.device.free(bench.b.buffer)
+            bench.log.append(bench.b.device.used)
+
+        bench.at(2.25, withdraw)
+        bench.run()
+        assert bench.log == [(2.0, "TransferTimeout"), 1000, (2.75, "settled")]
+        assert bench.b.device.used == 0
+
+    def test_of_the_engine_holds_unless_another_is_given(self):
+        bench = Bench(timeout=2.0)
+        bench.connect()
+        bench.write()
+        bench.write(timeout=10.0)
+        log = bench.run()
+        assert (2.0, "TransferTimeout") in log
+        assert log[-1] == (4.0, "ok")
+
+    def test_of_a_later_transfer_may_come_first(self, bench):
+        bench.write(timeout=2.5)
+        bench.write(timeout=1.5)
+        assert bench.run()[:2] == [(1.5, "TransferTimeout"), (2.5, "TransferTimeout")]
+
+    def test_withdraws_what_waits_in_the_send_queue(self):
+        bench = Bench(cost(depth=1))
+        bench.connect()
+        bench.write(target=0)
+        bench.write(target=100, timeout=2.0)
+        bench.a.buffer.write(0, b"x" * 100)
+        assert bench.run() == [(2.0, "settled"), (2.0, "TransferTimeout"), (2.75, "settled"), (2.75, "ok")]
+        assert bench.b.buffer.read(100, 100) == bytes(100)
+
+    def test_must_be_positive(self, bench):
+        with pytest.raises(ValueError, match=r"timeout=0(\.0)? must be > 0"):
+            bench.write(timeout=0)
+
+    def test_leaves_no_event_behind_for_transfers_that_complete(self, bench):
+        for _ in range(50):
+            bench.write(target=0)
+        bench.run()
+        assert bench.clock.now <= 1000.0
+        assert len(bench.a.endpoint._initiator.posted._deadlines._ahead) == 0
+
+
+class TestLostPeer:
+    @pytest.mark.parametrize("at", [0.5, 1.75, 2.5])  # while posting, on the wire, on the way back
+    @pytest.mark.parametrize("operation", ["write", "read"])
+    def test_is_noticed_after_the_detection_delay(self, bench, at, operation):
+        getattr(bench, operation)()
+        bench.at(at, bench.b.endpoint.kill)
+        assert bench.run() == [(at + DETECTION, "settled"), (at + DETECTION, "PeerLost")]
+        assert bench.a.endpoint.quarantined == 0
+
+    def test_gets_no_more_bytes(self, bench):
+        bench.a.buffer.write(0, b"kv")
+        bench.write(notify=b"x")
+        bench.at(1.75, bench.b.endpoint.kill)
+        bench.run()
+        assert bench.b.buffer.read(0, 2) == b"\0\0"
+        assert len(bench.b.endpoint.notifications) == 0
+
+    def test_sends_no_more_bytes(self, bench):
+        bench.a.buffer.write(0, b"kv")
+        bench.write(notify=b"x")
+        bench.at(1.75, bench.a.endpoint.kill)
+        assert bench.run() == []
+        assert bench.b.buffer.read(0, 2) == b"\0\0"
+        assert len(bench.b.endpoint.notifications) == 0
+
+    def test_takes_no_more_of_the_links(self, bench):
+        bench.write()
+        bench.at(1.75, bench.b.endpoint.kill)
+        bench.run()
+        assert {link.name: link.carried for link in bench.fabric.network.links if link.carried} == {
+            "node0/gpu0/memory": 50.0,
+            "node0/gpu0/nvlink.out": 50.0,
+            "node0/gpu1/nvlink.in": 50.0,
+            "node0/gpu1/memory": 50.0,
+        }
+
+    def test_is_lost_to_what_is_posted_before_it_is_noticed(self, bench):
+        bench.b.endpoint.kill()
+        bench.at(DETECTION / 2, bench.write)
+        assert bench.run()[-1] == (DETECTION, "PeerLost")
+
+    def test_is_lost_at_once_after_it_was_noticed(self, bench):
+        bench.b.endpoint.kill()
+        bench.at(5.0, bench.write)
+        assert bench.run()[-1] == (5.0, "PeerLost")
+
+    def test_answers_no_connection(self, bench):
+        address = bench.b.endpoint.address()
+        bench.b.endpoint.kill()
+        with pytest.raises(PeerLost, match="b is gone"):
+            bench.a.endpoint.connect(address)
+
+    def test_may_be_noticed_only_after_the_deadline(self, bench):
+        bench.write(timeout=1.75 + DETECTION / 2)
+        bench.at(1.75, bench.b.endpoint.kill)
+        assert bench.run() == [(1.75 + DETECTION / 2, "TransferTimeout"), (1.75 + DETECTION, "settled")]
+
+    def test_leaves_other_transfers_alone(self, bench):
+        c = Side(bench.fabric, "c", Place(0, 2))
+        other = bench.a.endpoint.connect(c.endpoint.address())
+        bench.write()
+        bench.watch(bench.a.endpoint.write(other, Batch(bench.a.region, other.regions["kv"], [0], [0], [100])))
+        bench.at(0.5, bench.b.endpoint.kill)
+        assert bench.run()[-1] == (4.0, "ok")
+
+
+class TestClose:
+    def test_fails_and_settles_what_is_under_way(self, bench):
+        transfer = bench.write()
+        bench.at(1.75, bench.a.endpoint.close)
+        assert sorted(bench.run()) == [(1.75, "TransferFailed"), (1.75, "settled")]
+        assert str(transfer.value) == "a closed its endpoint during the transfer"
+        assert [record.status for record in bench.a.records.transfers] == ["TransferFailed"]
+
+    def test_may_be_called_twice(self, bench):
+        bench.a.endpoint.close()
+        bench.a.endpoint.close()
+
+    def test_withdraws_all_regions(self, bench):
+        bench.a.endpoint.close()
+        bench.a.device.free(bench.a.buffer)
+        assert bench.a.device.used == 0
+
+    def test_ends_all_use(self, bench):
+        bench.a.endpoint.close()
+        for call in (bench.a.endpoint.address, lambda: bench.a.endpoint.connect(b"")):
+            with pytest.raises(TransferFailed, match="the endpoint of a is closed"):
+                call()
+        with pytest.raises(RegistrationError, match="a has closed its endpoint"):
+            bench.a.endpoint.register(bench.a.buffer, "again")
+        with pytest.raises(RegistrationError, match="region a/kv is not registered"):
+            bench.write()
+
+    def test_is_a_lost_peer_for_the_other_side(self, bench):
+        bench.write()
+        bench.at(1.75, bench.b.endpoint.close)
+        assert bench.run()[-1] == (1.75 + DETECTION, "PeerLost")
+
+
+class TestRegions:
+    def test_have_the_buffer_s_address_and_device(self, bench):
+        assert (bench.a.region.address, bench.a.region.device) == (bench.a.buffer.address, "node0/gpu0")
+
+    def test_withdrawn_by_the_peer_fail_the_transfer(self, bench):
+        transfer = bench.write(notify=b"x")
+        bench.at(1.75, lambda: bench.b.endpoint.deregister(bench.b.region))
+        assert bench.run() == [(2.75, "settled"), (2.75, "TransferFailed")]
+        assert "region b/kv is no longer registered" in str(transfer.value)
+        assert len(bench.b.endpoint.notifications) == 0
+
+    def test_registered_anew_under_the_old_name_are_others(self, bench):
+        def again():
+            bench.b.endpoint.deregister(bench.b.region)
+            bench.b.endpoint.register(bench.b.device.allocate(1000), "kv")
+
+        bench.write()
+        bench.at(1.75, again)
+        assert bench.run()[-1] == (2.75, "TransferFailed")
+
+    def test_of_another_device_cannot_be_registered(self, bench):
+        with pytest.raises(RegistrationError, match="is not allocated on node0/gpu0"):
+            bench.a.endpoint.register(bench.b.buffer, "theirs")
+
+    def test_of_freed_memory_cannot_be_registered(self, bench):
+        buffer = bench.a.device.allocate(8)
+        bench.a.device.free(buffer)
+        with pytest.raises(RegistrationError, match="is not allocated"):
+            bench.a.endpoint.register(buffer, "gone")
+
+    def test_cannot_be_freed_while_they_are_registered(self, bench):
+        with pytest.raises(RegistrationError, match="is registered as 'kv'; deregister it first"):
+            bench.a.device.free(bench.a.buffer)
+
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [("local", "region b/kv is not one of a"), ("remote", "region a/kv is not in the address of b")],
+    )
+    def test_of_the_wrong_side_are_refused(self, bench, other, message):
+        mine, theirs = bench.a.region, bench.peer.regions["kv"]
+        batch = Batch(theirs, theirs, [0], [0], [8]) if other == "local" else Batch(mine, mine, [0], [0], [8])
+        with pytest.raises(InvalidBatch, match=message):
+            bench.a.endpoint.write(bench.peer, batch)
+
+
+class TestConnect:
+    def test_knows_the_regions_of_its_address(self, bench):
+        assert bench.peer.name == "b"
+        assert bench.peer.regions == {"kv": bench.b.region}
+
+    def test_again_learns_of_later_regions(self, bench):
+        late = bench.b.endpoint.register(bench.b.device.allocate(8), "late")
+        assert "late" not in bench.peer.regions
+        with pytest.raises(InvalidBatch, match="is not in the address of b that was connected; connect again"):
+            bench.a.endpoint.write(bench.peer, Batch(bench.a.region, late, [0], [0], [8]))
+        assert bench.connect().regions["late"] == late
+
+    def test_of_another_endpoint_is_of_no_use(self, bench):
+        peer = bench.b.endpoint.connect(bench.a.endpoint.address())
+        with pytest.raises(InvalidBatch, match="peer a is not connected to a"):
+            bench.a.endpoint.write(peer, bench.batch())
+
+    @pytest.mark.parametrize("address", [b"", b"{}", b"\xff\xfe", b'{"rank":"b","engine":"x","regions":[1]}'])
+    def test_refuses_what_is_no_address(self, bench, address):
+        with pytest.raises(TransferFailed, match="is not an address of model:test"):
+            bench.a.endpoint.connect(address)
+
+    def test_loses_a_rank_that_never_was(self, bench):
+        address = msgspec.json.encode({"rank": "z", "engine": "model:test", "regions": []})
+        with pytest.raises(PeerLost, match="z is gone"):
+            bench.a.endpoint.connect(address)
+
+    def test_to_itself_is_allowed(self, bench):
+        peer = bench.a.endpoint.connect(bench.a.endpoint.address())
+        bench.a.buffer.write(0, b"kv")
+        bench.watch(bench.a.endpoint.write(peer, Batch(bench.a.region, peer.regions["kv"], [0], [500], [2])))
+        bench.run()
+        assert bench.a.buffer.read(500, 2) == b"kv"
+
+    def test_across_nodes_takes_the_other_model(self):
+        inter = cost("rdma", call=0.0, descriptor=0.0, latency=0.0)
+        bench = Bench(places=(Place(0, 0), Place(1, 0)), inter=inter)
+        bench.connect()
+        bench.write()
+        assert bench.run()[-1] == (5.0, "ok")  # 100 bytes at the card's 20 bytes/s
+
+    def test_across_nodes_is_refused_by_an_engine_that_cannot(self):
+        bench = Bench(places=(Place(0, 0), Place(1, 0)))
+        with pytest.raises(BackendUnavailable, match=r"backend 'test' does not work across nodes \(inter: null\)"):
+            bench.connect()
+
+
+class TestSendQueue:
+    def test_refusal_fails_the_transfer_and_settles_it(self):
+        bench = Bench(cost(depth=1, full="refuse"))
+        bench.connect()
+        bench.write(target=0)
+        refused = bench.write(target=100)
+        log = bench.run()
+        assert isinstance(refused.value, SendQueueFull)
+        assert sorted(log[:2]) == [(0.0, "SendQueueFull"), (0.0, "settled")]
+        assert [record.status for record in bench.a.records.transfers] == ["SendQueueFull", "ok"]
+
+    def test_waiting_shows_in_the_post_time(self):
+        bench = Bench(cost(depth=1))
+        bench.connect()
+        bench.write(target=0)
+        transfer = bench.write(target=100)
+        bench.run()
+        assert (transfer.value.submitted, transfer.value.posted, transfer.value.completed) == (0.0, 4.0, 5.5)

@@ -1,0 +1,398 @@
+"""What goes wrong on purpose: drawn from one seed, never against a promise of the waist, nothing without a plan."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from pdsim.core.errors import ConfigError, PeerLost, TransferError
+from pdsim.sim.connections import part_of
+from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
+from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.model import Model
+from pdsim.transfer import Batch, Region
+from tests.support.machines import engine, machine, run
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def one(rank, count=20):
+    for index in range(count):
+        rank.channel.send("ear", b"%d" % index)
+        yield rank.clock.timeout(0.1)
+
+
+def two(rank, count=20):
+    yield from one(rank, count)
+
+
+def ear(rank, count=40):
+    heard = []
+    for _ in range(count):
+        message = yield rank.channel.receive()
+        heard.append((message.sender, int(message.payload), rank.clock.now))
+    return heard
+
+
+def writer(rank, change_at=0.0, timeout=None):
+    """Write 100 bytes "a", which take 2.75 s; set them to "b" at *change_at* after the call."""
+    buffer = rank.device.allocate(1000)
+    region = rank.endpoint.register(buffer, "kv")
+    buffer.write(0, b"a" * 100)
+    _, address = yield rank.channel.receive()
+    peer = rank.endpoint.connect(address)
+    start = rank.clock.now
+    if change_at:
+        rank.clock.call_at(start + change_at, lambda _: buffer.write(0, b"b" * 100), None)
+    transfer = rank.endpoint.write(peer, Batch(region, peer.regions["kv"], [0], [0], [100]), timeout=timeout)
+    try:
+        yield transfer
+        how = "ok"
+    except TransferError as error:
+        how = type(error).__name__
+        yield transfer.settled
+    rank.channel.send("reader", b"over")
+    return [how, rank.clock.now - start]
+
+
+def reader(rank, whole=False):
+    """Look at the memory each eighth of a second until the writer is done; return what changed, and when.
+
+    With *whole*, return what is there then.
+    """
+    buffer = rank.device.allocate(1000)
+    rank.endpoint.register(buffer, "kv")
+    rank.channel.send("writer", rank.endpoint.address())
+    over, seen = rank.channel.receive(), []
+    rank.clock.process(wait(over))
+    while not over.triggered:
+        yield rank.clock.timeout(0.125)
+        now = buffer.read(0, 1).decode()
+        if not seen or now != seen[-1][0]:
+            seen.append([now, rank.clock.now])
+    return buffer.read(0, 100).decode() if whole else seen
+
+
+def wait(event):
+    yield event
+
+
+def computer(rank):
+    ends = []
+    for _ in range(3):
+        yield rank.device.compute(1.0)
+        ends.append(rank.clock.now)
+    return ends
+
+
+def first(rank):
+    yield from _steps(rank)
+
+
+def second(rank):
+    yield from _steps(rank)
+
+
+def _steps(rank):
+    for _ in range(30):
+        yield rank.clock.timeout(1.0)
+        rank.channel.send("arbiter", b"x")
+
+
+def arbiter(rank):
+    order = []
+    for _ in range(60):
+        message = yield rank.channel.receive()
+        order.append(message.sender)
+    return order
+
+
+def phoenix(rank):
+    """Say hello, and stay."""
+    rank.endpoint.register(rank.device.allocate(100), "kv")
+    rank.channel.send("friend", rank.endpoint.address())
+    yield rank.clock.timeout(10.0)
+    return rank.clock.now
+
+
+def friend(rank):
+    """Connect to both lives of the phoenix; the first address leads nowhere once it is over."""
+    region = rank.endpoint.register(rank.device.allocate(100), "kv")
+    _, before = yield rank.channel.receive()
+    old = rank.endpoint.connect(before)
+    _, after = yield rank.channel.receive()
+    found = []
+    try:
+        rank.endpoint.connect(before)
+    except PeerLost:
+        found.append("gone")
+    for peer in (old, rank.endpoint.connect(after)):
+        try:
+            record = yield rank.endpoint.write(peer, Batch(region, peer.regions["kv"], [0], [0], [10]))
+            found.append(record.status)
+        except PeerLost:
+            found.append("lost")
+    return found
+
+
+def patient(rank):
+    yield rank.channel.receive()
+
+
+def restless(rank):
+    while True:
+        yield rank.clock.timeout(1.0)
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+HELD = Faults(delayed=0.5, delay=1.0)
+
+
+def model(faults=None, seed=0, **changes):
+    return Model(machine(), engine(), memory="tracked", seed=seed, faults=faults, **changes)
+
+
+def heard(faults, seed=0):
+    return run(one, two, ear, model=model(faults, seed)).ranks["ear"].value
+
+
+def test_messages_of_one_socket_keep_their_order_and_those_of_two_do_not():
+    found = heard(HELD)
+    for sender in ("one", "two"):
+        assert [number for name, number, _ in found if name == sender] == list(range(20))
+    assert [number for _, number, _ in found] != sorted(number for _, number, _ in found)
+
+
+def test_one_seed_gives_one_run_and_another_seed_another():
+    assert heard(HELD, seed=7) == heard(HELD, seed=7)
+    assert heard(HELD, seed=7) != heard(HELD, seed=8)
+
+
+def test_a_plan_of_nothing_changes_nothing():
+    assert heard(Faults(), seed=3) == heard(None)
+
+
+def test_nothing_is_held_up_any_more_after_the_end_of_the_plan():
+    without = heard(None)
+    assert heard(HELD)[-6:] != without[-6:]
+    # the first of each is long there by then
+    assert heard(dataclasses.replace(HELD, until=0.05))[-6:] == without[-6:]
+    late = dataclasses.replace(Faults(late=1.0, lateness=5.0), until=1e-9)  # before the write
+    assert run((writer, {"timeout": 3.0}), reader, model=model(late, seed=2)).ranks["writer"].value == ["ok", 2.75]
+
+
+def test_a_silent_rank_hears_and_says_nothing_until_it_is_back():
+    def of(sender, found):
+        return [(number, at) for name, number, at in found if name == sender]
+
+    plain, quiet = heard(None), heard(Faults(silences=(Silence("one", 0.45, 1.25),)))
+    assert of("two", quiet) == of("two", plain)
+    before, held = of("one", plain), of("one", quiet)
+    assert [number for number, _ in held] == list(range(20))
+    expected = [was if not 0.45 <= was < 1.25 else 1.25 for _, was in before]
+    assert [at for _, at in held] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_paused_rank_takes_what_came_meanwhile_at_the_end_in_order(shuffle):
+    paused = Faults(pauses=(Pause("ear", 0.45, 1.25),), shuffle=shuffle)
+    plain, found = heard(None), heard(paused)
+    for sender in ("one", "two"):
+        before = [at for name, _, at in plain if name == sender]
+        assert [number for name, number, _ in found if name == sender] == list(range(20))
+        expected = [was if not 0.45 <= was < 1.25 else 1.25 for was in before]
+        assert [at for name, _, at in found if name == sender] == pytest.approx(expected)
+
+
+def test_a_paused_rank_goes_on_where_it_stood_and_its_hardware_has_gone_on():
+    paused = Faults(pauses=(Pause("computer", 0.5, 2.5),))
+    assert run(computer, model=model(paused)).ranks["computer"].value == [2.5, 3.5, 4.5]  # the first ended at 1
+    outcome = run(writer, reader, model=model(Faults(pauses=(Pause("writer", 1.0, 9.0),))))
+    how, seconds = outcome.ranks["writer"].value
+    landed = 9.0 - seconds + 2.75  # as without the pause, at whose end it is seen
+    assert how == "ok"
+    name, seen = outcome.ranks["reader"].value[-1]
+    assert name == "a"
+    assert landed <= seen < landed + 0.125
+
+
+def test_a_rank_that_is_killed_in_a_pause_does_not_go_on():
+    outcome = run(
+        one,
+        two,
+        (ear, {"count": 20 + 5}),
+        model=model(Faults(pauses=(Pause("one", 0.45, 1.25),))),
+        kill={"one": 1.0},
+    )
+    assert [number for name, number, _ in outcome.ranks["ear"].value if name == "one"] == list(range(5))
+
+
+# --- transfers -----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion():
+    read, landed = set(), set()
+    for seed in range(12):
+        ranks = run((writer, {"change_at": 1.5}), reader, model=model(Faults(stray=True), seed)).ranks
+        assert ranks["writer"].value == ["ok", 2.75]
+        what, when = ranks["reader"].value[-1]
+        read.add(what)
+        landed.add(when)
+    assert read == {"a", "b"}  # before and after the writer changed them
+    assert len(landed) > 4
+
+
+def test_without_strays_bytes_are_read_at_the_end():
+    assert run((writer, {"change_at": 1.5}), reader, model=model()).ranks["reader"].value[-1][0] == "b"
+
+
+def test_a_torn_transfer_is_part_old_and_part_new_when_its_source_changes_meanwhile():
+    found = set()
+    for seed in range(12):
+        plan = model(Faults(torn=True), seed)
+        ranks = run((writer, {"change_at": 1.5}), (reader, {"whole": True}), model=plan).ranks
+        assert ranks["writer"].value == ["ok", 2.75]
+        found.add(ranks["reader"].value)
+    assert all(set(what) <= {"a", "b"} for what in found)
+    assert sum(set(what) == {"a", "b"} for what in found) > 4
+
+
+def test_a_torn_transfer_that_timed_out_takes_what_its_source_holds_later():
+    # the caller has given up after 2 s; half of the bytes are what it stored after that
+    faults = Faults(torn=True, late=1.0, lateness=5.0)
+    ends = set()
+    for seed in range(12):
+        given_up = (writer, {"change_at": 2.5, "timeout": 2.0})
+        ranks = run(given_up, (reader, {"whole": True}), model=model(faults, seed)).ranks
+        assert ranks["writer"].value[0] == "TransferTimeout"
+        ends.add("".join(sorted(set(ranks["reader"].value))))
+    assert "ab" in ends
+
+
+def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
+    one, two = Region("a", "kv", 1000, 0, "gpu0"), Region("b", "kv", 1000, 0, "gpu1")
+    batch = Batch(one, two, [100, 0, 500], [0, 300, 200], [10, 20, 1])
+    whole = [(100 + i, i) for i in range(10)] + [(i, 300 + i) for i in range(20)] + [(500, 200)]
+    for cuts in ((0, 31), (0, 1, 31), (0, 10, 30, 31), (0, 5, 15, 31)):
+        found = []
+        for first, end in itertools.pairwise(cuts):
+            part = part_of(batch, first, end)
+            rows = zip(part.source_offset, part.target_offset, part.size, strict=True)
+            found += [(source + i, target + i) for source, target, size in rows for i in range(size)]
+        assert found == whole
+
+
+def test_a_transfer_that_is_held_up_times_out_and_lands_later():
+    faults = Faults(late=1.0, lateness=5.0)
+    how, at = run((writer, {"timeout": 3.0}), reader, model=model(faults, seed=2)).ranks["writer"].value
+    assert how == "TransferTimeout"
+    assert at > 3.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_transfer_that_the_engine_reports_as_failed_may_have_moved_in_part(seed):
+    outcome = run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed))
+    assert outcome.ranks["writer"].value == ["TransferFailed", 2.75]  # settled at once
+    there = outcome.ranks["reader"].value
+    landed = there.count("a")
+    assert there == "a" * landed + "\0" * (100 - landed)
+
+
+def test_all_some_or_none_of_a_transfer_that_failed_has_moved():
+    outcomes = [
+        run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed)) for seed in range(12)
+    ]
+    landed = {outcome.ranks["reader"].value.count("a") for outcome in outcomes}
+    assert {0, 100} < landed
+
+
+# --- slow ranks and links ------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
+    slow = Faults(slow=(Slow("computer", 0.5, 2.5, 3.0),))
+    assert run(computer, model=model(slow)).ranks["computer"].value == [1.0, 4.0, 5.0]
+    posting = Faults(slow=(Slow("writer", 0.0, 9.0, 2.0),))
+    assert run(writer, reader, model=model(posting)).ranks["writer"].value == ["ok", 4.0]  # 2 * 1.25 + 1 + 0.5
+
+
+def test_a_link_that_is_cut_carries_on_when_it_is_mended():
+    names = ("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0)
+    how, took = run(writer, reader, model=model(Faults(squeezes=(Squeeze(*names),)))).ranks["writer"].value
+    assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
+    orders = {
+        tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value)
+        for s in (1, 2)
+    }
+    assert len(orders) == 2
+    plain = run(first, second, arbiter, model=model()).ranks["arbiter"].value
+    assert plain == ["first", "second"] * 30
+    assert all(set(order[i : i + 2]) == {"first", "second"} for order in orders for i in range(0, 60, 2))
+
+
+def test_a_killed_rank_that_starts_again_is_another_one_to_its_peers():
+    ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
+    assert ranks["friend"].value == ["gone", "lost", "ok"]
+    assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
+
+
+def test_a_rank_that_lives_is_not_started_again():
+    assert run(computer, restart={"computer": 1.5}).ranks["computer"].value == [1.0, 2.0, 3.0]
+
+
+def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
+    ranks = run(patient, restless, computer, model=model(limit=50.0)).ranks
+    assert ranks["patient"].error == "Overrun: patient, restless still run after 50 s, the limit of the model"
+    assert ranks["computer"].error == ""
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"delayed": 1.5}, "delayed"),
+        ({"broken": -0.1}, "broken"),
+        ({"delay": -1.0}, "delay"),
+        ({"slow": (Slow("a", 2.0, 1.0, 2.0),)}, "in order"),
+        ({"silences": (Silence("a", 2.0, 1.0),)}, "in order"),
+        ({"pauses": (Pause("a", 2.0, 1.0),)}, "in order"),
+    ],
+)
+def test_a_plan_is_checked(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Faults(**changes)
+
+
+NOT_THERE = [
+    Faults(slow=(Slow("x", 0.0, 1.0, 2.0),)),
+    Faults(squeezes=(Squeeze("x", 0.0, 1.0, 0.0),)),
+    Faults(pauses=(Pause("x", 0.0, 1.0),)),
+]
+
+
+@pytest.mark.parametrize("faults", NOT_THERE)
+def test_a_plan_for_what_is_not_there_is_refused(faults):
+    with pytest.raises(ConfigError, match="'x'"):
+        run(computer, model=model(faults))
+
+
+def test_a_plan_names_what_it_makes_use_of():
+    assert Faults(delayed=0.5, delay=1.0).kinds() == ("delayed", "delay")
+    assert dataclasses.replace(HELD, delayed=0.0, delay=0.0).kinds() == ()
+
+
+def test_events_of_ranks_that_draw_the_same_order_are_told_apart():
+    """Keys that are equal would have the queue compare events: scenario 1004506."""
+    job = JobClock(itertools.repeat(0.5))
+    ranks = [RankClock(job, name) for name in "ab"]
+    keys = [next(clock.numbers) for _ in range(3) for clock in (*ranks, job)]
+    assert len(set(keys)) == len(keys)
