@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
 )
-WORDS = 12_000  # of all pages, without what a command writes into them
+WORDS = 12_100  # of all pages, without what a command writes into them
 LONGEST = 120
 BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = ("ci: run", "ci: test", "not run: ", "generated ")
