@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from backends.profiling.inventory import Subject, plan
+from pdsim.calibration import kernel_fit as fit
 from pdsim.calibration import published
 from pdsim.calibration.roof_fit import fit_roof, row_seconds
 from pdsim.cli.compose import compose
 from pdsim.cli.profile import read
-from pdsim.compute import kernel_fit as fit
 from pdsim.compute.forward import OperatorForward, forward, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.compute.operators import Operators
