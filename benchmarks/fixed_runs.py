@@ -62,90 +62,128 @@ REAL = SERVED | {"transfers.parquet": (*SERVED["transfers.parquet"], "batch_size
 
 @dataclass(frozen=True)
 class Run:
-    """One command line, and the columns that are compared: all of them, or those of a real engine."""
+    """One command line, and the columns that are compared: all of them, or those of a real engine.
+
+    It names a choice of every group; those that begin with ``fixed_`` are in `SETTINGS`.  So neither a better
+    default in ``conf/`` nor a new calibration changes a fixed run.
+    """
 
     overrides: str
     only: Mapping[str, Sequence[str]] | None = None
 
 
+SETTINGS = Path("benchmarks/fixed_settings")
+"""A folder for ``--config-dir`` with every key of the serving engine, the KV cache, the scheduler and compute."""
+
+GENERIC = "engine=fixed_generic compute=fixed_roofline cache=none"
 SMALL = "workload=poisson workload.count=40"
+H20 = f"{GENERIC} hw=8xh20 collective=nccl model=llama-3.1-70b parallel=tp4"
+H20_NVLINK = f"{H20} backend=mooncake_nvlink calibration=none workload=embedded"
+H20_NIXL = f"{H20} backend=nixl calibration=none"
+H20_NODES = f"{GENERIC} hw=2x8xh20 collective=nccl parallel=tp8 backend=mooncake calibration=none"
+H200 = "engine=fixed_generic compute=fixed_h200 cache=none collective=nccl"
+H200_NVLINK = f"{H200} hw=8xh200 backend=mooncake_nvlink calibration=mooncake_nvlink-8xh200"
+MI300X = f"{GENERIC} hw=2x8xmi300x collective=rccl parallel=tp8 backend=mori calibration=none"
+LOOPBACK = f"{GENERIC} hw=loopback collective=gloo parallel=tp1 workload=smoke calibration=none"
 RUNS = {
     # serve: TP4 -> TP4 and the shipped trace; TP4 -> TP2 in slices, staged, pulled; DP and MLA; PP; CP; state
-    "serve-tp4-tp4": Run("engine=generic"),
-    "serve-tp4-tp2-sliced": Run(f"engine=generic backend=nixl parallel.decode.tp=2 {SMALL}"),
-    "serve-tp4-tp2-staged": Run(f"engine=generic backend=nixl parallel.decode.tp=2 kv.staging=true {SMALL}"),
-    "serve-pulled": Run(f"engine=vllm backend=nixl hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 {SMALL}"),
+    "serve-tp4-tp4": Run(f"experiment=serve {H20_NVLINK}"),
+    "serve-tp4-tp2-sliced": Run(f"experiment=serve {H20_NIXL} parallel.decode.tp=2 {SMALL}"),
+    "serve-tp4-tp2-staged": Run(f"experiment=serve {H20_NIXL} parallel.decode.tp=2 kv.staging=true {SMALL}"),
+    "serve-pulled": Run(
+        "experiment=serve engine=fixed_vllm compute=fixed_roofline cache=none hw=8xh20 collective=nccl "
+        f"model=llama-3.1-8b parallel=tp4 backend=nixl calibration=none parallel.decode.tp=2 {SMALL}"
+    ),
     "serve-dp8-mla": Run(
-        "engine=generic hw=2x8xh20 model=deepseek-v3 parallel=tp8 parallel.prefill.dp=8 workload=bursty "
-        "workload.count=30"
+        f"experiment=serve {H20_NODES} model=deepseek-v3 parallel.prefill.dp=8 workload=bursty workload.count=30"
     ),
-    "serve-pp2": Run("engine=generic hw=8xh200 parallel=tp2 parallel.prefill.pp=2 workload=gamma workload.count=40"),
+    "serve-pp2": Run(
+        f"experiment=serve {H200_NVLINK} model=llama-3.1-70b parallel=tp2 parallel.prefill.pp=2 workload=gamma "
+        "workload.count=40"
+    ),
     "serve-cp2": Run(
-        "engine=generic hw=8xh200 model=llama-3.1-8b parallel=tp4 parallel.prefill.cp=2 parallel.prefill.tp=2 "
-        "kv.all_cp_ranks=true workload=poisson workload.count=10"
+        f"experiment=serve {H200_NVLINK} model=llama-3.1-8b parallel=tp4 parallel.prefill.cp=2 "
+        "parallel.prefill.tp=2 kv.all_cp_ranks=true workload=poisson workload.count=10"
     ),
-    "serve-state-aborts": Run("engine=generic hw=2x8xmi300x model=qwen3-next-80b-a3b workload.aborts=0.2 " + SMALL),
-    "serve-tracked-state": Run("engine=generic hw=loopback model=tiny-hybrid memory=tracked parallel.prefill.tp=2"),
+    "serve-state-aborts": Run(
+        f"experiment=serve {MI300X} model=qwen3-next-80b-a3b workload.aborts=0.2 {SMALL}",
+    ),
+    "serve-tracked-state": Run(
+        f"experiment=serve {LOOPBACK} backend=mooncake_tcp model=tiny-hybrid memory=tracked parallel.prefill.tp=2"
+    ),
     "serve-tracked-mla": Run(
-        "engine=generic hw=8xh200 backend=nvlink model=tiny-mla memory=tracked parallel=tp2 kv.pool=64MiB "
-        "workload=smoke"
+        f"experiment=serve {H200} hw=8xh200 backend=nvlink calibration=nvlink-8xh200 model=tiny-mla memory=tracked "
+        "parallel=tp2 kv.pool=64MiB workload=smoke"
     ),
-    "transfer-rdma": Run("experiment=transfer hw=2x8xh20 backend=mooncake experiment.repeat=5"),
+    "transfer-rdma": Run(
+        f"experiment=transfer {H20_NODES} model=llama-3.1-70b workload=embedded experiment.repeat=5"
+    ),
     "transfer-read-tracked": Run(
-        "experiment=transfer hw=8xh200 backend=nixl memory=tracked experiment.operation=read "
-        "experiment.layout=scattered experiment.size=[4KiB,64KiB] experiment.repeat=3 experiment.warmup=1"
+        f"experiment=transfer {H200} hw=8xh200 backend=nixl calibration=nixl-8xh200 model=llama-3.1-70b "
+        "parallel=tp4 workload=embedded memory=tracked experiment.operation=read experiment.layout=scattered "
+        "experiment.size=[4KiB,64KiB] experiment.repeat=3 experiment.warmup=1"
     ),
     "transfer-nvlink": Run(
-        "experiment=transfer hw=2xh200 backend=nvlink experiment.patterns=[pair,bidirectional] "
-        "experiment.concurrency=[1,4] experiment.repeat=5"
+        f"experiment=transfer {H200} hw=2xh200 backend=nvlink calibration=nvlink-2xh200 model=qwen3-32b "
+        "parallel=tp1 workload=embedded experiment.patterns=[pair,bidirectional] experiment.concurrency=[1,4] "
+        "experiment.repeat=5"
     ),
-    "transfer-link": Run("experiment=transfer hw=link experiment.repeat=2 experiment.warmup=1"),
+    "transfer-link": Run(
+        f"experiment=transfer {GENERIC} hw=link collective=gloo backend=mooncake_tcp calibration=mooncake_tcp-link "
+        "model=tiny parallel=tp1 workload=smoke experiment.repeat=2 experiment.warmup=1"
+    ),
     "handoff-paths": Run(
-        "experiment=handoff backend=nixl experiment.tp=[4to2,2to4] experiment.metadata=[data,control] "
-        "experiment.tokens=[512,2048] experiment.repeat=2"
+        f"experiment=handoff {H20_NIXL} workload=embedded experiment.tp=[4to2,2to4] "
+        "experiment.metadata=[data,control] experiment.tokens=[512,2048] experiment.repeat=2"
     ),
     "handoff-mori-tracked": Run(
-        "experiment=handoff hw=2x8xmi300x backend=mori model=tiny-hybrid memory=tracked kv.pool=64MiB "
+        f"experiment=handoff {MI300X} model=tiny-hybrid workload=embedded memory=tracked kv.pool=64MiB "
         "experiment.tp=[2to1] experiment.tokens=[512] experiment.paths=[sliced]"
     ),
-    "allgather": Run("experiment=allgather hw=8xh200 experiment.repeat=5"),
-    "faults": Run("experiment=faults experiment.scenarios=6 experiment.workers=1"),
-    "validate": Run(
-        "experiment=validate experiment.predict=only hw=2xh200 experiment.size=[96KiB] experiment.blocks=[1,37] "
-        "experiment.patterns=[bidirectional] experiment.contended=[96KiB] experiment.tokens=[512] "
-        "experiment.repeat=4"
+    "allgather": Run(
+        f"experiment=allgather {H200_NVLINK} model=llama-3.1-70b parallel=tp4 workload=embedded experiment.repeat=5"
     ),
-    "seed-intranode-metadata": Run("experiment=seed_intranode_metadata"),
+    "faults": Run(f"experiment=faults {H20_NVLINK} experiment.scenarios=6 experiment.workers=1"),
+    "validate": Run(
+        f"experiment=validate experiment.predict=only {H200} hw=2xh200 backend=mooncake_nvlink "
+        "calibration=mooncake_nvlink-2xh200 model=qwen3-32b parallel=tp1 workload=smoke experiment.size=[96KiB] "
+        "experiment.blocks=[1,37] experiment.patterns=[bidirectional] experiment.contended=[96KiB] "
+        "experiment.tokens=[512] experiment.repeat=4"
+    ),
+    "seed-intranode-metadata": Run(f"experiment=seed_intranode_metadata {H20_NVLINK}"),
     "seed-mooncake-tcp": Run(
-        "experiment=seed_mooncake_tcp model=llama-3.1-8b experiment.tp=[1to1,2to2] experiment.tokens=[512] "
-        "experiment.repeat=2 experiment.requests=4"
+        f"experiment=seed_mooncake_tcp {H20_NODES} model=llama-3.1-8b workload=embedded experiment.tp=[1to1,2to2] "
+        "experiment.tokens=[512] experiment.repeat=2 experiment.requests=4"
     ),
     "seed-mori-state": Run(
-        "experiment=seed_mori_state experiment.concurrency=[1,8] experiment.tp=[8to4] experiment.repeat=2"
+        f"experiment=seed_mori_state {MI300X} model=llama-3.1-70b workload=embedded experiment.concurrency=[1,8] "
+        "experiment.tp=[8to4] experiment.repeat=2"
     ),
     "seed-nixl-staging": Run(
-        "experiment=seed_nixl_staging experiment.tp=[2to4,4to2] experiment.tokens=[512] experiment.prompts=[1,8]"
+        f"experiment=seed_nixl_staging {H20_NIXL} workload=embedded experiment.tp=[2to4,4to2] "
+        "experiment.tokens=[512] experiment.prompts=[1,8]"
     ),
     "seed-symmetric-allgather": Run(
-        "experiment=seed_symmetric_allgather experiment.ranks=[2,4] experiment.repeat=3"
+        f"experiment=seed_symmetric_allgather {H20_NVLINK} experiment.ranks=[2,4] experiment.repeat=3"
     ),
     # on real engines, over this machine's loopback
     "real-transfer-mooncake": Run(
-        "target=real hw=loopback experiment=transfer experiment.patterns=[pair,incast] experiment.ranks=3 "
-        "experiment.size=[64KiB] experiment.repeat=3 experiment.warmup=1",
+        f"target=real experiment=transfer {LOOPBACK} backend=mooncake_tcp model=tiny "
+        "experiment.patterns=[pair,incast] experiment.ranks=3 experiment.size=[64KiB] experiment.repeat=3 "
+        "experiment.warmup=1",
         REAL,
     ),
     "real-transfer-nixl": Run(
-        "target=real hw=loopback backend=nixl_tcp experiment=transfer experiment.patterns=[pair,bidirectional] "
-        "experiment.size=[64KiB] experiment.repeat=3 experiment.warmup=1",
+        f"target=real experiment=transfer {LOOPBACK} backend=nixl_tcp model=tiny "
+        "experiment.patterns=[pair,bidirectional] experiment.size=[64KiB] experiment.repeat=3 experiment.warmup=1",
         REAL,
     ),
     "real-handoff-nixl": Run(
-        "target=real hw=loopback backend=nixl_tcp experiment=handoff experiment.tp=[2to1] experiment.tokens=[512] "
-        "experiment.repeat=2",
+        f"target=real experiment=handoff {LOOPBACK} backend=nixl_tcp model=tiny experiment.tp=[2to1] "
+        "experiment.tokens=[512] experiment.repeat=2",
         REAL,
     ),
-    "real-serve-mooncake": Run("target=real hw=loopback engine=generic", SERVED),
+    "real-serve-mooncake": Run(f"target=real experiment=serve {LOOPBACK} backend=mooncake_tcp model=tiny", SERVED),
 }
 
 
@@ -171,6 +209,7 @@ def execute(name: str, names: Names, keep: Path | None = None) -> Found:
             "pdsim",
             "run",
             "--quiet",
+            f"--config-dir={SETTINGS}",
             f"output={scratch}",
             *RUNS[name].overrides.split(),
         ]
