@@ -45,15 +45,15 @@ class Case:
 
 
 CASES = {
-    "main": Case("hw=8xh20", 1000.0, 58.0, speed=1.0),
-    "light": Case("hw=8xh20", 0.1, 61.0, speed=0.03),  # about 0.7 of what its prefill can do
-    "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 125.0),
-    "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 55.0),
+    "main": Case("hw=8xh20", 1000.0, 95.0, speed=1.0),
+    "light": Case("hw=8xh20", 0.1, 101.0, speed=0.03),  # about 0.7 of what its prefill can do
+    "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 219.0),
+    "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 93.0),
     "tp4-tp2": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2", 1000.0, 88.0),
     "tp2-tp4": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2", 1000.0, 73.0),
     "tp4-tp2-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 kv.staging=true", 1000.0, 195.0),
     "tp2-tp4-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2 kv.staging=true", 1000.0, 186.0),
-    "8x8": Case("hw=8x8xh200", 1000.0, 67.0),  # four instances of TP8 on either side
+    "8x8": Case("hw=8x8xh200", 1000.0, 206.0),  # four instances of TP8 on either side
 }
 """`main` and `light` are Llama 3.1 70B on four GPUs for prefill and four for decode; a prompt has 2 to 3 chunks."""
 

@@ -6,6 +6,7 @@ The command line, a sweep's workers and `pdsim.simulate` all run through `execut
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
 
 __all__ = ["execute", "recovered", "simulated"]
+
+_log = logging.getLogger(__name__)
 
 _OWN_FILES = ("validate", "validate_live")
 """The experiments that keep files of their own beside those of every run."""
@@ -176,6 +179,8 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
     if config.target == "model":
         from pdsim.sim.model import Model
 
+        if config.simulate.fold != "auto":
+            _log.warning("simulate.fold=%s has no effect: every rank is simulated", config.simulate.fold)
         yield Model(
             config.hw,
             config.backend,
@@ -186,7 +191,6 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
             collective=config.collective,
             jitter=config.jitter,
             samples=config.samples,
-            fold=config.simulate.fold == "auto",
             journal=kept.journal,
         )
         return

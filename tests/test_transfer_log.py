@@ -66,13 +66,6 @@ def test_runs_are_what_records_have_in_common(log: TransferLog):
     assert sum(count * shape.nbytes for shape, count in shapes(RECORDS).items()) == 640
 
 
-def test_renamed_has_other_ranks_and_the_same_times(log: TransferLog):
-    other = log.renamed({"a": "x", "b": "y"})
-    assert [(one.source, one.target) for one in other] == [("x", "y")] * 9 + [("c", "y")]
-    assert [one[6:11] for one in other] == [one[6:11] for one in log]
-    assert log == RECORDS
-
-
 def test_joined_are_the_records_of_all_parts(log: TransferLog):
     both = joined([log, RECORDS[:2], joined([log])])
     assert both == [*RECORDS, *RECORDS[:2], *RECORDS]
@@ -93,12 +86,10 @@ def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path
     monkeypatch.setattr(transfer_log, "KEPT", 3)
     journal = JournalFile(tmp_path / "transfers.journal")
     log = TransferLog(RECORDS, rank="a", spill=journal)
-    renamed = log.renamed({"b": "d"})
     assert log == RECORDS
     assert [log[number] for number in range(10)] == RECORDS
-    assert renamed == [one._replace(target="d") for one in RECORDS]
     assert transfers_table(log) == transfers_table(TransferLog(RECORDS))
-    assert shapes(joined([log, renamed])) == shapes([*RECORDS, *RECORDS])
+    assert shapes(joined([log, log])) == shapes([*RECORDS, *RECORDS])
     kept = TransferLog.by_rank(entries(tmp_path / "transfers.journal"))
     assert kept == {"a": RECORDS[:9]}  # the last are in memory only
 

@@ -333,8 +333,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     only.  Names are ``router``, ``prefill0.0``, ``prefill0.1`` and so on: side, instance, and the
     rank within it.
 
-    A rank that does the same as another names that one as `RankSpec.like`; the model then simulates
-    one for both where it may.  With a colocated deployment there is a single program, the router's.
+    With a colocated deployment there is a single program, the router's.
     """
     plain = what.plain()
     more: dict[str, Any] = {}
@@ -364,8 +363,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 own = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                like = what.like(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}.{side}_scheduler:program", place, own, like))
+                found.append(RankSpec(name, f"pdsim.serving.{side}.{side}_scheduler:program", place, own))
     return found
 
 

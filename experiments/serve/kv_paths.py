@@ -15,7 +15,7 @@ from pdsim.kv.paths import PATHS
 from pdsim.results.record import Metric, Table
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.record_runs import RecordRun
-from pdsim.transfer.transfer_log import distinct, joined
+from pdsim.transfer.transfer_log import joined, logs
 
 __all__ = ["Paths", "notes"]
 
@@ -29,20 +29,20 @@ class Paths:
     def __init__(self, count: int, outcome: Outcome) -> None:
         self._taken: list[str] = [""] * count
         self._totals: dict[str, list[int]] = {}
-        for log, ranks in distinct(joined(rank.transfers for rank in outcome.ranks.values())):
-            self._count(log.runs(), ranks)
+        for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
+            self._count(log.runs())
 
-    def _count(self, runs: Iterable[RecordRun], ranks: int) -> None:
-        """Add the transfers of *runs*, of so many *ranks* each, to the totals, and their paths to the requests."""
+    def _count(self, runs: Iterable[RecordRun]) -> None:
+        """Add the transfers of *runs* to the totals, and their paths to the requests."""
         requests, totals = self._taken, self._totals
         for _, label, nbytes, descriptors, count in runs:
             room, _, path = label.split("/")
             total = totals.get(path)
             if total is None:
                 total = totals[path] = [0, 0, 0]
-            total[0] += count * ranks
-            total[1] += nbytes * count * ranks
-            total[2] += descriptors * count * ranks
+            total[0] += count
+            total[1] += nbytes * count
+            total[2] += descriptors * count
             number = (int(room) - 1) % len(requests)  # a request that is sent out anew has another room
             taken = requests[number]
             if path not in taken:  # most rooms take one path, so its very name is kept

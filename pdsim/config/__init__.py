@@ -115,7 +115,7 @@ class ExperimentOptions:
 class Simulate:
     """How ``target=model`` simulates; no choice here changes a result."""
 
-    fold: str = "auto"  # equal ranks: "auto" simulates one for all where that is exact, "off" each
+    fold: str = "auto"  # deprecated, without effect: every rank is simulated
 
     def __post_init__(self) -> None:
         if self.fold not in ("auto", "off"):

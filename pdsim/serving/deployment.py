@@ -143,23 +143,6 @@ class Deployment:
         """Who writes what to whom."""
         return RankMap(self.shape, self.prefill, self.decode, self.all_cp_ranks)
 
-    def like(self, instance: str, index: int) -> str:
-        """Return the rank that does the same as this one at the same times, if equal hardware is below; "" if none.
-
-        Those are the followers where both sides have the same tensor parallelism and nothing else: each writes, or
-        reads, what the follower of the same number on the other side keeps, of the same requests.
-        """
-        plain = self.prefill == self.decode and self.prefill.pp == self.prefill.cp == 1
-        plain = plain and self.prefill_dp == self.decode_dp == 1 and not self.colocated
-        # host memory, which KV goes to and comes back from, and links that tokens take to experts
-        shared = bool(self.cache.host or self.prefill_time.exchange or self.decode_time.exchange)
-        if not plain or shared or not 1 < index < self.prefill.size:
-            return ""
-        ways = self.rank_map
-        if any(ways.readers(i) != (i,) or ways.part(i, i) != ways.part(1, 1) for i in (1, index)):
-            return ""
-        return rank_name(instance, 1)
-
     def grid(self, instance: str) -> Grid:
         """Return the ranks of *instance*."""
         return self.prefill if instance.startswith("prefill") else self.decode

@@ -20,39 +20,15 @@ from pdsim.sim.host_latency import HostLatency
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
     from simpy.events import Event
 
     from pdsim.hardware.machine import Host
 
-__all__ = ["Absent", "SimChannel"]
+__all__ = ["SimChannel"]
 
 _new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
-
-
-class Absent:
-    """The channel of a rank that another one, *original*, runs for: what is sent there is that one's to receive.
-
-    It has to be what *original* was sent, as often, by the same ranks: `agrees` says whether it was.
-    """
-
-    def __init__(self, original: SimChannel) -> None:
-        self._original = original
-        self._count = 0
-        self._agrees = True
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all ranks have told it what they have told the original."""
-        return self._agrees and self._count == self._original.times_told
-
-    def tell(self, sender: SimChannel, payload: bytes) -> None:
-        """Compare *payload* of *sender* with what the original was told last."""
-        self._count += 1
-        told = self._original.last_told
-        if told is None or told[0] is not sender or (told[1] is not payload and told[1] != payload):
-            self._agrees = False
 
 
 class SimChannel:
@@ -62,8 +38,6 @@ class SimChannel:
     *hold*, if given, is asked when a message arrives: with sender, receiver and the time at which it would without
     faults.  *watch* is told of every message, *delay* asked how long the links between sender and receiver take one
     way, and *host_latency* when the rank acts on a message.
-
-    A rank that runs for others too (`stand_for`) sends a message for each of them.
     """
 
     def __init__(
@@ -72,7 +46,7 @@ class SimChannel:
         host: Host,
         job: Clock,
         clock: Clock,
-        ranks: dict[str, SimChannel | Absent],
+        ranks: dict[str, SimChannel],
         hold: Callable[[str, str, float], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
         delay: Callable[[str, str], float] | None = None,
@@ -93,16 +67,7 @@ class SimChannel:
         self.dropped: set[SimChannel] = set()  # those of senders that were refused
         self.refused = 0
         self.closed = False
-        self._column: Container[str] = ()
-        self.copies: tuple[str, ...] = ()
-        self.last_told: tuple[SimChannel, bytes] | None = None  # the last message from outside the column
-        self.times_told = 0
         ranks[name] = self
-
-    def stand_for(self, copies: tuple[str, ...], column: Container[str]) -> None:
-        """Send for the ranks *copies* too, but to ranks of *column*: to those each of them would send to its own."""
-        self.copies = copies
-        self._column = column
 
     def send(self, receiver: str, payload: bytes) -> None:
         """Send *payload* to rank *receiver* without waiting.
@@ -114,12 +79,6 @@ class SimChannel:
         channel = self._ranks.get(receiver)
         if channel is None:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
-        if isinstance(channel, Absent):
-            channel.tell(self, payload)
-            return
-        if channel.copies and receiver not in self._column:
-            channel.last_told = self, payload
-            channel.times_told += 1
         if self.closed or channel.closed or self in channel.dropped:
             return
         if self._watch is not None:
@@ -134,11 +93,7 @@ class SimChannel:
         at = sent + latency
         if self._hold is not None:
             at = self._arrival(receiver, at, self._hold)
-        if self.copies and receiver not in self._column:
-            messages = (message, *[_new(Message, (name, payload)) for name in self.copies])
-            job.call_at(at, channel.arrive_together, messages)
-        else:
-            job.call_at(at, channel.arrive, message)
+        job.call_at(at, channel.arrive, message)
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
@@ -147,9 +102,7 @@ class SimChannel:
     def refuse(self, sender: str) -> None:
         """Count a message of *sender* as refused; what it sends from now on is lost."""
         self.refused += 1
-        channel = self._ranks[sender]
-        if isinstance(channel, SimChannel):
-            self.dropped.add(channel)
+        self.dropped.add(self._ranks[sender])
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
         """Call *handler* with every `Message` from now on, instead of `receive`."""
@@ -171,21 +124,6 @@ class SimChannel:
             self._deliver(message)
         elif not self.closed:
             self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
-
-    def arrive_together(self, messages: tuple[Message, ...]) -> None:
-        """Take messages that arrive at one instant, all but the last of which change nothing by themselves."""
-        at = self._job.now
-        if not self._host_latency.instant and not self.closed:
-            for _ in messages:
-                at = self._host_latency.acts(self._job.now)
-            self._job.call_at(at, self._deliver_together, messages)
-        else:
-            self._deliver_together(messages)
-
-    def _deliver_together(self, messages: tuple[Message, ...]) -> None:
-        """Deliver *messages* in their order."""
-        for message in messages:
-            self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
         """Give *message* to its receiver, unless the channel is closed by now; later if the rank is paused."""

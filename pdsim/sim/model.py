@@ -19,11 +19,10 @@ from simpy.core import EmptySchedule
 from pdsim.core.errors import ConfigError
 from pdsim.core.guards import ranks_named
 from pdsim.hardware.costs import Jitter
-from pdsim.sim.channel import Absent, SimChannel
-from pdsim.sim.collective import SimGroup, SimGroups
+from pdsim.sim.channel import SimChannel
+from pdsim.sim.collective import SimGroups
 from pdsim.sim.faults import Chance, Faults, Observer
 from pdsim.sim.flows.network import Network
-from pdsim.sim.fold import Columns, plan
 from pdsim.sim.host_latency import HostLatency
 from pdsim.sim.jitter import Draws
 from pdsim.sim.job_clock import JobClock, RankClock
@@ -36,7 +35,7 @@ from pdsim.sim.topology import Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.compact import Compact, plain
 from pdsim.transfer.job import JobJournal, Outcome, Rank, RankResult, RankSpec
-from pdsim.transfer.transfer_log import TransferLog, joined, logs
+from pdsim.transfer.transfer_log import TransferLog, joined
 
 if TYPE_CHECKING:
     from simpy.events import Event
@@ -67,10 +66,6 @@ class Model:
     (`pdsim.transfer.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
 
     With *journal*, records and rows of requests are left there while the job runs, so that memory does not grow.
-
-    With *fold*, ranks that say that they are alike run once (`pdsim.sim.fold`) where that is exact: with
-    ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody
-    killed. If a rank of such a job ends with an error, it is run again with all of them.
     """
 
     machine: Machine
@@ -84,7 +79,6 @@ class Model:
     collective: Collective | None = None
     jitter: Jitter | None = None
     samples: int = 0
-    fold: bool = True
     journal: JobJournal | None = None
 
     def __post_init__(self) -> None:
@@ -111,9 +105,7 @@ class Model:
         Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
         or a program that cannot be imported.
         """
-        job = _ModelJob(self, ranks, kill or {}, restart or {})
-        outcome = job.run()
-        return outcome if job.exact(outcome) else replace(self, fold=False).run(ranks)
+        return _ModelJob(self, ranks, kill or {}, restart or {}).run()
 
     def using(self, engine: Engine) -> Model:
         """Return the same machine with another *engine*."""
@@ -164,15 +156,14 @@ class _ModelJob:
     """One run of a `Model`.
 
     It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes
-    of links), and steps through the events until no rank is left. Ranks that are alike have one member that stands
-    for all, if the model folds.
+    of links), and steps through the events until no rank is left.
     """
 
     def __init__(
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
         names = [spec.name for spec in specs]
-        ranks_named(names, kill=kill, restart=restart, like={spec.like: 0.0 for spec in specs if spec.like})
+        ranks_named(names, kill=kill, restart=restart)
         programs = [_load(spec) for spec in specs]
         self._model = model
         self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
@@ -187,23 +178,15 @@ class _ModelJob:
         crowded = frozenset(place for place, count in ranks.items() if count > 1)
         sampled = model.samples and not shuffled
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
-        exact = not (kill or restart) and model.observer is None and draws is None and self._chance is None
-        exact = exact and model.memory == "timing" and not isfinite(model.limit) and not model.samples
-        columns = plan(specs, self._topology, model.engine) if model.fold and exact else Columns()
-        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded, columns)
+        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
-        self._channels: dict[str, SimChannel | Absent] = {}
+        self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
-        self._columns = self._fabric.columns
-        absent = self._columns.originals
         self._live: dict[str, _Member] = {}
         self._ranks: dict[str, Rank] = {}
         for spec in specs:
-            if spec.name in absent:
-                self._stand_in(spec, self._specs[absent[spec.name]][0])
-            else:
-                self._live[spec.name] = self._member(spec)
+            self._live[spec.name] = self._member(spec)
         self._results: dict[str, RankResult] = {}
         for name in self._live:
             self._start(name)
@@ -273,9 +256,9 @@ class _ModelJob:
             self._start(name)
 
     def run(self) -> Outcome:
-        """Step through the events until no rank is left, or folding turns out to be wrong."""
+        """Step through the events until no rank is left."""
         with _seldom_collecting():
-            while self._live and not self._columns.crossings:
+            while self._live:
                 self._turn()
         return self._outcome()
 
@@ -313,23 +296,6 @@ class _ModelJob:
         channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
         return _Member(clock, device, endpoint, channel, records)
 
-    def _stand_in(self, spec: RankSpec, original: RankSpec) -> None:
-        """Let *original* run for *spec*."""
-        channel = self._channels[original.name]
-        assert isinstance(channel, SimChannel)
-        channel.stand_for(self._columns.copies[original.name], self._columns.copies)
-        self._channels[spec.name] = Absent(channel)
-        here, there = self._topology.site(spec.place), self._topology.site(original.place)
-        self._memories[here.name] = self._memories[there.name]
-
-    def exact(self, outcome: Outcome) -> bool:
-        """Return whether *outcome* is what it would have been if every rank had run."""
-        if not self._columns:
-            return True
-        absent = [channel for channel in self._channels.values() if isinstance(channel, Absent)]
-        failed = any(result.error for result in outcome.ranks.values())
-        return not (failed or self._columns.crossings) and all(channel.agrees for channel in absent)
-
     def _delay(self, sender: str, receiver: str) -> float:
         """Return the seconds that a message from *sender* takes to *receiver*'s node over the machine's link."""
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
@@ -357,19 +323,10 @@ class _ModelJob:
         if self._sampling is not None:
             rank.sampler = self._sampling.gauge
         if (groups := self._groups) is not None:
-            rank.groups = lambda names: self._group(groups, names, member)
+            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
         self._ranks[name] = rank
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
-
-    def _group(self, groups: SimGroups, names: tuple[str, ...], member: _Member) -> SimGroup:
-        """Return the group of *names* as *member* has it.
-
-        Ranks of a job that has groups cannot stand for one another.
-        """
-        if self._columns:
-            self._columns.crossings.append(f"the group of {', '.join(names)}")
-        return groups.group(names, member.clock, member.device, member.records)
 
     def _on_end(self, name: str, event: Event) -> None:
         """End rank *name*, whose program has returned or raised."""
@@ -425,33 +382,21 @@ class _ModelJob:
             self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
 
     def _outcome(self) -> Outcome:
-        """Return how the job ended, with a result for every rank, also for those that others stood for.
+        """Return how the job ended, with a result for every rank.
 
         The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
         """
-        seconds, columns = self._clock.now, self._columns
-        for name in self._live:  # what is left of a job that cannot be folded
-            self._results[name] = RankResult(name, error="stopped")
-        for number in range(columns.count):
-            names = columns.names(number)
-            for name, copy in names.items():
-                self._results[copy] = _as_copy(self._results[name], copy, names)
-        links = {}
-        for name, link in columns.unfold(self._network.links):
+        seconds, links = self._clock.now, {}
+        for link in self._network.links:
             carried = link.carried
             if carried and seconds:
                 # nominal: a link that is stalled when the job ends carries nothing at that instant
-                links[name] = carried / (link.nominal * seconds)
+                links[link.name] = carried / (link.nominal * seconds)
         memories = self._memories.items()
         pools = {f"{name}/{pool}": peak for name, memory in memories for pool, peak in memory.peaks().items()}
         results = {name: self._results[name] for name in self._specs}
         samples = list(self._sampling.rows()) if self._sampling is not None else []
         return Outcome(results, seconds, links, pools, self._clock.events, samples)
-
-
-def _as_copy(result: RankResult, copy: str, names: Mapping[str, str]) -> RankResult:
-    """Return *result* as that of *copy*, where the ranks of its column are called *names*."""
-    return replace(result, name=copy, transfers=joined(log.renamed(names) for log in logs(result.transfers)))
 
 
 @contextmanager

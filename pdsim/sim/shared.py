@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdsim.sim.fold import Columns
 from pdsim.sim.posting_threads import PostingShare, PostingThreads
 from pdsim.transfer import Region
 
@@ -60,7 +59,6 @@ class Fabric:
     gpu: Gpu | None = None  # the machine's
     draws: Draws | None = None  # of what jitters
     crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
-    columns: Columns = field(default_factory=Columns)  # the ranks that run for others
     endpoints: dict[str, Any] = field(default_factory=dict)  # `SimEndpoint`s, by rank
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
     shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs

@@ -124,7 +124,6 @@ class SimEndpoint:
         remote = self._fabric.endpoints.get(there.rank)
         if remote is None or remote.ended is not None or remote.life != there.life:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
-        self._fabric.columns.meet(self.name, there.rank)
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
             connection = self._connections[there.rank] = Connection(

@@ -117,17 +117,12 @@ class RankSpec:
     boundary.
 
     *name* is unique in the job; peers address the rank by it.
-
-    *like* names a rank that does the same: told the same at the same times, both return the same value and make the
-    same transfers, with ranks that are like one another in turn.  Neither tells the other anything.  A target may
-    run one for both where that gives the same results; one that runs processes does not look at it.
     """
 
     name: str
     program: str
     place: Place = Place()
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    like: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from struct import pack
@@ -29,7 +28,6 @@ from pdsim.transfer.record_runs import TIMES, Kind, LogBlock, RecordRun, Runs, S
 
 __all__ = [
     "TransferLog",
-    "distinct",
     "joined",
     "logs",
     "shapes",
@@ -197,26 +195,6 @@ class TransferLog(_RecordSequence):
         self._before.append(self._before[-1] + self._ends[-1])
         self._clear()
 
-    def renamed(self, names: Mapping[str, str]) -> TransferLog:
-        """Return the same records with other *names* of source and target; they share their columns.
-
-        Ranks that run for others (`pdsim.sim.fold`) have their stand-in's records under their own names.
-        Neither log may be appended to afterwards.
-        """
-        self._sort_in()
-        other = copy(self)
-        vars(other)["_kinds"] = [
-            Kind(
-                kind.engine,
-                kind.operation,
-                names.get(kind.source, kind.source),
-                names.get(kind.target, kind.target),
-                kind.status,
-            )
-            for kind in self._kinds
-        ]
-        return other
-
     def _stretches(self) -> Iterator[Runs]:
         """Yield all records, a part at a time."""
         self._sort_in()
@@ -276,12 +254,6 @@ class TransferLog(_RecordSequence):
         self._sort_in()
         return self._kinds
 
-    @property
-    def identity(self) -> int:
-        """A number that logs have in common that share their columns, and no others."""
-        self._sort_in()
-        return id(self._times)
-
     def __len__(self) -> int:
         """Return the number of records."""
         return self._before[-1] + (self._ends[-1] if self._ends else 0) + len(self._new)
@@ -328,9 +300,8 @@ class _Joined(_RecordSequence):
     def shapes(self) -> Counter[TransferShape]:
         """How many records have which shape."""
         found = Counter[TransferShape]()
-        for log, count in distinct(self):
-            for shape, own in log.shapes().items():
-                found[shape] += own * count
+        for log in self.logs:
+            found.update(log.shapes())
         return found
 
     def __len__(self) -> int:
@@ -370,22 +341,6 @@ def logs(records: Sequence[TransferRecord]) -> Sequence[TransferLog]:
     if isinstance(records, _Joined):
         return records.logs
     return [records if isinstance(records, TransferLog) else TransferLog(records)]
-
-
-def distinct(records: Sequence[TransferRecord]) -> list[tuple[TransferLog, int]]:
-    """Return the logs of *records* that share their columns with none before, and how many share those of each.
-
-    What is counted for a log can so be counted once and multiplied, where thousands of ranks have the same
-    records.
-    """
-    found: list[tuple[TransferLog, int]] = []
-    places: dict[int, int] = {}
-    for log in logs(records):
-        place = places.setdefault(log.identity, len(found))
-        if place == len(found):
-            found.append((log, 0))
-        found[place] = found[place][0], found[place][1] + 1
-    return found
 
 
 def endpoints(records: Sequence[TransferRecord]) -> set[str]:

@@ -19,7 +19,7 @@ CHUNK = 256  # tokens
 LONGER_THAN_THE_RUN = 1e9  # seconds: neither pings nor time limits are among the events
 
 
-def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = False, **policy: str) -> int:
+def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) -> int:
     """Return the events of serving *count* requests of *chunks* prefill iterations, one after the other."""
     given = chunks * CHUNK - 1
     lengths = {"input_mean": given, "input_cv": 0, "output_mean": 10, "output_cv": 0}
@@ -34,7 +34,7 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = Fa
         workload=Workload(arrivals="poisson", count=count, rate=0.01, **lengths),
         scheduler=SchedulerLimits(chunk=CHUNK, decode_batch=8),
     )
-    model = Model(config.hw, config.backend, seed=config.seed, fold=fold)
+    model = Model(config.hw, config.backend, seed=config.seed)
     outcome = run(config, model, silent).outcome
     assert outcome is not None
     return outcome.events
@@ -48,12 +48,6 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = Fa
 )
 def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expected: int):
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected
-
-
-# one follower of either side stands for all, whatever their number
-@pytest.mark.parametrize(("tp", "chunks", "expected"), [(1, 1, 15), (4, 1, 20), (4, 2, 27), (4, 4, 41)])
-def test_with_equal_ranks_folded_a_request_costs_so_many_events(tp: int, chunks: int, expected: int):
-    assert (events(30, tp, chunks, fold=True) - events(10, tp, chunks, fold=True)) / 20 == expected
 
 
 # the planes of a chunk, one after the other, are one object at each writer: no more events than one write takes
