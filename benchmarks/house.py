@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "data" / "benchmarks" / "house.json"
 PACKAGES = ("pdsim", "backends", "experiments")
 REFERENCES = {"simpy": "4.1.2", "httpx": "0.28.1", "fsspec": "2026.9.0"}
-LONGEST_LINE, LONG_LINE, LONGEST_FILE, LONG_FILE, SHORT_FILE, MOST_METHODS = 117, 120, 500, 300, 40, 25
+LONGEST_LINE, LONG_LINE, LONGEST_FILE, LONG_FILE, SHORT_FILE, MOST_METHODS = 117, 120, 700, 300, 40, 25
 HEAVY = (
     *("torch", "triton", "zmq", "mooncake", "nixl", "nixl_cu12", "nixl_cu13", "mori"),
     *("pyarrow", "plotly", "matplotlib", "ray", "scipy", "joblib"),

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from pdsim.kv.messages import Finished, Streamed
-from pdsim.serving.request_log import RequestLog
-from pdsim.serving.requests import Request, RequestTable
+from pdsim.serving.requests import Request, RequestLog, RequestTable
 from pdsim.transfer.compact import ArrayColumn, plain, rows
 
 REQUESTS = [

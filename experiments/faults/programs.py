@@ -14,8 +14,7 @@ from pdsim.kv.messages import Submit
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment, instance_of
-from pdsim.serving.routed_requests import RoutedRequest
-from pdsim.serving.router import Router
+from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -120,7 +119,7 @@ class _QuietRouter(Router):
             probe.room = 1 + probe.number + probe.tries * len(self.requests)
             if self.registry.linked(prefill, decode):
                 self._rooms[probe.room] = probe
-                self._send_out(probe, self.registry.life(prefill), self.registry.life(decode))
+                self._send_out(probe, self.registry.current(prefill), self.registry.current(decode))
             else:
                 probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: they are not connected"
         self._stop_if_done()

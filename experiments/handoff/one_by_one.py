@@ -8,10 +8,8 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.serving.arrivals import Arrivals
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.routed_requests import RoutedRequest
-from pdsim.serving.router import Router
+from pdsim.serving.router import Arrivals, RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -51,5 +49,5 @@ class _SerialRouter(Router):
 
     arrivals_type = _OneByOne
 
-    def _come(self, request: RoutedRequest) -> None:
+    def _arrive(self, request: RoutedRequest) -> None:
         self._submit(request)

@@ -39,9 +39,7 @@ from pdsim.results.record import Result
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
-from pdsim.serving.request_log import RequestLog
-from pdsim.serving.request_log import columns as request_columns
-from pdsim.serving.requests import Request, RequestTable
+from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import draw
 from pdsim.transfer.compact import ArrayColumn, rows
@@ -133,7 +131,7 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
 
     Requests are those that had ended by then, transfers those of ranks that stood for others once.
     The workload is drawn again from the seed, so that rows have their arrivals and lengths.
-    *ended* and *transfers* are the records that `pdsim.serving.request_log` and
+    *ended* and *transfers* are the records that `pdsim.serving.requests` and
     `pdsim.transfer.transfer_log` had written.
     """
     log = RequestLog.read(ended)

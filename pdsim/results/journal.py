@@ -3,7 +3,7 @@
 
 ``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer.transfer_log.LogBlock`),
 ``requests.journal`` rows of requests that are over, in the order in which they ended
-(`pdsim.serving.request_log.RowBlock`).  An entry is its length in eight bytes, lowest first, and msgpack; what a
+(`pdsim.serving.requests.RowBlock`).  An entry is its length in eight bytes, lowest first, and msgpack; what a
 process was killed over is the last, and cut short.  Files are made with the first entry, and go when the run is
 complete.
 """

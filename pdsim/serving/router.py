@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: sends each request to a prefill and a decode instance, and keeps account of all of them to the end.
+"""The router: sends each request to a prefill and a decode instance, and keeps its account until it is over.
 
-It is also where ranks enrol and where it is decided that an instance is lost (`pdsim.serving.bootstrap_server`).
+A request is an object only while it is under way: a row of a table before it arrives, and of a `RequestLog` when it
+is over.  So a run of millions has as many objects as requests are served at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, overload
 
 from msgspec.structs import replace
+from simpy.events import Event
 
 from pdsim.core.native_class import mypyc_attr
 from pdsim.kv.messages import (
@@ -21,26 +24,260 @@ from pdsim.kv.messages import (
     Finished,
     KvMessage,
     Lent,
+    Ping,
     Prefilled,
     PullRequest,
     Stop,
     Streamed,
+    Submit,
     Took,
 )
-from pdsim.serving.arrivals import Arrivals
-from pdsim.serving.bootstrap_server import BootstrapServer
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
-from pdsim.serving.outstanding import OutstandingTokens
-from pdsim.serving.rank_process import Handler
-from pdsim.serving.request_log import RequestLog
-from pdsim.serving.routed_requests import ComingRequests, RoutedRequest
+from pdsim.serving.membership import InstanceRegistry, Membership
+from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.requests import RequestLog, RequestTable
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["program"]
+__all__ = ["Arrivals", "IncomingRequests", "OutstandingTokens", "RoutedRequest", "Router", "program"]
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A request under way, at the router.
+
+    Each try has a *room* and two incarnations, *prefill* and *decode*.  *answered* and *prefilled* say how far it
+    is, *finished* has its times, *status* is set once, when it is over.  *lost* and *asked* are set between the loss
+    of an instance and the answer of the other.
+    """
+
+    arrival: float
+    input: int
+    output: int
+    patience: float | None = None  # of its user
+    blocks: tuple[int, ...] = ()  # hashes of its prompt's, where prefixes are cached
+    priority: int = 0
+    number: int = 0  # its place in the list
+    room: int = 0  # a new one each time that it is sent out
+    tries: int = 0
+    prefill: str = ""  # incarnation
+    decode: str = ""
+    nbytes: int = 0
+    answered: bool = False  # prefill has computed it, and decode is asked to pull it
+    prefilled: bool = False
+    counted: bool = False  # among the tokens outstanding
+    expected: int = 0  # tokens of its output that are counted
+    lost: str = ""  # why it cannot go on; its other instance is asked whether it can be sent again
+    asked: str = ""  # the leader of that instance
+    status: str = ""  # "" while it is under way
+    finished: Finished | None = None
+
+    def submission(self) -> Submit:
+        """Return the message that sends this request to its two instances."""
+        return Submit(self.room, self.input, self.output, self.prefill, self.decode)
+
+
+class IncomingRequests(Sequence[RoutedRequest]):
+    """The requests of a workload, each made when it is read, a new object each time.
+
+    *rows* are arrival in seconds, input and output in tokens; *leaves*, *blocks* and *priorities* are those of
+    the router's program, and empty where no request has any.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[float]],
+        leaves: Sequence[Sequence[float]],
+        blocks: Sequence[Sequence[int]],
+        priorities: Sequence[int],
+    ) -> None:
+        self._rows = rows
+        self._leaves = {int(which): patience for which, patience in leaves}
+        self._blocks = blocks
+        self._priorities = priorities
+
+    def most(self) -> tuple[int, int]:
+        """Return the most tokens of any prompt, and of any output; 1 if there are no requests."""
+        rows = self._rows
+        if isinstance(rows, RequestTable) and len(rows):
+            return int(rows.input.max()), int(rows.output.max())
+        return max((int(row[1]) for row in rows), default=1), max((int(row[2]) for row in rows), default=1)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> RoutedRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RoutedRequest]: ...
+    def __getitem__(self, index: int | slice) -> RoutedRequest | list[RoutedRequest]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        rows = self._rows
+        if isinstance(rows, RequestTable):  # not by its rows, whose hashes would be most of the work
+            arrival, given, wanted = float(rows.arrival[index]), int(rows.input[index]), int(rows.output[index])
+        else:
+            first, *lengths = rows[index][:3]
+            arrival, (given, wanted) = first, map(int, lengths)
+        blocks = tuple(self._blocks[index]) if self._blocks else ()
+        priority = self._priorities[index] if self._priorities else 0
+        return RoutedRequest(
+            arrival, given, wanted, self._leaves.get(index), blocks, priority, range(len(self))[index]
+        )
+
+
+class OutstandingTokens:
+    """Counts the tokens outstanding at the instances of *registry*: the load that router policies balance.
+
+    A prefill instance has the tokens of a prompt until it has answered; a decode instance those of the prompt and of
+    the expected output until the request is over, and the prompt's KV is under way to it until prefill has written
+    it.  With *output_known* the expected output is the request's own, otherwise the mean of those that are done.
+
+    Invariant: `RoutedRequest.counted` says whether a request is counted, so each is subtracted exactly once.
+    """
+
+    def __init__(self, registry: InstanceRegistry, output_known: bool) -> None:
+        self.generated = 0, 0  # requests that have all their tokens, and how many those were
+        self._registry = registry
+        self._output_known = output_known
+
+    def expected(self, request: RoutedRequest) -> int:
+        """Return the output tokens that *request* is counted with; 0 before any is done, if not known."""
+        if self._output_known:
+            return request.output
+        count, tokens = self.generated
+        return tokens // count if count else 0
+
+    def count(self, request: RoutedRequest) -> None:
+        """Count *request* at the two instances that it is sent to."""
+        request.counted = True
+        request.expected = self.expected(request)
+        self._registry.add(request.prefill, request.input)
+        self._registry.add(request.decode, request.input + request.expected)
+        self._registry.send(request.decode, request.input)
+
+    def answered(self, request: RoutedRequest) -> None:
+        """Subtract the prompt of *request*, whose KV waits to be pulled, from its prefill instance."""
+        request.answered = True
+        self._registry.add(request.prefill, -request.input)
+
+    def prefilled(self, request: RoutedRequest) -> None:
+        """Subtract the prompt of *request*, whose KV is moved, from prefill and from what is under way; once."""
+        if request.prefilled:
+            return
+        request.prefilled = True
+        if request.counted:
+            self._registry.send(request.decode, -request.input)
+        if not request.answered:
+            self._registry.add(request.prefill, -request.input)
+
+    def done(self, request: RoutedRequest) -> None:
+        """Record the length of a complete answer."""
+        self.generated = self.generated[0] + 1, self.generated[1] + request.output
+
+    def uncount(self, request: RoutedRequest) -> None:
+        """Subtract what is still counted of *request*, which is over or will be sent again."""
+        if request.counted:
+            request.counted = False
+            if not request.prefilled:
+                self._registry.send(request.decode, -request.input)
+            if not (request.prefilled or request.answered):
+                self._registry.add(request.prefill, -request.input)
+            self._registry.add(request.decode, -request.input - request.expected)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Arrivals:
+    """Calls *arrive* with each of *requests* when it arrives, and *idle* whenever no further one is scheduled.
+
+    Open loops give times; in closed loops a user thinks after an answer, so the offered load depends on how fast
+    requests are served.  *after* has, for each request, the number of the one whose end its user waits for, -1 for
+    none; it is empty if nobody waits.  The arrival of a request that waits is its think time, in seconds after that
+    end (`follow`), that of any other seconds after `begin`.
+
+    Nothing arrives once *process*, the router, has ended.  One event is scheduled at a time, so *requests* may be
+    any number; those without *after* must be in order of arrival.
+    """
+
+    def __init__(
+        self,
+        process: RankProcess,
+        requests: Sequence[RoutedRequest],
+        after: Sequence[int],
+        arrive: Callable[[RoutedRequest], None],
+        idle: Callable[[], None],
+    ) -> None:
+        self.start = 0.0  # when the first could have arrived, in seconds on the clock
+        self._process = process
+        self._requests = requests
+        self._arrive = arrive
+        self._idle = idle
+        self._next = 0  # the request that arrives next
+        self._waiting: dict[int, list[int]] = {}  # by the number of the one whose end they come after
+        self._open: list[int] | None = None  # those that wait for no other
+        if after:
+            for number, earlier in enumerate(after):
+                if earlier >= 0:
+                    self._waiting.setdefault(earlier, []).append(number)
+            self._open = [number for number, earlier in enumerate(after) if earlier < 0]
+        self._later = sum(map(len, self._waiting.values()))  # requests whose users wait for an answer, or think
+        self.times = [float(request.arrival) for request in requests] if after else None
+        """Seconds after `start` at which each has arrived, where users wait; until then its think time."""
+
+    @property
+    def over(self) -> bool:
+        """Whether no further request can arrive: all that come by themselves have, and nobody waits or thinks."""
+        return self._next == self._count and not self._later
+
+    @property
+    def _count(self) -> int:
+        """How many requests arrive by themselves."""
+        return len(self._requests) if self._open is None else len(self._open)
+
+    def begin(self, start: float) -> None:
+        """Let requests arrive, whose times count from *start*, which is now.
+
+        *arrive* is called for all that are due at once, before this returns.
+        """
+        self.start = start
+        self._advance(None)
+
+    def follow(self, request: RoutedRequest) -> None:
+        """Let the requests arrive that come after *request*, which is over, each after its think time.
+
+        It counts from when the answer had reached the user, which may be later than now on the way from the
+        server, or earlier where the router hears of it late; a request never arrives in the past.
+        """
+        clock = self._process.clock
+        for number in self._waiting.pop(request.number, ()):
+            follower = self._requests[number]
+            ended = request.finished.finished if request.finished is not None else clock.now
+            arrival = max(clock.now, ended + follower.arrival)
+            assert self.times is not None
+            follower.arrival = self.times[number] = arrival - self.start
+            clock.call_at(arrival, lambda request: self._process.guard(self._arrive_later, request), follower)
+
+    def _advance(self, _: Event | None) -> None:
+        """Let all arrive that are due, and wake when the next is; call *idle* once none is left."""
+        clock = self._process.clock
+        while self._next < self._count and not self._process.has_ended:
+            request = self._requests[self._next if self._open is None else self._open[self._next]]
+            arrival = self.start + request.arrival
+            if arrival > clock.now:
+                event = clock.at(arrival)
+                assert event.callbacks is not None
+                event.callbacks.append(self._advance)
+                return
+            self._next += 1
+            self._arrive(request)
+        self._idle()
+
+    def _arrive_later(self, request: RoutedRequest) -> None:
+        self._later -= 1
+        self._arrive(request)
 
 
 def program(
@@ -68,23 +305,31 @@ def program(
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Router(BootstrapServer):
+class Router(RankProcess):
     """The rank that requests arrive at.
 
-    When they do is `Arrivals`', which instances there are `InstanceRegistry`'s, how busy each is
-    `OutstandingTokens`'.  An instance that is lost gets no more requests.  A request that depends on it fails,
-    unless the leader of its other instance says that none of its bytes can have moved: then it is sent out anew,
-    in another room, at most `Deployment.retries` times.
+    `Arrivals` says when they arrive, `Membership` which instances there are, `OutstandingTokens` how busy each is.
+    A lost instance gets no more requests.  A request that depends on it fails, unless the leader of its other
+    instance says that none of its bytes can have moved: then it is sent again, in another room, at most
+    `Deployment.retries` times.
 
-    If everybody answers, none with `Busy`, and no request progresses for as long as a loss can take to be noticed
-    and twice as long as the longest request can take, all open requests fail.  A rank that owes the answer to a ping
-    is waited for: it is heard, or lost, within a deadline.
+    The router pings every rank three times in `Deployment.deadline`.  If no request progresses for as long as a loss
+    can take to be noticed and twice the time that the longest request can take, all open requests fail.  A rank that
+    answers `Busy`, or still owes an answer, counts as progress.
 
-    Life of a request: arrives; sent out, in a room of its own; answered (where decode pulls); prefilled;
-    finished; closed, with its status, once both of the last have come.  A user who leaves, a failure that an
-    instance reports and a loss close it early, and both instances are told to give it up.
+    ::
 
-    A subclass may have requests arrive otherwise, by its own *arrivals_type*.
+                     Lent (pull)    Prefilled      Finished
+        arrives ──► sent ──► answered ──► prefilled ──► closed "ok"
+                     │ ▲
+                loss │ │ Dropped, untouched
+                     ▼ │
+                    lost ──► closed "PeerLost: ..."
+
+    A user who leaves, a failure that an instance reports and a loss close a request early; both instances are then
+    told to abort it.
+
+    A subclass may choose another *arrivals_type*.
     """
 
     arrivals_type: ClassVar[type[Arrivals]] = Arrivals
@@ -100,17 +345,19 @@ class Router(BootstrapServer):
         priorities: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, job)
-        coming = ComingRequests(requests, leaves, blocks, priorities)
-        self.requests: Sequence[RoutedRequest] = coming
+        self.membership = Membership(self, job, self.begin, self.instance_lost)
+        self.registry = self.membership.registry
+        incoming = IncomingRequests(requests, leaves, blocks, priorities)
+        self.requests: Sequence[RoutedRequest] = incoming
         self.log = RequestLog(len(requests), rank.journal)
-        self.arrivals = self.arrivals_type(self, self.requests, after, self._come, self._stop_if_done)
+        self.arrivals = self.arrivals_type(self, self.requests, after, self._arrive, self._stop_if_done)
         self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.start = 0.0
-        # a rank that dies just after it answered is found silent a deadline and up to one ping later
-        self._patience = job.deadline * 4 / 3 + 2 * job.longest(*coming.most())
-        self._moved = 0.0  # when a request last got somewhere, or a write of one
+        # a rank that dies just after it answered is lost a deadline and up to one ping later
+        self._patience = job.deadline * 4 / 3 + 2 * job.longest(*incoming.most())
+        self._moved = 0.0  # when a request or a write last progressed
         rank.counts(lambda: self.tokens.generated[0], len(self.requests))
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
@@ -127,26 +374,40 @@ class Router(BootstrapServer):
         self.handlers |= handlers
 
     def report(self) -> dict[str, Any]:
-        """Return the start, the rows, and how many messages came too late."""
+        """Return the start, the rows, how many messages came too late, and how many rooms are open."""
         for request in self._rooms.values():
-            self._note(request)
-        found: dict[str, Any] = {
+            self._log(request)
+        value: dict[str, Any] = {
             "start": self.start,
             "rows": self.log,
             "ignored": self.ignored,
             "open_rooms": len(self._rooms),
         }
-        return found if self.arrivals.times is None else found | {"arrivals": self.arrivals.times}
+        return value if self.arrivals.times is None else value | {"arrivals": self.arrivals.times}
 
-    def look(self, asked: float) -> None:
-        """Let requests come if all that are missing are lost, and fail the open ones if none has progressed."""
-        self.guard(self.begin)
-        if self._owed(asked):
-            self._moved = self.clock.now
-        if self.clock.now - self._moved > self._patience:
-            for request in tuple(self._rooms.values()):
-                reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
-                self.guard(self._fail, request, reason)
+    def watch(self) -> Program:
+        """Ping every rank three times a deadline, lose instances that are silent, and fail requests that stall."""
+        while not self.has_ended:
+            asked = self.clock.now
+            self.send(self.membership.last_heard, Ping())
+            yield self.clock.timeout(self.job.deadline / 3)
+            self.guard(self.membership.lose_silent)
+            self.guard(self.begin)
+            if self.membership.owes(asked):
+                self._moved = self.clock.now
+            if self.clock.now - self._moved > self._patience:
+                for request in tuple(self._rooms.values()):
+                    reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
+                    self.guard(self._fail, request, reason)
+
+    def refuse(self, sender: str, reason: str) -> None:
+        """As `RankProcess.refuse`; the instance of *sender* is lost."""
+        super().refuse(sender, reason)
+        self.membership.lose_refused(sender, reason)
+
+    def _handle(self, sender: str, payload: bytes) -> None:
+        self.membership.heard(sender)
+        super()._handle(sender, payload)
 
     def _busy(self, _: str, __: Busy) -> None:
         self._moved = self.clock.now
@@ -154,13 +415,12 @@ class Router(BootstrapServer):
     # --- requests ---
 
     def begin(self) -> None:
-        """Let requests arrive from now on, once all instances are connected or lost, or the deadline has passed."""
+        """Let requests arrive, once all instances are connected or lost, or the deadline has passed."""
         if not self.start and (self.registry.connected or self.clock.now - self._born > self.job.deadline):
             self.start = self.log.start = self.clock.now
             self.arrivals.begin(self.start)
 
-    def _come(self, request: RoutedRequest) -> None:
-        """Have *request* arrive now, and its user leave when its patience ends."""
+    def _arrive(self, request: RoutedRequest) -> None:
         if request.patience is not None:
             self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
         self._submit(request)
@@ -184,7 +444,7 @@ class Router(BootstrapServer):
         self._send_out(request, *pair)
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
-        """Have these two lives serve *request*."""
+        """Have these two incarnations serve *request*."""
         request.prefill, request.decode = prefill, decode
         request.tries += 1
         self.tokens.count(request)
@@ -192,7 +452,7 @@ class Router(BootstrapServer):
         self._pass_on(request, self._send_on)
 
     def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:
-        """Call *send* with *request* once the router has worked on it, unless that has ended meanwhile."""
+        """Call *send* with *request* after the router's own time for it, unless that has ended meanwhile."""
         seconds, room = self.host.arrive(request.input, self.clock.now), request.room
 
         def passed(_: Any) -> None:
@@ -209,16 +469,16 @@ class Router(BootstrapServer):
         message = request.submission()
         if request.blocks or request.priority:
             details = Details(request.room, request.blocks, request.priority)
-            self.send([leader(life) for life in (request.prefill, request.decode)], details)
-        # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
+            self.send([leader(request.prefill), leader(request.decode)], details)
+        # where the engine chooses the prefill instance, decode asks which: a router does not know
         if not self.serial:
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
     def _took(self, _: str, message: Took) -> None:
-        """Let decode find a room at *life* of a prefill instance, which has chosen it by itself."""
+        """Let decode look up the prefill instance that has taken a room by its own choice."""
         if message.room in self._rooms:
-            self.directory.took(message.room, message.life)
+            self.membership.directory.took(message.room, message.life)
         else:
             self.ignore()
 
@@ -233,7 +493,7 @@ class Router(BootstrapServer):
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
-        """Take note that all KV of a request is written, or collected: its bytes are known."""
+        """Record that all KV of a request is written, or read."""
         request = self._find(message.room)
         if request is None:
             return
@@ -244,7 +504,7 @@ class Router(BootstrapServer):
             self._close(request, "ok")
 
     def _finished(self, _: str, message: Finished) -> None:
-        """Take note that a request has all its tokens; it is closed now, or when its bytes are known."""
+        """Record that a request has all its tokens; it is closed now, or when its bytes are known."""
         request = self._find(message.room)
         if request is not None:
             request.finished = message
@@ -253,15 +513,15 @@ class Router(BootstrapServer):
                 self._close(request, "ok")
 
     def _failed(self, sender: str, message: Failed) -> None:
-        """Fail the request that an instance cannot serve, and lose the life that it says is gone."""
+        """Fail the request that an instance cannot serve, and lose the incarnation that it reports lost."""
         request = self._find(message.room)
         if request is not None:
             self._fail(request, message.reason, but=sender)
         if message.lost:
-            self.lose_life(message.lost, f"PeerLost: {message.lost} is gone")
+            self.membership.lose_incarnation(message.lost, f"PeerLost: {message.lost} is gone")
 
     def _dropped(self, sender: str, message: Dropped) -> None:
-        """Hear whether a request that lost one instance can start anew, from the leader of the other."""
+        """Send a request that lost one instance again, if the leader of the other has moved none of it."""
         request = self._rooms.get(message.room)
         if request is None or sender != request.asked:
             return
@@ -270,13 +530,13 @@ class Router(BootstrapServer):
             return
         self.tokens.uncount(request)
         del self._rooms[request.room]
-        self.directory.forget(request.room)
+        self.membership.directory.forget(request.room)
         request.lost = request.asked = ""
-        request.answered = request.prefilled = False  # pages that nobody has read are collected, and told of, too
+        request.answered = request.prefilled = False  # both may be set, of no bytes
         self._submit(request)
 
     def _leave(self, request: RoutedRequest) -> None:
-        """Have the user of *request* leave, unless it has its answer."""
+        """Abort *request*, whose user leaves, unless it has its answer."""
         if not request.status and request.finished is None and not self.has_ended:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
@@ -288,9 +548,9 @@ class Router(BootstrapServer):
         return request
 
     def _fail(self, request: RoutedRequest, reason: str, but: str = "") -> None:
-        """End *request* with *reason*, and have it given up, except by the leader *but*, which has done so.
+        """Abort and close *request* with *reason*; one that has all its tokens is "ok" without its bytes.
 
-        One that has all its tokens has not failed: only the account of its bytes will not come any more.
+        The leader *but* has aborted it already.
         """
         if request.finished is not None:
             self._close(request, "ok")
@@ -299,10 +559,9 @@ class Router(BootstrapServer):
         self._close(request, reason)
 
     def _abort(self, request: RoutedRequest, but: str = "") -> None:
-        """Have both instances of *request* give it up, but for the leader *but*, which has done so."""
-        for life in (request.decode, request.prefill):
-            if life and leader(life) != but:
-                self.send(leader(life), Abort(request.room))
+        for incarnation in (request.decode, request.prefill):
+            if incarnation and leader(incarnation) != but:
+                self.send(leader(incarnation), Abort(request.room))
 
     def _close(self, request: RoutedRequest, status: str) -> None:
         """End *request* with *status*, for good."""
@@ -310,15 +569,15 @@ class Router(BootstrapServer):
         if status == "ok":
             self.tokens.done(request)
         self._moved = self.clock.now
-        self._note(request)
+        self._log(request)
         del self._rooms[request.room]
-        self.directory.forget(request.room)
+        self.membership.directory.forget(request.room)
         self.tokens.uncount(request)
         self.arrivals.follow(request)
         self._stop_if_done()
 
-    def _note(self, request: RoutedRequest) -> None:
-        """Keep what became of *request*, if it is one of those to serve."""
+    def _log(self, request: RoutedRequest) -> None:
+        """Put *request* into the log, if it is one of the workload's."""
         if request.number < len(self.log):
             prefill, decode = instance_of(request.prefill), instance_of(request.decode)
             self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
@@ -326,22 +585,23 @@ class Router(BootstrapServer):
     def _stop_if_done(self) -> None:
         """Stop all ranks, and end, once no request is under way and none can arrive."""
         if not self._rooms and self.arrivals.over and not self.has_ended:
-            for instance in self.instances:
+            for instance in self.membership.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()
 
     # --- instances ---
 
-    def give_up(self, life: str, reason: str, formed: bool) -> None:
-        """End every request that still needs *life*, or its answer, or have it start anew (`_recover`)."""
+    def instance_lost(self, incarnation: str, reason: str, formed: bool) -> None:
+        """Fail, or recover, every request that still needs *incarnation* or its answer."""
         self._moved = self.clock.now  # what depended on it goes on from here, and is given its time
         for request in tuple(self._rooms.values()) if formed else ():
-            if request.decode == life or (request.prefill == life and (request.lost or not request.prefilled)):
-                self._recover(request, life, reason)
+            needs_prefill = request.prefill == incarnation and (request.lost or not request.prefilled)
+            if request.decode == incarnation or needs_prefill:
+                self._recover(request, incarnation, reason)
 
-    def _recover(self, request: RoutedRequest, life: str, reason: str) -> None:
-        """Ask the other instance of *request*, which has lost *life*, whether it can start anew."""
-        other = request.prefill if request.decode == life else request.decode
+    def _recover(self, request: RoutedRequest, incarnation: str, reason: str) -> None:
+        """Ask the other instance of *request*, which has lost *incarnation*, whether it can be sent again."""
+        other = request.prefill if request.decode == incarnation else request.decode
         if request.lost or request.prefilled or request.finished is not None or not self.registry.alive(other):
             self._fail(request, request.lost or reason)
             return

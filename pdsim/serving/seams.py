@@ -120,7 +120,7 @@ class RouterPolicy(Protocol):
     One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, which is called instead of
     `choose`.
 
-    `pdsim.serving.instances.InstanceRegistry` asks it, for prefill and for decode apart.  *load* is updated when a
+    `pdsim.serving.membership.InstanceRegistry` asks it, for prefill and for decode apart.  *load* is updated when a
     request is sent out, prefilled, and closed.
     """
 

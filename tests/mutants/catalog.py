@@ -26,7 +26,7 @@ from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.serving import router
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode import decode_worker as reader
-from pdsim.serving.outstanding import OutstandingTokens
+from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            (mutated(read_twice, KvSender, "_written"),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
-           (mutated(impatient, router.Router, "__init__"), (router.Router, "_lose", lose_unnoticed),
-            (router.Router, "_owed", nothing)),
+           (mutated(impatient, router.Router, "__init__"),
+            mutated(lose_unnoticed, router.Router, "instance_lost"), (Membership, "owes", nothing)),
            lambda scenario: bool(scenario.kill)),
     Mutant("D4", "with one prefill instance end the slots of all ranks of the same numbers, of whichever one", "I4",
            ((StagingReceiver, "sever", quiesced_by_number),),
@@ -283,7 +283,7 @@ MUTANTS = (
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
-           (mutated(counted_for_ever, OutstandingTokens, "uncount"),), failing),
+           (mutated(counted_for_ever, router.OutstandingTokens, "uncount"),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
            (mutated(never_ready_again, prefill.PrefillScheduler, "_count_ready"),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
-           (mutated(fails_all, router.Router, "_lose"),),
+           (mutated(fails_all, router.Router, "instance_lost"),),
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
     Mutant("S12", "a peer that is given up counts as quiesced at once", "I3",
            ((SimEndpoint, "quiesced", proven_at_once),),

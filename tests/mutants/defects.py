@@ -27,7 +27,6 @@ from pdsim.models.parallel import Side
 from pdsim.serving import router
 from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
-from pdsim.serving.outstanding import OutstandingTokens
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
@@ -357,14 +356,11 @@ def overtaken(self: Any, rank: int, message: Any) -> None:
 COUNT_READY = prefill.PrefillScheduler._count_ready
 
 
-def lose_unnoticed(self: Any, instance: str, reason: str) -> None:
+def lose_unnoticed(original: Any, self: Any, *arguments: Any) -> None:
     """A loss does not count as progress."""
     moved = self._moved
-    LOSE(self, instance, reason)
+    original(self, *arguments)
     self._moved = moved
-
-
-LOSE = router.Router._lose
 
 
 def impatient(original: Any, self: Any, *arguments: Any) -> None:
@@ -387,7 +383,7 @@ def takes_up_late(original: Any, self: reader.DecodeWorker, sender_: str, messag
         original(self, sender_, message)
 
 
-def counted_for_ever(original: Any, self: OutstandingTokens, request: Any) -> None:
+def counted_for_ever(original: Any, self: router.OutstandingTokens, request: Any) -> None:
     """A request that fails stays among the tokens outstanding of its instances."""
     if request.finished is not None:
         original(self, request)

@@ -191,7 +191,7 @@ MENDINGS = (
          "pdsim/serving/decode/pull_decode.py", "        self.readiness.keep(self.life)\n", ""),
     Mending("D20", "an earlier introduction took the place of the later one",
          f"{_FAULTS}::test_what_the_campaign_of_pulled_handoffs_found_is_mended",
-         "pdsim/serving/introductions.py", "if kept is None or _lives(kept) <= _lives(message):", "if message:"),
+         "pdsim/serving/membership.py", "if kept is None or _epochs(kept) <= _epochs(message):", "if message:"),
     Mending("D21", "a request that started anew kept that its KV had been collected, and stalled",
             "tests/serving/test_stale_destinations.py::test_a_request_that_starts_anew_has_nothing_of_its_last_room",
             "pdsim/serving/router.py", "request.answered = request.prefilled = False", "request.answered = False"),

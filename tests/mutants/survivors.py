@@ -90,9 +90,9 @@ def never_ready_again(original: Any, self: prefill.PrefillScheduler, rank: int, 
         original(self, rank, message)
 
 
-def fails_all(original: Any, self: router.Router, instance: str, reason: str) -> None:
+def fails_all(original: Any, self: router.Router, incarnation: str, reason: str, formed: bool) -> None:
     """Fail the requests of all instances with the loss of one."""
-    original(self, instance, reason)
+    original(self, incarnation, reason, formed)
     for request in tuple(self._rooms.values()):
         self._fail(request, reason)
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.serving import request_log
+from pdsim.serving import requests
 from pdsim.serving.router import Router
 
 WORDS = ["hw=8xh200", "workload=poisson", "workload.count=60", "workload.rate=20", "workload.input_mean=300"]
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_shows_what_it_had_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(request_log, "BLOCK", 8)
+    monkeypatch.setattr(requests, "JOURNAL_BLOCK", 8)
     assert main(["run", "--quiet", f"output={tmp_path / 'whole'}", *WORDS]) == 0
     (whole,) = (tmp_path / "whole").iterdir()
     assert not list(whole.glob("*.journal"))

@@ -18,8 +18,7 @@ from pdsim.kv.messages import Arrival, Destination, Dropped, Forward
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
-from pdsim.serving.routed_requests import RoutedRequest
-from pdsim.serving.router import Router
+from pdsim.serving.router import RoutedRequest, Router
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
@@ -110,7 +109,7 @@ def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
         _rooms={7: request},
         job=SimpleNamespace(retries=1),
         tokens=SimpleNamespace(uncount=lambda _: None),
-        directory=SimpleNamespace(forget=lambda _: None),
+        membership=SimpleNamespace(directory=SimpleNamespace(forget=lambda _: None)),
         _submit=anew.append,
     )
     Router._dropped(router, "decode0.0", Dropped(7, untouched=True))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.kv.status import Status
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
-from pdsim.serving.fences import FenceCount
+from pdsim.serving.membership import FenceCount
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
 from pdsim.transfer.job import Rank

@@ -23,7 +23,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.deployment import Deployment, leader
-from pdsim.serving.fences import PeerFence
+from pdsim.serving.membership import PeerFence
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank

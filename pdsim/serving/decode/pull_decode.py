@@ -28,7 +28,7 @@ from pdsim.serving.decode.block_manager import DecodeRequest
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, life_name
-from pdsim.serving.introductions import Introductions, ReadyCount
+from pdsim.serving.membership import PeerConnector, ReadyCount
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer.job import Rank
 
@@ -43,7 +43,7 @@ class PullDecodeWorker(DecodeWorker):
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self.introductions = Introductions(self, self.receiver, self._connected)
+        self.introductions = PeerConnector(self, self.receiver, self._connected)
         self.handlers |= {Fetch: self._fetch}
 
     def make_receiver(self) -> Any:
@@ -62,13 +62,13 @@ class PullDecodeWorker(DecodeWorker):
 
     def peer_gone(self, life: str) -> None:
         """Forget the ranks of *life*."""
-        self.introductions.drop(life)
+        self.introductions.disconnect_peer(life)
 
     def meet(self, peer: str) -> None:
         """Read from *peer* from now on, and from no earlier life of it."""
         for older in range(1, epoch_of(peer)):
             self.receiver.drop(life_name(instance_of(peer), older))
-        self.introductions.meet(peer)
+        self.introductions.connect_peer(peer)
 
     def working(self) -> bool:
         """Return whether a read goes on, or has succeeded since: over a slow link one takes long."""

@@ -27,7 +27,7 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import SlotPool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
-from pdsim.serving.introductions import ReadyCount
+from pdsim.serving.membership import ReadyCount
 from pdsim.serving.prefill.prefill_request import PrefillRequest
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefix_cache import page_keys, page_pool

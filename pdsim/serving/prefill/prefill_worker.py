@@ -24,7 +24,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.sender import KvSender
 from pdsim.serving.deployment import Deployment, instance_of, leader
-from pdsim.serving.introductions import Introductions
+from pdsim.serving.membership import PeerConnector
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.scheduler_host import PostingHost
 from pdsim.transfer.job import Rank
@@ -41,7 +41,7 @@ class PrefillWorker(EngineProcess):
     What it tells its leader (`ready`, `conclude`) the leader's own class overrides to count itself.
     """
 
-    introductions: Introductions
+    introductions: PeerConnector
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
@@ -66,7 +66,7 @@ class PrefillWorker(EngineProcess):
     def make_sender(self) -> Any:
         """Return what hands KV over here: a `KvSender`, or what stands in its place in another handoff.
 
-        A handoff in which this rank connects to those of the other side makes its `Introductions` here, too.
+        A handoff in which this rank connects to those of the other side makes its `PeerConnector` here, too.
         """
         job = self.job
         sender = KvSender(
@@ -80,7 +80,7 @@ class PrefillWorker(EngineProcess):
             job.staging,
             job.checked,
         )
-        self.introductions = Introductions(self, sender.links, self._found)
+        self.introductions = PeerConnector(self, sender.links, self._found)
         return sender
 
     def report(self) -> dict[str, Any]:
@@ -228,11 +228,11 @@ class PrefillWorker(EngineProcess):
 
     def part_with(self, life: str) -> None:
         """Forget the ranks of *life*."""
-        self.introductions.drop(life)
+        self.introductions.disconnect_peer(life)
 
     def introduce(self, peer: str) -> None:
         """Connect to the ranks of *peer* that make themselves known."""
-        self.introductions.meet(peer)
+        self.introductions.connect_peer(peer)
 
     def _found(self, life: str) -> None:
         """Be ready once all ranks of *life* are connected that this one writes to."""

@@ -27,7 +27,7 @@ from pdsim.kv.pages import Pages
 from pdsim.kv.plan import pair
 from pdsim.kv.rooms import Timers
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader
-from pdsim.serving.fences import FenceCount, PeerFence
+from pdsim.serving.membership import FenceCount, PeerFence
 from pdsim.serving.prefill.prefill_scheduler import PrefillRequest, PrefillScheduler
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.transfer.job import Rank

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who serves: the instances that have enrolled, which pairs of them are connected, and what follows from a loss.
+
+The router has a `Membership`, with the `InstanceRegistry`.  Every rank that moves bytes has a `PeerConnector`, and a
+`PeerFence` if others move bytes in its memory; its leader counts the answers with `ReadyCount` and `FenceCount`.
+
+An *incarnation* is the name of one life of an instance, ``"prefill0@2"``: the instance and its epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from pdsim.core.errors import PeerLost, TransferFailed
+from pdsim.kv.bootstrap import Bootstrap, RoomDirectory
+from pdsim.kv.mapping import dp_rank
+from pdsim.kv.messages import (
+    Enroll,
+    Fence,
+    Fenced,
+    Gone,
+    KvMessage,
+    Locate,
+    Located,
+    Meet,
+    MessageError,
+    Pong,
+    Ready,
+    Register,
+)
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, instance_of, life_name, rank_name
+from pdsim.serving.rank_process import EngineProcess, Handler, RankProcess
+from pdsim.serving.seams import RoutingQuery, route, router_policy
+from pdsim.transfer import Program
+
+__all__ = ["FenceCount", "InstanceRegistry", "Membership", "PeerConnector", "PeerFence", "PeerTable", "ReadyCount"]
+
+
+def own_place(sender: str, message: Enroll) -> Enroll:
+    """Return *message* with the place that the name of *sender* says, if it says one.
+
+    Only a rank that runs in the place of others has none in its name.
+
+    >>> from pdsim.kv.messages import Terms
+    >>> own_place("prefill0.3", Enroll("prefill0", 1, 0, Terms(64, "bf16"))).index
+    3
+    """
+    instance, _, index = sender.rpartition(".")
+    return replace(message, index=int(index)) if instance == message.instance and index.isdecimal() else message
+
+
+class _Side:
+    """The instances of one side; *load* has the tokens outstanding at each that is formed."""
+
+    def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
+        self.names = tuple(instances)
+        self.load: dict[str, int] = {}
+        self._dp = dp
+        self._group = {instance: number % dp for number, instance in enumerate(instances)}
+        self._policy = router_policy(policy)
+
+    def choose(self, room: int, able: Sequence[str], *known: Any) -> str:
+        """Return the instance in *able* that gets *room*, from the group of its `dp_rank` if that has any.
+
+        *known* are the fields of `RoutingQuery` from the third on.
+        """
+        if self._dp > 1:
+            group = dp_rank(room, self._dp)
+            able = [name for name in able if self._group[name] == group] or able
+        return route(self._policy, RoutingQuery(able, self.load, *known))
+
+
+class InstanceRegistry:
+    """The instances of *job*, the pairs of them that are connected, and the tokens outstanding at each.
+
+    An instance is *awaited* from the start until it is formed or lost for the first time.  Life of an instance:
+    ranks `enroll`; the last one forms it, and its ranks connect to those of the other side; pairs are `link`ed as
+    their ranks report; `lose` removes it, and it may form again with a later epoch.
+    """
+
+    def __init__(self, job: Deployment) -> None:
+        self._job = job
+        self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
+        self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
+        self.bootstrap = Bootstrap({name: job.grid(name).size for name in (*job.prefills, *job.decodes)})
+        self.awaited = set(self.prefills.names + self.decodes.names)
+        self._links: set[tuple[str, str]] = set()
+        self._under_way = dict.fromkeys(self.decodes.names, 0)  # tokens whose KV is not there yet
+
+    @property
+    def connected(self) -> bool:
+        """Whether no instance is awaited and all that are formed are linked."""
+        return not self.awaited and len(self._links) == len(self.prefills.load) * len(self.decodes.load)
+
+    def current(self, instance: str) -> str:
+        """Return the incarnation that *instance* is in; one of epoch 0 while it is not formed."""
+        return life_name(instance, self.bootstrap.epoch(instance))
+
+    def alive(self, incarnation: str) -> bool:
+        """Return whether *incarnation* is formed, and neither lost nor replaced."""
+        instance = instance_of(incarnation)
+        epoch = self.bootstrap.epoch(instance)
+        return epoch > 0 and life_name(instance, epoch) == incarnation
+
+    def side(self, instance: str) -> _Side:
+        """Return the side that *instance* is on."""
+        return self.prefills if instance in self.prefills.names else self.decodes
+
+    def enroll(self, message: Enroll) -> list[tuple[str, Meet]]:
+        """Give a rank its place; return the `Meet` messages to send, by rank, if that forms its instance.
+
+        The ranks of both sides of each new pair are sent the incarnation of the other.
+        """
+        if not self.bootstrap.enroll(message):
+            return []
+        side = self.side(message.instance)
+        other = self.decodes if side is self.prefills else self.prefills
+        side.load[message.instance] = 0
+        self.awaited.discard(message.instance)
+        mine, theirs = self.current(message.instance), [self.current(name) for name in other.load]
+        pairs = [pair for peer in theirs for pair in ((mine, peer), (peer, mine))]
+        return [meet for incarnation, peer in pairs for meet in self._meets(incarnation, peer)]
+
+    def _meets(self, incarnation: str, peer: str) -> Iterator[tuple[str, Meet]]:
+        instance = instance_of(incarnation)
+        for index in range(self._job.grid(instance).size):
+            yield rank_name(instance, index), Meet(incarnation, peer, self.bootstrap.incarnation(instance, index))
+
+    def link(self, prefill: str, decode: str) -> bool:
+        """Record that these two incarnations are connected; return False if either is over."""
+        if not (self.alive(prefill) and self.alive(decode)):
+            return False
+        self._links.add((instance_of(prefill), instance_of(decode)))
+        return True
+
+    def linked(self, prefill: str, decode: str) -> bool:
+        """Return whether these two instances are connected."""
+        return (prefill, decode) in self._links
+
+    def lose(self, instance: str) -> int:
+        """Remove *instance*; return when its newest rank was started, in ns, -1 if none has enrolled."""
+        self.awaited.discard(instance)
+        self.side(instance).load.pop(instance, None)
+        self._links = {link for link in self._links if instance not in link}
+        return self.bootstrap.forget(instance)
+
+    def choose(self, room: int, tokens: int = 1, blocks: tuple[int, ...] = ()) -> tuple[str, str] | None:
+        """Return the incarnations of prefill and decode that get *room*; None if no connected pair is left.
+
+        *tokens* and *blocks* are those of its prompt.  The prefill instance is chosen first, among those with any
+        link, then the decode instance among those linked to it.
+        """
+        prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
+        if not prefills:
+            return None
+        prefill = self.prefills.choose(room, prefills, tokens, blocks)
+        decodes = [name for name in self.decodes.names if (prefill, name) in self._links]
+        rates = self._job.rates.get(prefill, {})
+        decode = self.decodes.choose(room, decodes, tokens, blocks, self._under_way, rates)
+        return self.current(prefill), self.current(decode)
+
+    def add(self, incarnation: str, tokens: int) -> None:
+        """Count *tokens* more, or fewer, at *incarnation*, unless it is over."""
+        if self.alive(incarnation):
+            instance = instance_of(incarnation)
+            self.side(instance).load[instance] += tokens
+
+    def send(self, incarnation: str, tokens: int) -> None:
+        """Count *tokens* more, or fewer, whose KV is on its way to *incarnation*."""
+        self._under_way[instance_of(incarnation)] += tokens
+
+    def missing(self) -> str:
+        """Return which side has no instance."""
+        return "prefill" if not self.prefills.load else "decode" if not self.decodes.load else "connected"
+
+
+class Membership:
+    """Keeps the registry of instances for *process*, the router, and declares instances lost.
+
+    SGLang runs this beside its router, as the bootstrap server.  An instance is lost if a rank of it has been silent
+    for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or enrolls again: its other ranks are
+    told to end, and those of the other side to forget it.
+
+    *changed* is called each time that an instance is connected or lost.  *lost* is called with the incarnation, the
+    reason and whether it was formed, before the other side hears of the loss: what that is asked about rooms must
+    reach it first.
+    """
+
+    def __init__(
+        self,
+        process: RankProcess,
+        job: Deployment,
+        changed: Callable[[], None],
+        lost: Callable[[str, str, bool], None],
+    ) -> None:
+        self.registry = InstanceRegistry(job)
+        self.directory = RoomDirectory(process.clock)
+        self.instances = (*job.prefills, *job.decodes)
+        self.last_heard = {name: process.clock.now for instance in self.instances for name in job.ranks(instance)}
+        self._process = process
+        self._job = job
+        self._changed = changed
+        self._lost = lost
+        handlers: dict[type[KvMessage], Handler] = {
+            Enroll: self._enroll,
+            Ready: self._ready,
+            Pong: lambda _, __: None,
+            Locate: self._locate,
+            Gone: lambda _, message: self.lose_incarnation(message.instance, message.reason),
+        }
+        process.handlers |= handlers
+
+    def heard(self, rank: str) -> None:
+        """Record that a message of *rank* has come."""
+        if rank in self.last_heard:
+            self.last_heard[rank] = self._process.clock.now
+
+    def owes(self, asked: float) -> bool:
+        """Return whether any rank has not been heard since *asked*: it will be, or is lost, within a deadline."""
+        return any(at <= asked for at in self.last_heard.values())
+
+    def lose_silent(self) -> None:
+        """Lose the instances with a rank that has been silent for `Deployment.deadline`."""
+        now, deadline = self._process.clock.now, self._job.deadline
+        silent = [name for name, at in self.last_heard.items() if now - at > deadline]
+        for instance in dict.fromkeys(map(instance_of, silent)):
+            self._lose(instance, f"PeerLost: nothing from {instance} for {deadline} s")
+
+    def lose_refused(self, rank: str, reason: str) -> None:
+        """Lose the instance of *rank*, which *process* has refused."""
+        if (instance := instance_of(rank)) in self.instances:
+            self._lose(instance, f"MessageError: {reason}")
+
+    def lose_incarnation(self, incarnation: str, reason: str) -> None:
+        """Lose *incarnation*, unless it is over: its instance may have been started again since."""
+        if self.registry.alive(incarnation):
+            self._lose(instance_of(incarnation), reason)
+        else:
+            self._process.ignore()
+
+    def _enroll(self, sender: str, message: Enroll) -> None:
+        """Give a rank its place, and have the ranks of each pair that this forms connect.
+
+        A rank that has a place already was started again: its instance is lost first, with all its other ranks.
+        One that cannot serve with the others is refused.
+        """
+        message = own_place(sender, message)
+        try:
+            self.registry.bootstrap.check(message)
+        except MessageError as error:
+            self._process.refuse(sender, str(error))
+            return
+        if self.registry.bootstrap.replaces(message):
+            self._lose(message.instance, f"PeerLost: {sender} was started again")
+        self.last_heard[sender] = self._process.clock.now
+        for name, meet in self.registry.enroll(message):
+            self._process.send(name, meet)
+
+    def _ready(self, _: str, message: Ready) -> None:
+        if self.registry.link(message.life, message.peer):
+            self._changed()
+        else:
+            self._process.ignore()
+
+    def _locate(self, sender: str, message: Locate) -> None:
+        self._process.send(sender, Located(self.directory.locate(message.rooms), message.life))
+
+    def _lose(self, instance: str, reason: str) -> None:
+        registry, job = self.registry, self._job
+        incarnation, formed = registry.current(instance), instance in registry.side(instance).load
+        until = registry.lose(instance)
+        for name in job.ranks(instance):
+            self.last_heard.pop(name, None)
+        self._process.send(job.ranks(instance), Gone(incarnation, reason, until))
+        self._lost(incarnation, reason, formed)
+        if formed:
+            for other in (registry.prefills if instance in job.decodes else registry.decodes).load:
+                self._process.send(job.ranks(other), Gone(incarnation, reason))
+        self._changed()
+
+
+# --- connections between ranks -------------------------------------------------------------------------------------
+
+
+class PeerTable(Protocol):
+    """The ranks of the other side that a rank is connected to, by the incarnation of their instance."""
+
+    def __contains__(self, life: str) -> bool:
+        """Return whether *life* is expected to connect."""
+
+    def meet(self, life: str) -> None:
+        """Expect *life*, also if this rank moves no bytes of it."""
+
+    def drop(self, life: str) -> None:
+        """Forget the ranks of *life*."""
+
+    def connect(self, message: Register) -> None:
+        """Connect to the rank that sent *message*, or raise what `Endpoint.connect` does or a `MessageError`."""
+
+
+class PeerConnector:
+    """Connects *process*, the rank that posts transfers, to the ranks of the other side that register with it.
+
+    The router names the incarnations to `connect_peer`, and their ranks send a `Register` each; either may come
+    first.  *peers* keeps the connections.  *ready* is called with an incarnation when it is named and after each
+    connection to it; it checks whether that was the last.
+    """
+
+    def __init__(self, process: EngineProcess, peers: PeerTable, ready: Callable[[str], None]) -> None:
+        self._process = process
+        self._peers = peers
+        self._ready = ready
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was to connect to that incarnation
+        process.handlers |= {Register: self._register}
+
+    def connect_peer(self, incarnation: str) -> None:
+        """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
+        self._peers.meet(incarnation)
+        early, self._early = self._early, {}
+        for sender, register in early.items():
+            self._register(sender, register)
+        self._ready(incarnation)
+
+    def disconnect_peer(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*, and their messages."""
+        self._peers.drop(incarnation)
+        self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
+
+    def _register(self, sender: str, message: Register) -> None:
+        """Connect to *sender*, or keep its newest message until its incarnation is to be connected.
+
+        A rank that is gone is reported to the router; one with a pool of another kind is refused.
+        """
+        if message.peer != self._process.life or message.instance not in self._peers:
+            kept = self._early.get(sender)  # one of each rank, and of no incarnation that is over for long
+            if kept is None or _epochs(kept) <= _epochs(message):  # those of two epochs may come in any order
+                self._early[sender] = message
+            return
+        try:
+            self._peers.connect(message)
+        except PeerLost as error:
+            self._process.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
+        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
+            self._process.refuse(sender, str(error))
+        else:
+            self._ready(message.instance)
+
+
+def _epochs(message: Register) -> tuple[int, int]:
+    """Return the epoch of the instance that sent *message*, and of the one that it is for."""
+    return epoch_of(message.instance), epoch_of(message.peer)
+
+
+class ReadyCount:
+    """Which of a leader's *ranks* are connected to each incarnation of the other side, and which of these are lost.
+
+    A rank may report twice, or before its leader knows that incarnation; each counts once.  A pair is the two names
+    in a `Ready`, so nothing reported in an earlier epoch of either side counts in a later one.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by `Ready.life` and `Ready.peer`
+        self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
+
+    def count(self, rank: int, message: Ready) -> bool:
+        """Count *rank*; return whether all are connected now."""
+        ranks = self._ready.setdefault((message.life, message.peer), set())
+        ranks.add(rank)
+        return len(ranks) == self._ranks
+
+    def lose(self, life: str) -> None:
+        """Record that *life*, of the other side, is over, and forget which ranks were connected to it."""
+        instance = instance_of(life)
+        self._last_lost[instance] = max(epoch_of(life), self._last_lost.get(instance, 0))
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if life not in lives}
+
+    def lost(self, life: str) -> bool:
+        """Return whether *life*, or a later one of its instance, was lost."""
+        return epoch_of(life) <= self._last_lost.get(instance_of(life), -1)
+
+    def keep(self, life: str) -> None:
+        """Forget what was counted in other incarnations of this instance than *life*."""
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if life in lives}
+
+
+# --- fences --------------------------------------------------------------------------------------------------------
+# A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
+# the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
+# prefill pushes, on prefill where decode pulls.
+
+
+class PeerFence:
+    """Proves on one rank, *process*, that nothing of a lost instance moves in its memory any more.
+
+    *peers* are the ranks by index that move bytes there.  *fenced* is called with the answer to each `Fence`, once
+    it is proven; *parted*, if given, with the name of each rank of an instance for which a new proof has come.
+    There is no proof about an incarnation that is alive; one about epoch *n* holds for all earlier ones.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        peers: Sequence[int],
+        fenced: Callable[[Fenced], None],
+        parted: Callable[[str], None] | None = None,
+    ) -> None:
+        self._process = process
+        self._peers = peers
+        self._fenced = fenced
+        self._parted = parted
+        self._proven: dict[str, int] = {}  # by instance: up to which epoch nothing of it moves here
+        process.handlers |= {Fence: lambda _, message: self.prove(message)}
+
+    def introduce(self, peer: str, message: Callable[[], KvMessage]) -> None:
+        """Send *message* to the ranks of *peer*, an incarnation, once nothing of an earlier one moves here."""
+        self._process.clock.process(self._introduce(peer, message))
+
+    def prove(self, fence: Fence) -> None:
+        """Answer *fence* once nothing of the incarnation that it names moves here."""
+        self._process.clock.process(self._prove(fence))
+
+    def _introduce(self, peer: str, message: Callable[[], KvMessage]) -> Program:
+        yield from self._wait(instance_of(peer), epoch_of(peer) - 1)
+        if not self._process.has_ended:
+            self._process.send([rank_name(instance_of(peer), index) for index in self._peers], message())
+
+    def _prove(self, fence: Fence) -> Program:
+        yield from self._wait(instance_of(fence.life), epoch_of(fence.life))
+        if not self._process.has_ended:
+            self._fenced(Fenced(fence.number))
+
+    def _wait(self, instance: str, epoch: int) -> Program:
+        """Wait for the proof that nothing of *instance* up to *epoch* moves here."""
+        for index in self._peers:
+            if self._proven.get(instance, 0) >= epoch:
+                return
+            yield self._process.rank.endpoint.quiesced(rank_name(instance, index))
+        if self._proven.get(instance, 0) < epoch:
+            self._proven[instance] = epoch
+            if self._parted is not None:
+                for index in self._peers:
+                    self._parted(rank_name(instance, index))
+
+
+class FenceCount:
+    """The fences that a leader waits for: the rooms of each, and which of its *ranks* lack the proof.
+
+    Numbers follow *first*, so an answer to an earlier process of the leader is none to this one.  Life of a fence:
+    `begin` returns the message to send, `count` takes the answers, and the last one returns the rooms.
+    """
+
+    def __init__(self, first: int, ranks: int) -> None:
+        self._number = first
+        self._ranks = ranks
+        self._open: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+
+    def begin(self, life: str, rooms: list[int]) -> Fence:
+        """Return the question to every rank about *life*, whose proof *rooms* wait for."""
+        self._number += 1
+        self._open[self._number] = rooms, set(range(self._ranks))
+        return Fence(self._number, life)
+
+    def count(self, rank: int, message: Fenced) -> list[int] | None:
+        """Count the proof of *rank*; return the rooms that waited for it alone, None if no fence has that number."""
+        fence = self._open.get(message.number)
+        if fence is None:
+            return None
+        rooms, missing = fence
+        missing.discard(rank)
+        if missing:
+            return []
+        del self._open[message.number]
+        return rooms
