@@ -53,7 +53,7 @@ MODULES = (
     "pdsim/sim/payload.py",
     "pdsim/sim/posted.py",
     "pdsim/sim/posting_threads.py",
-    "pdsim/sim/series.py",
+    "pdsim/sim/sequence.py",
     "pdsim/kv/bootstrap.py",
     "pdsim/kv/consensus.py",
     "pdsim/kv/contents.py",

@@ -19,6 +19,7 @@ The rules:
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
 from pdsim.core.mailbox import Mailbox
 from pdsim.hardware.costs import Engine
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer
+from pdsim.transfer import Batch, Batches, Buffer, Notification, Peer, Recorder, Region, Transfer, WriteSequence
 
 __all__ = ["RealEndpoint"]
 
@@ -215,9 +216,17 @@ class RealEndpoint(EngineHooks):
         """Start to move *batch* from *peer*; see `pdsim.transfer.Endpoint.read`."""
         return self._start("read", peer, batch, batch.target, batch.source, b"", timeout, label)
 
-    def foresee(self, *_: Any, **__: Any) -> Series | None:
-        """Return None: nobody knows the times of real writes beforehand."""
-        return None
+    def write_sequence(
+        self,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes = b"",
+        *,
+        label: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WriteSequence:
+        """Write *batches* one after the other; see `pdsim.transfer.Endpoint.write_sequence`."""
+        return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
 
     def _start(
         self,

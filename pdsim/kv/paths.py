@@ -23,9 +23,9 @@ from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs, planner
 from pdsim.kv.policy import Policy
 from pdsim.kv.staging.ring import BlockPlan, block_plans
-from pdsim.transfer import Batch, Peer
+from pdsim.transfer import Batch, Peer, Region
 
-__all__ = ["PATHS", "REGION", "STAGING", "DecodePeer", "StagedPiece", "sources", "targets"]
+__all__ = ["PATHS", "REGION", "STAGING", "DecodePeer", "Planes", "StagedPiece", "sources", "targets"]
 
 REGION = "kv"
 """The name under which every rank registers its pool."""
@@ -158,6 +158,23 @@ class DecodePeer:
         if self._policy.grouping == "runs" or self._path == "sliced":
             return rows
         return tuple((source + i, target + i, 1) for source, target, count in rows for i in range(count))
+
+
+class Planes:
+    """The writes of *piece* to *target* from *region*, of a plane each, made when asked for."""
+
+    def __init__(self, target: DecodePeer, piece: StagedPiece, region: Region) -> None:
+        self._target = target
+        self._piece = piece
+        self._region = region
+
+    def __len__(self) -> int:
+        """Return the number of planes."""
+        return self._piece.writes
+
+    def __getitem__(self, number: int, /) -> Batch:
+        """Return the batch of the plane *number*."""
+        return self._target.batch(self._piece, number).over(self._region, self._target.region)
 
 
 def sources(runs: Runs) -> Pages:

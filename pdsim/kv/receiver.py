@@ -24,7 +24,7 @@ from pdsim.kv.paths import REGION
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.staging.staging_receiver import StagingReceiver
-from pdsim.transfer import Notification, Repeated
+from pdsim.transfer import Notification
 from pdsim.transfer.job import Rank
 
 __all__ = ["KvReceiver"]
@@ -136,7 +136,7 @@ class KvReceiver:
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
         if arrival.chunk < 0:
-            self.arrive(arrival, count=notification.times if isinstance(notification, Repeated) else 1)
+            self.arrive(arrival, count=notification.times)
         elif self.landing is not None:
             self.landing.scatter(arrival, self.arrive)
 

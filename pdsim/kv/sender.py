@@ -31,7 +31,7 @@ from pdsim.kv.messages import (
     Settled,
     encode,
 )
-from pdsim.kv.paths import REGION, DecodePeer, StagedPiece, sources, targets
+from pdsim.kv.paths import REGION, DecodePeer, Planes, StagedPiece, sources, targets
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.plan import Runs, cut
 from pdsim.kv.policy import Policy, Staging
@@ -39,7 +39,7 @@ from pdsim.kv.queues import Queues
 from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
-from pdsim.transfer import Batch, Program, Series, Transfer
+from pdsim.transfer import Batch, Program, Transfer, WriteSequence
 from pdsim.transfer.batch import one_piece
 from pdsim.transfer.job import Rank
 
@@ -259,11 +259,12 @@ class KvSender(SenderRooms):
 
     # --- what a queue does ---
 
-    def _deliver(self, delivery: ChunkTransfer, queue: int) -> Program | Transfer | None:
+    def _deliver(self, delivery: ChunkTransfer, queue: int) -> Program | Event | None:
         """Begin *delivery*; return what its queue waits for.
 
-        That is the transfer or, of what takes several steps, a program; None if there is nothing to wait for, as
-        for a message or a room that has failed meanwhile.  `_written` sees to a transfer that fails.
+        That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
+        nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
+        that fails.
         """
         state, target, piece = delivery.state, delivery.target, delivery.piece
         if state.status is Status.FAILED:
@@ -279,53 +280,46 @@ class KvSender(SenderRooms):
         batch = target.batch(piece).over(self._region, target.region)
         return self._write(delivery, batch, piece.path)
 
-    def _planes(self, delivery: ChunkTransfer, piece: StagedPiece) -> Program:
-        """Write plane after plane: many at once, for as long as the endpoint knows what will come of it.
-
-        `Endpoint.foresee` gives a whole series for one event where nothing can interfere.  Something that does
-        cuts it, the write under way goes on as a transfer, and the rest is asked for again after a pause, counted
-        in writes, that doubles with each refusal.
-        """
-        state, target, endpoint = delivery.state, delivery.target, self._rank.endpoint
+    def _planes(self, delivery: ChunkTransfer, piece: StagedPiece) -> WriteSequence:
+        """Write plane after plane."""
+        state, target = delivery.state, delivery.target
         notify, label = self._attached(delivery, piece.path)
-        written, ask, pause = 0, 0, 1  # ask again after a pause, twice as long each time that it was in vain
-        while written < piece.writes and state.status is not Status.FAILED:
-            batch = target.batch(piece, written).over(self._region, target.region)
-            transfer, left = None, piece.writes - written
-            if written >= ask and left > 1:
-                series = endpoint.foresee(target.peer, batch, left, notify, label=label)
-                if series is not None:
-                    state.moving += 1
-                    self._under_way += 1
-                    state.foreseen.append(series)
-                    count, transfer = yield series
-                    self._told(delivery, batch, series, count)
-                    if transfer is None:
-                        return
-                    written += count
-                    self._follow(delivery, transfer)
-                    pause = pause if count < pause else 1
-                pause = 2 * pause
-                ask = written + pause
-            if transfer is None:
-                transfer = self._write(delivery, batch, piece.path)
-            try:
-                yield transfer
-            except TransferError:
-                return
-            written += 1
+        progress = partial(self._wrote, delivery)
+        planes = Planes(target, piece, self._region)
+        sequence = self._rank.endpoint.write_sequence(target.peer, planes, notify, label=label, progress=progress)
+        state.moving += 1
+        self._under_way += 1
+        state.sequences.append(sequence)
+        if sequence.callbacks is None:
+            self._sequence_over(delivery, sequence)
+        else:
+            sequence.callbacks.append(partial(self._sequence_over, delivery))
+        return sequence
 
-    def _told(self, delivery: ChunkTransfer, batch: Batch, series: Series, count: int) -> None:
-        """Take note that *count* writes of *series*, each as *batch*, are complete, and no more come."""
+    def _wrote(self, delivery: ChunkTransfer, writes: int, nbytes: int) -> None:
+        """Count *writes* of a sequence that are complete."""
         state = delivery.state
-        state.foreseen.remove(series)
-        state.moving -= 1
-        self._under_way -= 1
-        self._succeeded = self._succeeded or count > 0
-        state.nbytes += count * batch.nbytes
-        state.unfinished -= count
+        self._succeeded = True
+        state.nbytes += nbytes
+        state.unfinished -= writes
         if not state.unfinished:
             self._conclude(state)
+
+    def _sequence_over(self, delivery: ChunkTransfer, event: Event) -> None:
+        """Count a sequence that has ended; a write of it that failed fails the room."""
+        assert isinstance(event, WriteSequence)
+        state = delivery.state
+        state.sequences.remove(event)
+        self._under_way -= 1
+        if not event.ok:
+            self._hold(state, event.failed)
+            error = event.value
+            assert isinstance(error, Exception)
+            self._broken(delivery, error)
+            return
+        state.moving -= 1
+        if state.status is Status.FAILED:
+            self._settle(state)
 
     def _stage(self, delivery: ChunkTransfer, piece: StagedPiece, queue: int, position: int) -> Program:
         """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""
@@ -397,10 +391,7 @@ class KvSender(SenderRooms):
             state.nbytes += event.batch.nbytes
             self._over(state)
             return
-        if event.settled.triggered:
-            state.moving -= 1
-        else:
-            event.settled.callbacks.append(partial(self._settled, state))
+        self._hold(state, event)
         error = event.value
         assert isinstance(error, Exception)
         # what timed out may have arrived, notification and all, and must not be counted twice
@@ -409,6 +400,13 @@ class KvSender(SenderRooms):
             self._retry(delivery, event, error)
             return
         self._broken(delivery, error)
+
+    def _hold(self, state: SenderRoom, failed: Transfer | None) -> None:
+        """Keep the room from its end until nothing of a write that *failed* moves any more."""
+        if failed is None or failed.settled.triggered:
+            state.moving -= 1
+        else:
+            failed.settled.callbacks.append(partial(self._settled, state))
 
     def _retry(self, delivery: ChunkTransfer, event: Transfer, error: Exception) -> None:
         """Send metadata as a message whose write failed, once no byte of that can arrive any more."""

@@ -14,7 +14,7 @@ from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
 from pdsim.kv.paths import DecodePeer, StagedPiece
 from pdsim.kv.policy import Policy
 from pdsim.kv.status import Status, advance
-from pdsim.transfer import Series
+from pdsim.transfer import WriteSequence
 from pdsim.transfer.job import Rank
 
 __all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
@@ -39,7 +39,7 @@ class SenderRoom:
         self.asks: dict[tuple[int, str], int | None] = {}  # chunk and target: the slot's position
         self.parked: dict[tuple[int, str], ChunkTransfer] = {}  # what waits for an answer to that
         self.refused: set[str] = set()  # targets that had no slot for a chunk of this room
-        self.foreseen: list[Series] = []  # whose writes are told of late
+        self.sequences: list[WriteSequence] = []  # that are under way
         self.controls: dict[str, int] = {}  # messages with metadata to each target
 
 
@@ -134,8 +134,8 @@ class SenderRooms:
     def _fail(self, state: SenderRoom) -> None:
         """Let the writes that are under way be the last ones."""
         state.status = advance(state.status, Status.FAILED)
-        for series in tuple(state.foreseen):
-            series.cut()
+        for sequence in state.sequences:
+            sequence.stop()
 
     def _over(self, state: SenderRoom) -> None:
         """Count one write as done."""

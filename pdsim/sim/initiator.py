@@ -21,10 +21,12 @@ from pdsim.core.errors import (
 from pdsim.sim.connections import Connection, Remote, SimTransfer
 from pdsim.sim.payload import Payload
 from pdsim.sim.posted import PostedTransfers, SeriesRecorder
-from pdsim.sim.series import SimSeries
-from pdsim.transfer import Batch, Notification, Peer, Region, Repeated, Transfer
+from pdsim.sim.sequence import Series
+from pdsim.transfer import Batch, Notification, Peer, Region, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdsim.core.clock import Clock
     from pdsim.sim.engine import Stages, Times
     from pdsim.sim.flows.network import Flow
@@ -49,7 +51,7 @@ class Initiator:
     *clock* is the rank's own, on which its transfers are events; *device* holds its memory, and *recorder* is given
     the record of each transfer when it ends.  The states of a transfer are those of `pdsim.transfer.Transfer`:
     `start` posts, the end of its flow completes it, and a deadline, a peer that ends or a full send queue fail it.
-    At most one `SimSeries` is under way, and any other post cuts it first.
+    At most one `Series` is under way, and any other post cuts it first.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Initiator:
     ) -> None:
         self.name = name
         self.engine = f"model:{fabric.engine.name}"
-        self.series: SimSeries | None = None  # writes that are foreseen
+        self.series: Series | None = None  # writes that are foreseen
         self.posted = PostedTransfers(fabric.clock, self.engine, recorder, self._time_out)
         self._fabric = fabric
         self._hardware = fabric.clock
@@ -109,12 +111,21 @@ class Initiator:
         self.posted.time_out_at(now + limit, number)
         return transfer
 
-    def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes, label: str) -> SimSeries | None:
-        """Begin *count* writes like that of *batch*, if their times are known.
+    def foresee(
+        self,
+        peer: Peer,
+        batch: Batch,
+        count: int,
+        notify: bytes,
+        label: str,
+        over: Callable[[int, int, Transfer | None], None],
+    ) -> Series | None:
+        """Begin *count* writes like that of *batch*, if their times are known, and call *over* at their end.
 
-        The contract is that of `pdsim.transfer.Endpoint.foresee`.  Times are known where memory has no contents and
-        nothing is left to chance or watched, while this endpoint does nothing else, and `SendQueue.foresee` and
-        `Foreseen.add` say so.  Otherwise return None, having changed nothing.
+        *over* is given how many are complete, their bytes, and the transfer under way if the series was cut.
+        Times are known where memory has no contents and nothing is left to chance or watched, while this endpoint
+        does nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.  Otherwise return None, having changed
+        nothing.
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._regions.local(batch.source), connection.remote
@@ -128,7 +139,9 @@ class Initiator:
         path, size, steps = way
         flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
         report, resume = partial(self._report, flight), partial(self._resume, flight)
-        series = SimSeries(self._clock, fabric.network, steps, there.name, report, resume)
+        series = Series(
+            fabric.network, steps, there.name, report, resume, lambda n, moving: over(n, n * batch.nbytes, moving)
+        )
         if not series.begin(path, size, self._timeout):
             flight.release()
             return None
@@ -240,8 +253,8 @@ class Initiator:
     ) -> None:
         """Report writes of a series like *flight* that are complete.
 
-        *last* says that no other of it is under way; times are those of `SimSeries`.  The peer's rank is told of
-        all of them, as one `Repeated`, when it has acted upon the last.
+        *last* says that no other of it is under way; times are those of `Series`.  The peer's rank is told of
+        all of them, as one `Notification`, when it has acted upon the last.
         """
         series, self.series = self.series, None
         assert series is not None
@@ -255,7 +268,7 @@ class Initiator:
             if not inbox.host_latency.instant:
                 now = inbox.host_latency.conclude(series.notifications, count, self._hardware.now)
             if count:
-                inbox.notify_at(now, Repeated(self.name, flight.notify, count))
+                inbox.notify_at(now, Notification(self.name, flight.notify, count))
 
     def _resume(self, flight: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
         """Make *flight* the write of a series that is under way, with the times of its *stages*; return it.

@@ -27,17 +27,20 @@ from pdsim.sim.inbox import NotificationInbox
 from pdsim.sim.initiator import DETECTION, Initiator
 from pdsim.sim.posting import PostingThread
 from pdsim.sim.regions import RegionTable
+from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.shared import EndpointAddress, Fabric
-from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
+from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer, WriteSequence
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdsim.core.clock import Clock
     from pdsim.core.mailbox import Mailbox
     from pdsim.sim.connections import SimTransfer
     from pdsim.sim.memory import SimDevice
     from pdsim.sim.posted import SeriesRecorder
-    from pdsim.sim.series import SimSeries
     from pdsim.sim.topology import Site
+    from pdsim.transfer import Batches
 
 __all__ = ["DETECTION", "SimEndpoint"]
 
@@ -60,6 +63,7 @@ class SimEndpoint:
         self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
         self.visitors = Visitors(fabric.clock, clock, DETECTION)
         self._fabric = fabric
+        self._clock = clock
         self._poster = PostingThread(fabric.threads(site))
         self.regions = RegionTable(name, device)
         self._connections: dict[str, Connection] = {}
@@ -91,7 +95,7 @@ class SimEndpoint:
         return self._initiator.posted.quarantined
 
     @property
-    def series(self) -> SimSeries | None:
+    def series(self) -> Series | None:
         """The writes of this endpoint that are foreseen, if any are under way."""
         return self._initiator.series
 
@@ -145,14 +149,18 @@ class SimEndpoint:
         """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
         return self._initiator.start(peer, batch, False, b"", timeout, label)
 
-    def foresee(
-        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
-    ) -> SimSeries | None:
-        """Begin *count* writes like that of *batch*, if their times are known.
-
-        See `pdsim.transfer.Endpoint.foresee` for the contract, and `Initiator.foresee` for when they are.
-        """
-        return self._initiator.foresee(peer, batch, count, notify, label)
+    def write_sequence(
+        self,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes = b"",
+        *,
+        label: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WriteSequence:
+        """Write *batches* one after the other; see `pdsim.transfer.Endpoint.write_sequence`."""
+        foresee = self._initiator.foresee
+        return SimWriteSequence(self._clock, self, foresee, peer, batches, notify, label, progress).start()
 
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds when no life of *peer* that has connected here can move bytes any more.

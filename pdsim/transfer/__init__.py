@@ -3,6 +3,7 @@
 
 from pdsim.transfer.batch import Batch, Buffer, Region
 from pdsim.transfer.transfer import (
+    Batches,
     Channel,
     Device,
     Endpoint,
@@ -11,14 +12,14 @@ from pdsim.transfer.transfer import (
     Peer,
     Program,
     Recorder,
-    Repeated,
-    Series,
     Transfer,
     TransferRecord,
+    WriteSequence,
 )
 
 __all__ = [
     "Batch",
+    "Batches",
     "Buffer",
     "Channel",
     "Device",
@@ -29,8 +30,7 @@ __all__ = [
     "Program",
     "Recorder",
     "Region",
-    "Repeated",
-    "Series",
     "Transfer",
     "TransferRecord",
+    "WriteSequence",
 ]

@@ -22,7 +22,6 @@ What this module does not know: requests, rooms, pages, layers; which engine run
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +34,7 @@ from pdsim.transfer.batch import Batch, Buffer, Region
 
 __all__ = [
     "Batch",
+    "Batches",
     "Buffer",
     "Channel",
     "Device",
@@ -45,10 +45,9 @@ __all__ = [
     "Program",
     "Recorder",
     "Region",
-    "Repeated",
-    "Series",
     "Transfer",
     "TransferRecord",
+    "WriteSequence",
 ]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
@@ -189,34 +188,101 @@ class Transfer(Event):
             fire(self._settled)
 
 
-class Series(Event, ABC):
-    """Equal writes one after the other, of which all times are known: the event of `Endpoint.foresee`.
+class Batches(Protocol):
+    """Batches by number, from 0: a list of them, or what makes each when it is asked for."""
 
-    Succeeds with how many are complete and, if it was cut, the `Transfer` under way; the others are the caller's.
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, number: int, /) -> Batch:
+        """Return one of them."""
+
+
+class WriteSequence(Event):
+    """Writes to one peer, each posted when the one before is complete: the event of `Endpoint.write_sequence`.
+
+    Succeeds with how many writes are complete: all, or fewer after `stop`.  Fails with the error of the first write
+    that fails, and posts no more; *failed* is that write, whose `Transfer.settled` says when nothing of it moves any
+    more, or None if it could not be posted.  *done* says how many are complete so far.
+
+    This class is a loop over `Endpoint.write`.  An endpoint that knows more about its writes may derive from it.
     """
 
-    @abstractmethod
-    def cut(self) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        endpoint: Endpoint,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes,
+        label: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        environment: Any = clock
+        super().__init__(environment)
+        self._defused = True  # as a `Transfer`: a failure that nobody waits for does not end the run
+        self.done = 0
+        self.failed: Transfer | None = None
+        self._endpoint = endpoint
+        self._peer = peer
+        self._batches = batches
+        self._notify = notify
+        self._label = label
+        self._progress = progress
+        self._stopped = False
+
+    def start(self) -> WriteSequence:
+        """Post the first write, and return this; for endpoints.  Raise what `Endpoint.write` raises."""
+        self._next()
+        return self
+
+    def stop(self) -> None:
         """Let the write that is under way be the last one."""
+        self._stopped = True
+
+    def _next(self) -> None:
+        """Post the next write, or end."""
+        if self._stopped or self.done == len(self._batches):
+            fire(self, self.done)
+            return
+        batch = self._batches[self.done]
+        self._follow(self._endpoint.write(self._peer, batch, self._notify, label=self._label))
+
+    def _follow(self, transfer: Transfer) -> None:
+        """Go on when *transfer* ends."""
+        if transfer.callbacks is None:  # it has ended at once
+            self._on_end(transfer)
+        else:
+            transfer.callbacks.append(self._on_end)
+
+    def _on_end(self, transfer: Event) -> None:
+        assert isinstance(transfer, Transfer)
+        if not transfer.ok:
+            self.failed = transfer
+            fire(self, transfer.value, ok=False)
+            return
+        self._count(1, transfer.batch.nbytes)
+        try:
+            self._next()
+        except Exception as error:  # what `write` refuses
+            fire(self, error, ok=False)
+
+    def _count(self, writes: int, nbytes: int) -> None:
+        """Count *writes* that are complete, of *nbytes* together."""
+        self.done += writes
+        if self._progress is not None:
+            self._progress(writes, nbytes)
 
 
 class Notification(NamedTuple):
-    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes.
+
+    Equal notifications of one sender that follow each other may arrive as one: *times* says of how many transfers.
+    """
 
     sender: str  # rank
     payload: bytes
-
-
-class Repeated(Notification):
-    """The equal notifications of so many transfers of one `Series`."""
-
-    times: int
-
-    def __new__(cls, sender: str, payload: bytes, times: int) -> Repeated:
-        """Return a notification that stands for *times*."""
-        made = super().__new__(cls, sender, payload)
-        made.times = times
-        return made
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -293,14 +359,21 @@ class Endpoint(Protocol):
         The peer's program has no part in it and gets no notification.
         """
 
-    def foresee(
-        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
-    ) -> Series | None:
-        """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.
+    def write_sequence(
+        self,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes = b"",
+        *,
+        label: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WriteSequence:
+        """Write *batches* one after the other, each when the one before is complete, and each with *notify*.
 
-        Return None, and begin nothing, if this endpoint does not know their times now: then `write` them.  Only the
-        simulator ever knows.  Records, notifications and errors are those of `write`, but told of late: when all
-        writes are complete, or the series is cut.
+        They have as many descriptors and bytes each; offsets differ.  ``progress(writes, nbytes)`` is called with
+        the writes that have completed since the last call, and their bytes together.
+
+        Raise what `write` raises of the first; the sequence fails with what it raises of another.
         """
 
     def quiesced(self, peer: str) -> Event:

@@ -24,7 +24,7 @@ from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.shared import Fabric
 from pdsim.sim.sim_endpoint import DETECTION, SimEndpoint
 from pdsim.sim.topology import Topology
-from pdsim.transfer import Batch
+from pdsim.transfer import Batch, Notification
 from pdsim.transfer.job import Place
 from tests.support.machines import cost, engine, machine
 
@@ -172,7 +172,7 @@ class TestNotification:
         bench.b.clock.process(receive())
         bench.a.buffer.write(0, b"kv")
         bench.write(notify=b"chunk 0")
-        assert bench.run()[0] == (2.75, ("a", b"chunk 0"), b"kv")
+        assert bench.run()[0] == (2.75, Notification("a", b"chunk 0"), b"kv")
 
     def test_is_acted_upon_when_the_receiver_has_woken_up_if_it_is_there_by_then(self):
         for killed, notified in ((3.5, [(3.25, b"x")]), (3.0, [])):

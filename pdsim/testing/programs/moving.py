@@ -153,7 +153,7 @@ def be_hub(rank: Rank, size: int) -> Program:
     expected = np.concatenate([pattern(seed, size) for seed in range(len(rank.peers))])
     found = wrong(rank, buffer, expected)
     yield from mail.wait_for()
-    return {"notified": sorted([sender, payload.decode()] for sender, payload in received), "wrong": found}
+    return {"notified": sorted([note.sender, note.payload.decode()] for note in received), "wrong": found}
 
 
 def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
@@ -164,6 +164,50 @@ def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
     for payload in payloads:
         yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64), bytes.fromhex(payload))
     yield from mail.wait_for(to)
+
+
+def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
+    """Write *count* parts one after the other, or, with *stop*, no more than the one that is under way at once.
+
+    Return how many were written, as the sequence says and as it reported them, and the bytes that it reported.
+    """
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
+    peer = (yield from mail.meet(to))[to]
+    batches = [one(mine, peer.regions["sink"], size, i * size, i * size) for i in range(count)]
+    reported: list[tuple[int, int]] = []
+
+    def progress(writes: int, nbytes: int) -> None:
+        reported.append((writes, nbytes))
+
+    sequence = rank.endpoint.write_sequence(peer, batches, b"part", label="parts", progress=progress)
+    if stop:
+        sequence.stop()
+    written = yield sequence
+    yield from mail.wait_for(to)
+    return {
+        "written": [written, sequence.done, sum(writes for writes, _ in reported)],
+        "nbytes": sum(nbytes for _, nbytes in reported),
+        "failed": sequence.failed is not None,
+    }
+
+
+def be_written_in_sequence(rank: Rank, by: str, count: int, size: int) -> Program:
+    """Return what was attached to *count* writes, how often, and how many bytes of their parts are wrong.
+
+    Beyond *count* there may be no notification.
+    """
+    mail = Mail(rank)
+    buffer = filled(rank, count * size, None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet(by)
+    payloads: list[str] = []
+    while len(payloads) < count:
+        notification: Notification = yield rank.endpoint.notifications.get()
+        payloads += [notification.payload.decode()] * notification.times
+    found = wrong(rank, buffer, pattern(2, count * size))
+    yield from mail.wait_for(by)
+    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "wrong": found}
 
 
 def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:

@@ -2,24 +2,24 @@
 """Equal writes to one peer, one after the other, whose times are all known when the first is posted.
 
 A chunk that goes in slices, or plane by plane, is up to hundreds of writes, each posted when the one before is
-complete.  While nothing meets them, their times follow from the first (`pdsim.sim.engine.SeriesSteps`), so they
-are one object and cost one event.  They are reported together, at the end of the last.  Whatever could change their
-times, or could see that they are not reported yet (another post of the endpoint, the end of either side, a flow on
-their links), *cuts* the series first: what is complete is reported, the write under way becomes a transfer of its
-own, and the rest is the caller's to post.
+complete (`SimWriteSequence`).  While nothing meets them, their times follow from the first
+(`pdsim.sim.engine.SeriesSteps`), so they are one `Series` and cost one event.  They are reported together, at the
+end of the last.  Whatever could change their times, or could see that they are not reported yet (another post of the
+endpoint, the end of either side, a flow on their links), *cuts* the series first: what is complete is reported, the
+write under way becomes a transfer of its own, and the rest is posted one by one until another series may begin.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simpy.events import NORMAL
 
-from pdsim.core.clock import LAST, Alarm, fire
+from pdsim.core.clock import LAST, Alarm
 from pdsim.sim.flows.foreseen import Plan
 from pdsim.sim.host_latency import Coming
-from pdsim.transfer import Series
+from pdsim.transfer import WriteSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,37 +28,95 @@ if TYPE_CHECKING:
     from pdsim.sim.engine import SeriesSteps, Stages, Times
     from pdsim.sim.flows.links import Path
     from pdsim.sim.flows.network import Flow, Network
-    from pdsim.transfer import Transfer
+    from pdsim.transfer import Batch, Batches, Endpoint, Peer, Transfer
 
-__all__ = ["SimSeries"]
+    Foresee = Callable[[Peer, Batch, int, bytes, str, Callable[[int, int, Transfer | None], None]], "Series | None"]
+
+__all__ = ["Series", "SimWriteSequence"]
 
 
-class SimSeries(Series):
-    """Writes of which *steps* are known; see `pdsim.transfer.Endpoint.foresee`.
+class SimWriteSequence(WriteSequence):
+    """A `pdsim.transfer.WriteSequence` that posts many writes as one `Series` where their times are known.
 
-    Succeeds, by `fire`, with the number of writes that are complete and the one under way, which is None at the end.
-    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none
-    is under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the
-    wire: it returns that write as a transfer.  All go to *peer*.
+    A series that is refused, or cut, is asked for again after a pause, counted in writes, that doubles each time.
     """
 
     def __init__(
         self,
         clock: Clock,
+        endpoint: Endpoint,
+        foresee: Foresee,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes,
+        label: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        super().__init__(clock, endpoint, peer, batches, notify, label, progress)
+        self._foresee = foresee
+        self._series: Series | None = None  # that is under way
+        self._pause = 1
+        self._ask = 0  # how many writes are done when a series is asked for again
+
+    def stop(self) -> None:
+        """Let the write that is under way be the last one."""
+        super().stop()
+        if self._series is not None:
+            self._series.cut()
+
+    def _next(self) -> None:
+        left = len(self._batches) - self.done
+        if self.done >= self._ask and left > 1 and not self._stopped:
+            batch = self._batches[self.done]
+            self._series = self._foresee(self._peer, batch, left, self._notify, self._label, self._on_series)
+            if self._series is not None:
+                return
+            self._back_off()
+        super()._next()
+
+    def _back_off(self) -> None:
+        self._pause *= 2
+        self._ask = self.done + self._pause
+
+    def _on_series(self, count: int, nbytes: int, transfer: Transfer | None) -> None:
+        """Go on after a series of which *count* writes are complete, with the one under way if it was cut."""
+        self._series = None
+        if count:
+            self._count(count, nbytes)
+        if transfer is None:
+            super()._next()
+            return
+        if count >= self._pause:
+            self._pause = 1
+        self._back_off()
+        self._follow(transfer)
+
+
+class Series:
+    """Equal writes of which *steps* are known.
+
+    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none
+    is under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the
+    wire: it returns that write as a transfer.  *over* is called at last, with how many are complete and the transfer
+    under way, which is None at the end.  All go to *peer*.
+    """
+
+    def __init__(
+        self,
         network: Network,
         steps: SeriesSteps,
         peer: str,
         report: Callable[[bool, Times, Times, Times, Times], None],
         resume: Callable[[Stages, Flow | None], Transfer],
+        over: Callable[[int, Transfer | None], None],
     ) -> None:
-        environment: Any = clock
-        super().__init__(environment)
         self.peer = peer
         self._hardware = network.clock
         self._foreseen = network.foreseen
         self._steps = steps
         self._report = report
         self._resume = resume
+        self._over = over
         self._stages: tuple[Times, ...] = ()
         self.notifications = Coming()
         self._plan: Plan
@@ -102,7 +160,7 @@ class SimSeries(Series):
             submitted, posted, _, ended, complete = self._stages
             self._report(True, submitted, posted, ended, complete)
             self._plan.forget()
-            fire(self, (count, None))
+            self._over(count, None)
 
     def _on_cut(self, flow: Flow | None) -> None:
         self._alarm = None
@@ -110,4 +168,4 @@ class SimSeries(Series):
         self._report(False, *(self._stages[column][:count] for column in (0, 1, 3, 4)))
         submitted, posted, begin, end, complete = (float(column[count]) for column in self._stages)
         self._plan.forget()
-        fire(self, (count, self._resume((submitted, posted, begin, end, complete), flow)))
+        self._over(count, self._resume((submitted, posted, begin, end, complete), flow))

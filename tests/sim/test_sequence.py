@@ -10,31 +10,12 @@ from pdsim.core.errors import TransferError
 from pdsim.sim.flows.foreseen import Foreseen
 from pdsim.sim.model import Model
 from pdsim.sim.sim_endpoint import SimEndpoint
-from pdsim.transfer import Batch
+from pdsim.transfer import Batch, WriteSequence
 from pdsim.transfer.job import Place, RankSpec
 from tests.support.machines import cost, engine, machine
 
-HERE = "tests.sim.test_series"
+HERE = "tests.sim.test_sequence"
 STAY = 1000.0  # seconds, longer than any of this takes
-
-
-def in_turn(rank, peer, batch, count):
-    """Write *batch* so many times, each when the one before is complete."""
-    written = 0
-    while written < count:
-        series, transfer = rank.endpoint.foresee(peer, batch, count - written, b"note", label="series"), None
-        if series is not None:
-            more, transfer = yield series
-            written += more
-            if transfer is None:
-                return
-        if transfer is None:
-            transfer = rank.endpoint.write(peer, batch, b"note", label="series")
-        try:
-            yield transfer
-        except TransferError:
-            return
-        written += 1
 
 
 def writer(rank, sinks, work):
@@ -57,7 +38,10 @@ def writer(rank, sinks, work):
             rank.clock.process(alone(at, peer, batch))
             continue
         yield rank.clock.at(max(at, rank.clock.now))
-        yield from in_turn(rank, peer, batch, count)
+        try:
+            yield rank.endpoint.write_sequence(peer, [batch] * count, b"note", label="series")
+        except TransferError:
+            continue
     return rank.clock.now
 
 
@@ -71,7 +55,7 @@ def sink(rank):
 
     rank.clock.process(answer())
     yield rank.clock.timeout(STAY)
-    return sum(getattr(note, "times", 1) for note in rank.endpoint.notifications.drain())
+    return sum(note.times for note in rank.endpoint.notifications.drain())
 
 
 def play(model, works, kill=None):
@@ -84,8 +68,11 @@ def play(model, works, kill=None):
 
 
 def one_by_one(model, works, kill=None):
+    def loop(self, peer, batches, notify=b"", *, label="", progress=None):
+        return WriteSequence(self._clock, self, peer, batches, notify, label, progress).start()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimEndpoint, "foresee", lambda *_, **__: None)
+        patch.setattr(SimEndpoint, "write_sequence", loop)
         return play(model, works, kill)
 
 
