@@ -16,7 +16,7 @@ MODULES = (
         "pdsim.results.report.request_figures",
     ),
     *("pdsim.results.terminal", "pdsim.results.brief", "pdsim.results.drawing.figure", "pdsim.sweep.collect"),
-    *("pdsim.kv.contents", "pdsim.serving.sessions", "experiments.faults.causes", "experiments.reports.claims"),
+    *("pdsim.kv.contents", "experiments.faults.causes", "experiments.reports.claims"),
     *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
     *("pdsim.config", "pdsim.config.sources", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),

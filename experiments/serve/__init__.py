@@ -36,9 +36,8 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.deployment import ROUTER, Deployment, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, pages_per_rank, places, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
-from pdsim.serving.placement import pages, places
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import draw
@@ -173,7 +172,7 @@ def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
 def job(config: Config, options: ServeOptions) -> Deployment:
     """Return what every rank is told: sizes, pools, times of forwards, the engine's rules and the handoff's policy.
 
-    Memory pools are sized here (`pdsim.serving.placement.pages`), and times of forwards taken from
+    Memory pools are sized here (`pdsim.serving.deployment.pages_per_rank`), and times of forwards taken from
     the roofline of each side.  Nothing is placed yet: `specs` does that.
 
     Raises:
@@ -210,7 +209,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
     def pool(side: Side) -> int:
-        return pages(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
+        return pages_per_rank(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
 
     def time(side: Side, direct: bool = False) -> ForwardModel:
         return forward(config.model, config.hw, config.compute, side, direct)

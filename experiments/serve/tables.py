@@ -25,8 +25,7 @@ from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import HASHED, Request
-from pdsim.serving.settings import Workload
-from pdsim.serving.slo import Slo
+from pdsim.serving.settings import Slo, Workload
 from pdsim.transfer.compact import ArrayColumn, rows
 from pdsim.transfer.job import Outcome
 

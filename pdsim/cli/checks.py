@@ -26,7 +26,7 @@ from pdsim.core.units import format_size
 from pdsim.hardware.costs import Engine
 from pdsim.hardware.machine import Machine
 from pdsim.models.parallel import Side
-from pdsim.serving.placement import places
+from pdsim.serving.deployment import places
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import Place

@@ -23,9 +23,7 @@ from pdsim.hardware.machine import Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel
-from pdsim.serving.live import Live
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
-from pdsim.serving.slo import Slo
+from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
 

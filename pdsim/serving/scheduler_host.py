@@ -13,8 +13,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.serving.requests import stream
 from pdsim.serving.settings import HostCosts
-from pdsim.serving.workload import stream
 
 __all__ = ["PostingHost", "SchedulerHost", "StepVariation"]
 

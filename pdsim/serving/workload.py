@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests arrive when: from traces or generated, cut and spread as the workload asks.
+"""Which requests arrive when: read from traces or generated, sessions included, then cut and spread.
 
-Every source of chance is a stream of its own, named, so that one more draw from one changes nothing in another.
+Every random choice has a named stream of its own, so that one more draw from one changes nothing in another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
 from pdsim.serving import traces
 from pdsim.serving.requests import HASHED, Request, RequestTable, stream
-from pdsim.serving.sessions import lengths, sessions
 from pdsim.serving.settings import Workload
 
-__all__ = ["EMBEDDED", "HASHED", "Drawn", "Request", "draw", "grid", "load", "stream"]
+__all__ = [
+    "EMBEDDED",
+    "HASHED",
+    "GeneratedRequests",
+    "Request",
+    "draw",
+    "grid",
+    "lengths",
+    "load",
+    "sessions",
+    "stream",
+]
 
 EMBEDDED = "conversation_small.jsonl"
 """The trace in `pdsim/serving/data`, made by `generate.py` beside it."""
@@ -33,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedRequests:
     """Requests in order of arrival, and what a reader must know of how they came about."""
 
     requests: RequestTable
@@ -55,7 +65,7 @@ def draw(
     seed: int,
     context: int,
     progress: ShowProgress = lambda *_: None,
-) -> Drawn:
+) -> GeneratedRequests:
     """Return the requests of *workload*, of which *progress* is told how many have been drawn.
 
     `Workload.load` is not looked at: which load that is depends on who serves it (`pdsim.serving.load.scaled`).
@@ -84,7 +94,7 @@ def draw(
     if not found:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
         raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
-    return Drawn(found, notes)
+    return GeneratedRequests(found, notes)
 
 
 def _all(
@@ -202,6 +212,20 @@ def _generate(workload: Workload, seed: int, context: int, progress: ShowProgres
     return RequestTable(arrivals, given, wanted)
 
 
+def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
+    """Return log-normal lengths of so many tokens on average, at least 1.
+
+    *cv* is the coefficient of variation: of the logarithm, the variance is ``log(1 + cv**2)``. Rounding and the
+    least of 1 move the mean of short lengths a little.
+
+    >>> lengths(np.random.default_rng(0), 3, mean=100, cv=0.0).tolist()
+    [100, 100, 100]
+    """
+    variance = math.log1p(cv * cv)
+    drawn = random.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
 def _arrivals(workload: Workload, seed: int) -> Floats:
     """Return when requests arrive: enough for `Workload.count` after `skip`, or to the end of `seconds`."""
     end = workload.skip + workload.seconds
@@ -273,3 +297,55 @@ def _bursty_gaps(workload: Workload, random: np.random.Generator, count: int) ->
         pause += random.exponential(workload.burst_length * (workload.burst - 1))
         index = max(index, stop)
     return np.diff(arrivals, prepend=0.0)
+
+
+# --- sessions ------------------------------------------------------------------------------------------------------
+# Users wait for an answer and think before they ask again: a closed loop, whose load is not known beforehand.
+# The prompt of a turn is the whole session so far, answers included, and new tokens, so `hash_ids` of a session's
+# prompts begin alike, and those of all sessions do within `Workload.shared` tokens.
+
+_SESSION_BLOCKS = 1 << 20
+"""Numbers of blocks for each session."""
+
+
+def sessions(workload: Workload, starts: Sequence[float], seed: int, context: int) -> list[Request]:
+    """Return `Workload.count` requests of sessions of `Workload.turns` turns; a user's first is at one of *starts*.
+
+    With `Workload.users` each of them begins a session when the one before is over; otherwise every start is a user
+    of one session.  A session whose next prompt and answer would exceed *context* ends early: a new one begins.
+
+    *arrival* of a first turn is seconds after the start, of a later one the think time after the answer to the
+    request *after*.  Raise a `ConfigError` without a count.
+    """
+    count = workload.count
+    if count is None:
+        raise ConfigError("workload.arrivals=sessions has no end; set workload.count=N, requests of all users")
+    new = lengths(stream(seed, "workload.input"), count, workload.input_mean, workload.input_cv).tolist()
+    answers = lengths(stream(seed, "workload.output"), count, workload.output_mean, workload.output_cv).tolist()
+    thinks = stream(seed, "workload.think").exponential(workload.think, count).tolist() if workload.think else [0.0]
+    users = workload.users or math.ceil(count / workload.turns)
+    turn, said, session = [0] * users, [0] * users, list(range(users))
+    found: list[Request] = []
+    for number in range(count):
+        # users take turns, or those of one session follow one another
+        user, back = (number % users, users) if workload.users else (number // workload.turns, 1)
+        first = number < users if workload.users else number % workload.turns == 0
+        prompt = (said[user] or workload.shared) + new[number]
+        if turn[user] == workload.turns or prompt + answers[number] > context:
+            turn[user], session[user] = 0, session[user] + users
+            prompt = workload.shared + new[number]
+        prompt = min(prompt, context - 1)
+        answer = min(answers[number], context - prompt)
+        arrival = starts[user] if first else thinks[number % len(thinks)]
+        blocks = tuple(_block(session[user], index, workload.shared) for index in range(-(-prompt // HASHED)))
+        found.append(Request(arrival, prompt, answer, None, blocks, -1 if first else number - back))
+        turn[user], said[user] = turn[user] + 1, prompt + answer
+    return found
+
+
+def _block(session: int, index: int, shared: int) -> int:
+    """Return the hash of the *index*-th block of a session's prompts.
+
+    Blocks within *shared* tokens are alike in all sessions.
+    """
+    return index if (index + 1) * HASHED <= shared else (session + 1) * _SESSION_BLOCKS + index

@@ -14,8 +14,7 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv
-from pdsim.serving.slo import Slo
+from pdsim.serving.settings import Kv, Slo
 from pdsim.serving.workload import load
 from pdsim.sim.model import Model
 from tests.support.serving import GENERATED, GQA

@@ -10,7 +10,7 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
 from pdsim.models.parallel import Parallel, Side
-from pdsim.serving.placement import pages, places
+from pdsim.serving.deployment import pages_per_rank, places
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.transfer.job import Place
 from tests.serving.test_compute import MACHINE, MODEL
@@ -47,7 +47,9 @@ def test_more_ranks_than_gpus_are_refused():
 
 
 def count(machine: Machine, kv: Kv, tp: int = 1, ranks: int = 2) -> int:
-    return pages(Side(tp=tp), MODEL, kv_shape(MODEL), machine, kv, SchedulerLimits(memory_fraction=0.5), ranks)
+    return pages_per_rank(
+        Side(tp=tp), MODEL, kv_shape(MODEL), machine, kv, SchedulerLimits(memory_fraction=0.5), ranks
+    )
 
 
 def test_the_pool_is_what_the_weights_leave_or_what_is_asked_for():
