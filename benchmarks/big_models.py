@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from pdsim.cli.compose import compose
 from pdsim.compute.roofline import ForwardTime, forward_time
+from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.models.parallel import Side
 

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from benchmarks.validation import STORED
 from experiments.validate.sealed import EXPECTED, MEASURED, keep
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.results.environment import environment
 
 ENGINES = "nvlink,mooncake_nvlink,nixl"

@@ -200,20 +200,20 @@ class Bench:
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
 
-        from pdsim.cli import overrides
+        from pdsim.config import compose
 
         words = [edited(random, random.choice(self.right.WORDS)) for _ in range(random.randint(1, 3))]
 
         def act() -> None:
-            line = overrides.read(words)
-            ready = overrides.ready(line.words)
+            line = compose.read(words)
+            ready = compose.ready(line.words)
             try:
                 OverridesParser.create().parse_overrides(ready)
             except OverrideParseException as error:
-                overrides.explain(error)  # as Hydra would raise when it composes
+                compose.explain(error)  # as Hydra would raise when it composes
                 return
-            overrides.leaves(ready)
-            overrides.set_keys([word.lstrip("+") for word in line.words])
+            compose.leaves(ready)
+            compose.set_keys([word.lstrip("+") for word in line.words])
 
         refused_in_one_line(act)
 

@@ -162,7 +162,7 @@ def _endpoints() -> tuple[Any, Any]:
 
 def kept_run(folder: Path) -> Path:
     """Return the folder, within *folder*, of a right run: a small one on the model."""
-    from pdsim.cli.compose import compose
+    from pdsim.config.compose import compose
     from pdsim.run import execute
 
     words = ["hw=8xh20", "workload.count=3", f"output={folder}"]

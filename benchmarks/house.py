@@ -52,12 +52,16 @@ ROOMS = {
     "records": Room(tuple(f"pdsim.results.{name}" for name in _RECORDS), ("waist", "face")),
     "calibration": Room(("pdsim.calibration",), ("records", "compute", "models", "waist")),
     "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "compute", "models", "waist")),
+    "composition": Room(  # and the rules, which ask engines whether they work here
+        ("pdsim.config.compose", "pdsim.config.rules"),
+        ("registry", "live", "config", "serving", "compute", "calibration", "models", "waist"),
+    ),
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
-    "execution": Room(("pdsim.run",), ("registry", "live", "sim", "verify", *_OUTCOMES)),
+    "execution": Room(("pdsim.run",), ("registry", "live", "sim", "verify", "composition", *_OUTCOMES)),
     "sweep": Room(("pdsim.sweep",), ("execution", "results", "records", "config", "waist", "face")),
-    "cli": Room(("pdsim.cli",), ("face", "registry", "live", "profiling", *_ALL)),
-    "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
+    "cli": Room(("pdsim.cli",), ("face", "registry", "live", "profiling", "composition", *_ALL)),
+    "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", "composition", *_ALL)),  # `import pdsim`, and its version
     "registry": Room(  # backends without their names
         tuple(f"backends.{name}" for name in ("registry", "capabilities", "diagnosis", "jobs", "emulation")),
         ("backends", "waist"),

@@ -196,7 +196,7 @@ def flows(link: str) -> list[Flow]:
 
 def composed(backend: str, link: str, target: str) -> Config:
     """Return the configuration of *link*."""
-    from pdsim.cli.run import compose
+    from pdsim.config.compose import compose
 
     return compose([f"target={target}", *_words(backend, link)])
 
@@ -273,10 +273,10 @@ def validate(path: Path, links: Iterable[str], until: float = float("inf")) -> N
 
 def _validated(backend: str, link: str) -> list[list[Any]]:
     """Return size, predicted and measured seconds of each point, and hash and times of the predictions."""
-    from pdsim.cli.run import run
+    from pdsim.cli.main import main
 
     with tempfile.TemporaryDirectory() as folder:
-        run([*DESIGN, "target=real", *_words(backend, link), f"output={folder}"], quiet=True)
+        main(["run", "-q", *DESIGN, "target=real", *_words(backend, link), f"output={folder}"])
         (made,) = Path(folder).iterdir()
         kept_in = ("expectations", "measurements", "summary")
         expected, found, summary = (json.loads((made / f"{name}.json").read_text()) for name in kept_in)

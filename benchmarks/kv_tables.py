@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 import experiments.serve
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.results.record import Result

@@ -36,8 +36,8 @@ from urllib.request import urlopen
 
 from backends.live.live_deployment import LiveDeployment, Served, deployed
 from experiments.serve.live_run import result
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results.config_file import as_written, plain
 from pdsim.results.environment import environment

@@ -24,7 +24,7 @@ from benchmarks.live_validation import DATA, SYSTEMS, requests_of
 from benchmarks.live_variants import PLANS, SEED, Variant
 from experiments.serve import ServeOptions, job, result, specs
 from experiments.validate_live.parts import APART, WARMUP, in_turn
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.live_campaign import GPUS, LENGTHS, LOADS, SINGLE_OUTPUT, scaled
 from experiments.validate_live.parts import APART, WARMUP, Parts, predicted, single_requests
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.results.environment import commit
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table

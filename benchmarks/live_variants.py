@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.live_campaign import CAPACITY, GPUS, LENGTHS, SINGLE_OUTPUT, scaled, trace_load
 from benchmarks.live_validation import SYSTEMS, told
 from experiments.validate_live.parts import single_requests
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.results.environment import commit
 from pdsim.serving.workload import Request
 from pdsim.serving.workload import load as drawn

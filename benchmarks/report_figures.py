@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from experiments.reports.figures import keep, simulated
-from pdsim.cli.compose import compose
+from pdsim.config.compose import compose
 from pdsim.core.repository import data
 
 

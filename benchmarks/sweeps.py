@@ -122,7 +122,7 @@ def _kill_a_worker(driver: int, chance: random.Random) -> None:
 
 def overhead(count: int, folder: Path) -> bool:
     """Print the processor's seconds of a point of a sweep and of its simulation, and return whether 1.1 is kept."""
-    from pdsim.cli.compose import compose
+    from pdsim.config.compose import compose
     from pdsim.run import simulated
 
     def simulation(seeds: range) -> float:

@@ -26,12 +26,12 @@ def simulate(*words: str, **choices: object) -> KeptRun:
     Raise a `ConfigError` for what cannot be run, in the words of the command line, and whatever the experiment
     raises. Requests that failed raise nothing: see ``failures``.
     """
-    from pdsim.cli.compose import compose
-    from pdsim.cli.run import measure
+    from pdsim.config.compose import compose
     from pdsim.results.kept import KeptRun
+    from pdsim.run import run
 
     asked = [*words, *(f"{key}={_written(value)}" for key, value in choices.items())]
-    _, folder = measure(compose(asked), asked, quiet=True)
+    _, folder = run(compose(asked), asked, quiet=True)
     return KeptRun(folder)
 
 

@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 
-from pdsim.cli.interrupt import beginning, ended
+from pdsim.cli.process import beginning, ended
 
 __all__ = ["main"]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of one configuration: the machine that it is for, the experiment, and the files that it leaves.
+"""One run of one configuration: the target that it runs on, the experiment, and the files that it leaves.
 
-The command line, a sweep's workers and `pdsim.simulate` all run through `execute`.
+`run` is what the command line and `pdsim.simulate` call with a composed configuration; a sweep's workers call
+`execute`, for they have composed and checked their points before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdsim.config import Config
+from pdsim.config import Config, compose, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import Meter, ShowProgress
@@ -27,12 +28,20 @@ from pdsim.results.store import Run
 if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
 
-__all__ = ["execute", "recovered", "simulated"]
+__all__ = ["execute", "recovered", "run", "simulated"]
 
 _log = logging.getLogger(__name__)
 
-_OWN_FILES = ("validate", "validate_live")
-"""The experiments that keep files of their own beside those of every run."""
+
+def run(
+    config: Config, words: Sequence[str] = (), *, quiet: bool = False, progress: ShowProgress | None = None
+) -> tuple[Result, Path]:
+    """Run *config*, which the overrides *words* were composed to, keep its result, and return it and its folder.
+
+    Among the notes of the result is what was set in vain.  *quiet*, *progress* and errors are those of `execute`.
+    """
+    plain = [word.lstrip("+") for word in words]
+    return execute(config, plain, notes=rules.notes(config, compose.set_keys(plain)), quiet=quiet, progress=progress)
 
 
 def execute(
@@ -56,15 +65,16 @@ def execute(
     Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.
     The folder is complete only when `pdsim.results.store.Run.finish` has returned.
     """
-    experiment = config.experiment.name
-    measure: Callable[..., Result]
-    measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
+    experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
+    measure: Callable[..., Result] = experiment.run
+    keeps_files: bool = getattr(experiment, "KEEPS_FILES", False)
     fresh = not Path(config.output).exists()
     kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name, durable=durable)
     try:
-        with kept, _shown(config, quiet=quiet, progress=progress) as show:
+        measures = config.target != "model" or keeps_files
+        with kept, _shown(config, measures, quiet=quiet, progress=progress) as show:
             meter = Meter(show)
-            own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
+            own = {"folder": kept.folder} if keeps_files else {}
             checker = _checker(config)
             with _target(config, meter, kept, checker) as target:
                 result = measure(config, target, meter, **own)
@@ -89,14 +99,14 @@ def execute(
 
 
 @contextmanager
-def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Iterator[ShowProgress | None]:
-    """Yield what shows how far the run is: *progress* itself or, unless it is to be *quiet*, a bar of its own."""
+def _shown(
+    config: Config, measures: bool, *, quiet: bool, progress: ShowProgress | None
+) -> Iterator[ShowProgress | None]:
+    """Yield *progress* itself or, unless *quiet*, a bar; a run that *measures* shows it at once."""
     if quiet or progress is not None:
         yield progress
         return
-    experiment = config.experiment.name
-    measures = config.target != "model" or experiment in _OWN_FILES
-    with terminal.Progress(f"{experiment} on {config.hw.name}", at_once=measures) as bar:
+    with terminal.Progress(f"{config.experiment.name} on {config.hw.name}", at_once=measures) as bar:
         if measures:
             bar(0.0, "begins")
         yield bar

@@ -414,7 +414,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [("run", "json"), ("run", "hydra"), ("explain", "omegaconf")],  # of the command line itself, and of the commands
+    [("run", "json"), ("run", "hydra"), ("explain", "msgspec")],  # of the command line itself, and of the commands
 )
 def test_ctrl_c_during_imports_is_one_line(tmp_path, command, module):
     (tmp_path / f"{module}.py").write_text(SLOW_TO_IMPORT)
@@ -427,7 +427,7 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path, command, module):
 
 INTERRUPTED = """\
 import os, signal, sys
-from pdsim.cli.interrupt import beginning, begun, ended
+from pdsim.cli.process import beginning, begun, ended
 beginning()
 begun()
 try:

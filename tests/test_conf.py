@@ -11,11 +11,10 @@ import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
-from pdsim.cli import checks
-from pdsim.cli.overrides import describe, groups, options
-from pdsim.config import Config, ExperimentOptions, sources
+from pdsim.config import Config, ExperimentOptions, rules, sources
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
+from pdsim.core.plugins import describe, groups, options
 from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.hardware.machine import EVIDENCE
@@ -153,18 +152,18 @@ def test_the_command_line_wins_over_that():
 
 @pytest.mark.parametrize("workload", options("workload"))
 def test_every_workload_can_be_served(workload):
-    checks.check(composed(f"workload={workload}"))
+    rules.check(composed(f"workload={workload}"))
 
 
 def test_users_of_sessions_are_not_those_of_other_arrivals():
     with pytest.raises(ConfigError, match="choose workload=sessions"):
-        checks.check(composed("workload=poisson", "workload.users=3"))
+        rules.check(composed("workload=poisson", "workload.users=3"))
 
 
 @pytest.mark.parametrize("hw", options("hw"))
 def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
     config = composed(f"hw={hw}")
-    checks.check(config)
+    rules.check(config)
     assert config.hw.vendor in config.backend.vendors
 
 
@@ -218,7 +217,7 @@ ON_HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
 def refusal(config: Config) -> str:
     """Return why *config* cannot be run, or nothing."""
     try:
-        checks.check(config)
+        rules.check(config)
     except ConfigError as error:
         return str(error)
     return ""

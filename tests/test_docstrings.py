@@ -11,7 +11,7 @@ MODULES = (
     *(
         "pdsim.cli.main",
         "pdsim.cli.option_values",
-        "pdsim.cli.overrides",
+        "pdsim.config.compose",
         "pdsim.results.report.movement",
         "pdsim.results.report.request_figures",
     ),

@@ -12,7 +12,6 @@ from benchmarks.house import (
     FIGURES,
     HEAVY,
     LONG_LINE,
-    LONGEST_FILE,
     LONGEST_LINE,
     PACKAGES,
     ROOMS,
@@ -96,7 +95,7 @@ def test_pdsim_imports_heavy_libraries_where_it_uses_them(source):
 
 def test_no_file_is_too_long():
     files = [p for top in (*PACKAGES, "tests", "benchmarks") for p in (ROOT / top).rglob("*.py")]
-    assert [str(p) for p in files if len(p.read_text().splitlines()) > LONGEST_FILE] == []
+    assert [str(p) for p in files if len(p.read_text().splitlines()) > 700] == []
 
 
 def test_every_module_names_its_license():

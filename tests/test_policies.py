@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.cli import checks
+from pdsim.config import rules
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy, Staging
 from tests.support.composed import composed
@@ -41,7 +41,7 @@ def test_a_policy_is_set_under_its_backend():
 
 def test_a_backend_without_a_staged_path_refuses_staging():
     with pytest.raises(ConfigError, match=r"backend=mori has no staged path"):
-        checks.check(composed("hw=8xmi300x", "kv.staging=true"))
+        rules.check(composed("hw=8xmi300x", "kv.staging=true"))
 
 
 @pytest.mark.parametrize("changes", [{"queues": 0}, {"queues": 4, "notify": "poll"}])
@@ -67,7 +67,7 @@ def test_what_the_user_exported_against_it_is_a_conflict_in_one_line(monkeypatch
     config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
     monkeypatch.setenv("MC_FORCE_TCP", "0")
     with pytest.raises(ConfigError) as caught:
-        checks.check(config)
+        rules.check(config)
     (line,) = [line for line in str(caught.value).splitlines() if "MC_FORCE_TCP" in line]
     assert line.startswith("backend=mooncake_tcp needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; take")
 
@@ -75,11 +75,11 @@ def test_what_the_user_exported_against_it_is_a_conflict_in_one_line(monkeypatch
 def test_what_the_user_exported_in_its_favour_is_none(monkeypatch):
     config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
     monkeypatch.setenv("MC_FORCE_TCP", "1")
-    checks.check(config)
+    rules.check(config)
     assert config.backend.options == {"MC_FORCE_TCP": "1"}
 
 
 def test_the_same_as_an_option_is_one_too():
     config = composed("hw=loopback", "backend=mooncake_tcp", "++backend.options.MC_FORCE_TCP='0'")
     with pytest.raises(ConfigError, match=r"backend\.options has MC_FORCE_TCP=0"):
-        checks.check(replace(config, target="real"))
+        rules.check(replace(config, target="real"))

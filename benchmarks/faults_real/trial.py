@@ -14,7 +14,7 @@ from typing import Any
 from backends.jobs.launcher import Processes
 from benchmarks.faults_real.plan import DEADLINE, TIMEOUT, Plan
 from experiments import serve
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.serving.deployment import ROUTER
 from pdsim.transfer.job import Outcome, RankResult, RankSpec
 

@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.probe.gathers import RANKS
 from benchmarks.probe.measuring import provenance
 from benchmarks.probe.plan import GATHERS, GPU, PATTERNS, PLACES, VARIANTS, Point, Variant, points
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Place, Rank, RankSpec

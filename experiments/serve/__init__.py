@@ -45,10 +45,12 @@ from pdsim.transfer.compact import ArrayColumn, rows
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.transfer_log import TransferLog, joined
 
-__all__ = ["TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
+__all__ = ["SERVES", "TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
 
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
+SERVES = True
+"""It places prefill and decode instances as ``parallel`` says, so the rules of serving apply."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,10 @@ from pdsim.validation.verdicts import (
     values_in,
 )
 
-__all__ = ["Bounds", "ValidateOptions", "bounds", "run"]
+__all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "run"]
+
+KEEPS_FILES = True
+"""`run` takes the folder of the run, and writes files of its own there."""
 
 TABLE = "validation.parquet"
 PREDICTING = 0.05

@@ -36,10 +36,12 @@ from pdsim.validation.verdicts import seal
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment
 
-__all__ = ["TARGETS", "ValidateLiveOptions", "run"]
+__all__ = ["KEEPS_FILES", "TARGETS", "ValidateLiveOptions", "run"]
 
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
+KEEPS_FILES = True
+"""`run` takes the folder of the run, and writes files of its own there."""
 
 REQUESTS, OBSERVED = "requests.parquet", "observed"
 """The file of a run whose requests are one load, and the name of that."""

@@ -72,7 +72,7 @@ def calibrate(words: Sequence[str]) -> int:
     """
     asked = _asked(words)
     command = _said(words)
-    from pdsim.cli.compose import compose
+    from pdsim.config.compose import compose
 
     config = compose([*asked.overrides, "experiment=transfer", "calibration=none"])
     at = asked.path or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
@@ -168,7 +168,8 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
     (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
     """
-    from pdsim.cli.run import compose, measure
+    from pdsim.config.compose import compose
+    from pdsim.run import run
 
     operation = str(vars(config.experiment)["operation"])
     cells, left = sample_grid.grid(operation, asked.largest, asked.held, config.seed)
@@ -185,7 +186,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
         bar(0.0, f"begins, {len(cells) + len(left)} points in {asked.jobs} jobs")
         for job in range(asked.jobs):
             shown = within(bar, job / asked.jobs, (job + 1) / asked.jobs, f"job {job + 1} of {asked.jobs},")
-            runs.append(measure(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
+            runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pdsim.cli import help as usage
-from pdsim.cli import overrides
+from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 
 __all__ = ["complete", "parser", "script", "values"]
@@ -75,7 +75,7 @@ def values(prefix: str, **_: Any) -> list[str]:
         done, comma, _last = value.rpartition(",")  # of a sweep
         found = [f"{key}={done}{comma}{name}" for name in _choices(key)]
     else:
-        found = [f"{group}=" for group in overrides.groups()]
+        found = [f"{group}=" for group in plugins.groups()]
         found += [f"{name}=" for name in ("target", "memory", "seed", "output")]
         if "." in prefix:
             found += [f"{name}=" for name in _keys()]
@@ -87,7 +87,7 @@ def values(prefix: str, **_: Any) -> list[str]:
 def _choices(key: str) -> tuple[str, ...] | list[str]:
     """Return what can follow ``KEY=``: the options of a group, or of the few keys with fixed choices."""
     fixed = {"target": ("model", "real", "live"), "memory": ("timing", "tracked")}
-    return fixed.get(key) or overrides.options(key)
+    return fixed.get(key) or plugins.options(key)
 
 
 def _keys() -> list[str]:
@@ -111,7 +111,7 @@ def _below(cls: type, at: str) -> Iterator[str]:
 
 def _groups(prefix: str, **_: Any) -> list[str]:
     """Return the groups that begin with *prefix*."""
-    return [group for group in overrides.groups() if group.startswith(prefix)]
+    return [group for group in plugins.groups() if group.startswith(prefix)]
 
 
 def _folders(prefix: str, **_: Any) -> list[str]:

@@ -21,8 +21,8 @@ from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.live_deployment import installed
 from pdsim.calibration.host_factor import measure
-from pdsim.cli.overrides import conf, describe, groups, options
 from pdsim.core import clock
+from pdsim.core.plugins import conf, describe, groups, options
 from pdsim.core.units import format_size, parse_time
 from pdsim.version import __version__
 

@@ -13,7 +13,7 @@ command has a line in `COMMANDS`, a page in `of`, and a function in `pdsim.cli.m
 from __future__ import annotations
 
 import pdsim
-from pdsim.cli.overrides import groups, options
+from pdsim.core.plugins import groups, options
 
 __all__ = ["COMMANDS", "of", "overview"]
 

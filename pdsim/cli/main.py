@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
+"""The command line: a function for each command of `pdsim.cli.help`.
 
-Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was
-written), 130 Ctrl-C, 143 SIGTERM.  What a command needs is imported when it is given, so that
-``--help`` answers at once.
+Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C,
+143 SIGTERM.  A command imports what it needs when it is called, so that ``--help`` answers at once.
 
-A command is a function here that takes its words and returns the status; what it does is in a
-module of its own, `pdsim.cli.run` for ``run``.  Functions here check words and folders, choose
-between text and JSON, and print.
+A command takes its words and returns the status.  Functions here check words and folders, choose between text and
+JSON, and print; the work is done by the library (`pdsim.run` for ``run``) or by a module of the command's own.
 """
 
 from __future__ import annotations
@@ -18,18 +16,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pdsim
 from pdsim.cli import help as usage
-from pdsim.cli import overrides
-from pdsim.cli.interrupt import begun, terminable
+from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.core.guards import instead
+
+if TYPE_CHECKING:
+    from pdsim.config import Config
 
 __all__ = ["main"]
 
@@ -117,7 +119,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     if "=" in command:
         return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
     for group in ("experiment", "hw"):
-        if command in overrides.options(group):
+        if command in plugins.options(group):
             return f"{command!r} is no command; did you mean pdsim run {group}={command}?"
     return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
@@ -128,15 +130,43 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 def _run(words: Sequence[str]) -> int:
     """Compose the configuration from *words*, run its experiment, keep and print its results.
 
-    With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.
+    With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.  With ``--json`` the only thing
+    on standard output is one JSON object, with ``--quiet`` nothing is.  ``--cfg job`` prints the configuration, with
+    calibrations applied, and runs nothing.  Return 1 if anything failed, else 0.
+
+    Raise a `ConfigError` for what cannot be run, before anything is written, and whatever the experiment raises.
     """
     rest, json, quiet = _speaking(words)
     if {"-m", "--multirun"} & set(rest):
         return _sweep([word for word in words if word not in ("-m", "--multirun")])
-    from pdsim.cli.run import run
+    from pdsim.config import compose
+    from pdsim.results import terminal
+    from pdsim.run import run
 
+    line = compose.read([word for word in rest if word not in _VERBOSE])
+    if wrong := [word for word in line.words if word.partition("=")[0].split(".")[0] == "executor"]:
+        raise ConfigError(f"{wrong[0]} is about many points; use pdsim sweep, or leave it out")
+    config = compose.composed(line)
+    if line.cfg:
+        return _show_configuration(config)
     begun()
-    return run([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet, verbose=_is_verbose(rest))
+    with only_json(json) as out:
+        result, folder = run(config, line.words, quiet=quiet or json)
+        if json:
+            out.write(terminal.as_json(folder) + "\n")
+        elif not quiet:
+            with suppress(SystemExit):  # rich's answer to a reader, such as head, that has seen enough
+                terminal.show(folder, out, verbose=_is_verbose(rest))
+    return 1 if result.failures else 0
+
+
+def _show_configuration(config: Config) -> int:
+    from omegaconf import OmegaConf
+
+    from pdsim.results import config_file
+
+    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(config_file.as_written(config))))
+    return 0
 
 
 def _sweep(words: Sequence[str]) -> int:
@@ -385,17 +415,19 @@ def _list(words: Sequence[str]) -> int:
     Without a group it also names the implementations that packages register, with the package of those that are not
     pdsim's.
     """
-    line = overrides.read(words, "list")
+    from pdsim.config import compose
+
+    line = compose.read(words, "list")
     own = line.folders
-    known = overrides.groups(own)
+    known = plugins.groups(own)
     if wrong := [word for word in line.words if word not in known]:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
     for group in line.words or known:
         _say(f"{group}=")
-        names = overrides.options(group, own)
+        names = plugins.options(group, own)
         width = max(16, *map(len, names))
         for name in names:
-            _say(f"  {name:<{width}} {overrides.describe(group, name, own)}")
+            _say(f"  {name:<{width}} {plugins.describe(group, name, own)}")
     if not line.words:
         for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
             found = (f"{name}{_from(group, name)}" for name in plugins.names(group))
@@ -411,7 +443,9 @@ def _from(group: str, name: str) -> str:
 
 def _doctor(words: Sequence[str]) -> int:
     """Print which engines and devices work here, or with ``--host`` how quick this host's Python is."""
-    line = overrides.read([word for word in words if word != "--host"], "doctor")
+    from pdsim.config import compose
+
+    line = compose.read([word for word in words if word != "--host"], "doctor")
     if line.words:
         raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {line.words[0]!r}")
     from pdsim.cli.doctor import host, report
@@ -477,9 +511,11 @@ def _explain(error: Exception) -> int:
     """Print *error* in one line for each mistake, and return the exit status."""
     if isinstance(error, ConfigError):
         return _fail(2, str(error))
-    refusal = overrides.explain(error) if "hydra" in sys.modules else None
-    if refusal is not None:
-        return _fail(2, refusal)
+    if "hydra" in sys.modules:
+        from pdsim.config import compose
+
+        if (refusal := compose.explain(error)) is not None:
+            return _fail(2, refusal)
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     hint = "make room, or name a folder elsewhere" if "No space left" in text else "--debug shows where"
     more = "" if isinstance(error, PdsimError) else f"; {hint}"

@@ -30,7 +30,7 @@ def observe(words: Sequence[str]) -> int:
     Raise a `ConfigError` for a file that is no such log, and for overrides that cannot be composed.
     """
     from backends.live import observed
-    from pdsim.cli.compose import compose
+    from pdsim.config.compose import compose
 
     path, kind, to, overrides = _asked(words)
     if (tool := kind if kind in importers.SERVED else _of_transfers(path)) and kind in ("", tool):

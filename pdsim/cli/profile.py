@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING
 from pdsim.calibration import kernel_fit as fits
 from pdsim.calibration import provenance
 from pdsim.cli import option_values
-from pdsim.cli.compose import compose, initialized, plain
-from pdsim.cli.overrides import CommandLine
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, loading
+from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.core.units import parse_time
 from pdsim.results import store, terminal

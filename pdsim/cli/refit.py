@@ -20,12 +20,12 @@ import numpy as np
 from pdsim.calibration import collective_fit, handoff_fit, option_fit, samples
 from pdsim.calibration.from_samples import Fitted, fitted
 from pdsim.calibration.summary import table
-from pdsim.cli.compose import compose
-from pdsim.cli.overrides import conf
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.guards import instead
+from pdsim.core.plugins import conf
 from pdsim.core.repository import data
 from pdsim.hardware.costs import Collective
 from pdsim.results.record import Table

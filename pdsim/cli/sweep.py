@@ -21,10 +21,10 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
 from pdsim.calibration.definition import covers
-from pdsim.cli import checks, compose, overrides
 from pdsim.cli.optuna_search import OptunaSearch, search
-from pdsim.cli.overrides import CommandLine
-from pdsim.cli.run import only_json
+from pdsim.cli.process import only_json
+from pdsim.config import compose, rules
+from pdsim.config.compose import CommandLine
 from pdsim.config.typed import build
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
@@ -118,7 +118,7 @@ def asked_of(words: Sequence[str]) -> Asked:
         else:
             options[name] = value
     seeds = _count("--seeds", options.get("--seeds", "0"), least=int("--seeds" in options))
-    line = overrides.read(rest, "sweep")
+    line = compose.read(rest, "sweep")
     own = tuple(word for word in line.words if word.partition("=")[0].split(".")[0] == "executor")
     kept = tuple(word for word in line.words if word not in own)
     if seeds and any(word.lstrip("+").startswith("seed=") for word in kept):
@@ -208,7 +208,7 @@ def _space(asked: Asked) -> _Space:
     length.
     """
     words = asked.line.words
-    parsed = OverridesParser.create().parse_overrides(overrides.ready(words, asked.line.folders))
+    parsed = OverridesParser.create().parse_overrides(compose.ready(words, asked.line.folders))
     swept: dict[str, list[str]] = {}
     intervals: dict[str, tuple[float, float]] = {}
     for each in parsed:
@@ -258,10 +258,10 @@ class _Composer:
         then the order of the two matters, and every point is composed by Hydra.
         """
         self._line, self._fixed = line, list(fixed)
-        known = overrides.groups(line.folders)
+        known = plugins.groups(line.folders)
         self._groups = [key for key in swept if key in known]
         self._values = [key for key in swept if key not in known]
-        set_here = [*overrides.set_keys(fixed), *self._values]
+        set_here = [*compose.set_keys(fixed), *self._values]
         # one override within another depends on the order of the two: Hydra then composes every point
         self._apart = not any(
             covers([one], other) for one in set_here for other in self._values if one is not other and one != other
@@ -284,7 +284,7 @@ class _Composer:
         except ConfigError as error:
             name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
             return Point(name=name, words=shown, choice=choice, refusal=str(error))
-        notes = tuple(checks.notes(config, overrides.set_keys(shown)))
+        notes = tuple(rules.notes(config, compose.set_keys(shown)))
         return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
 
     def _plain(self, choice: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class _Composer:
     def _setting(self, word: str) -> tuple[str, Any]:
         """Return the key and the value of the override *word*, parsed once however many points have it."""
         if word not in self._settings:
-            (parsed,) = self._parser.parse_overrides(overrides.ready([word]))
+            (parsed,) = self._parser.parse_overrides(compose.ready([word]))
             self._settings[word] = _key(parsed), parsed.value()
         return self._settings[word]
 
@@ -360,10 +360,10 @@ def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
     """
     names = [word.partition("=")[2] for word in words if word.startswith("executor=")]
     name = names[-1] if names else "local"
-    overrides.ready([f"executor={name}"], line.folders)
+    compose.ready([f"executor={name}"], line.folders)
     settings = [word for word in words if not word.startswith("executor=")]
     with compose.initialized(_with(line, ())):
-        found = hydra.compose(f"executor/{name}", overrides.ready(settings, line.folders))
+        found = hydra.compose(f"executor/{name}", compose.ready(settings, line.folders))
     values = compose.resolved(found)["executor"]
     kind = values.pop("name", name)
     built: Executor = build(plugins.resolve(plugins.EXECUTORS, kind), values, "executor")

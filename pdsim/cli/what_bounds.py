@@ -12,9 +12,8 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from pdsim.cli import compose
-from pdsim.cli.overrides import CommandLine
-from pdsim.config import Config
+from pdsim.config import Config, compose
+from pdsim.config.compose import CommandLine
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
 from pdsim.results import explain, store, terminal

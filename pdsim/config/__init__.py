@@ -51,7 +51,7 @@ class Launch:
 class Check:
     """Which guards there are beside those that cannot be done without."""
 
-    plausible: bool = True  # refuse quantities that nothing has: `pdsim.cli.plausible.BOUNDS`
+    plausible: bool = True  # refuse quantities that nothing has: `pdsim.config.rules.BOUNDS`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packages provide under a name: backends, experiments, schedulers and so on, all by entry points.
+"""What installed packages provide: implementations under a name, by entry points, and groups of YAML files.
 
 Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports
 nothing.
@@ -10,11 +10,17 @@ A package registers what it has in its ``pyproject.toml``, in a group of those b
     shortest = "my_package.policies:Shortest"
 
 Names are unique among all installed packages of a group; where two register one name, one of them wins.
+
+A configuration group, such as ``hw``, is a folder of YAML files, its options, within pdsim's ``conf`` or within a
+package that an entry point of ``pdsim.conf`` names.  Such packages are not imported either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, ConfigError
@@ -32,7 +38,12 @@ __all__ = [
     "HANDOFFS",
     "ROUTERS",
     "SCHEDULERS",
+    "conf",
+    "describe",
+    "folders",
+    "groups",
     "names",
+    "options",
     "provider",
     "resolve",
     "target",
@@ -47,7 +58,12 @@ CONF = "pdsim.conf"
 EXECUTORS = "pdsim.executors"
 """Classes that run the points of a sweep: `pdsim.sweep.executors.Executor`."""
 EXPERIMENTS = "pdsim.experiments"
-"""Modules with a `pdsim.config.ExperimentOptions` of that name, ``run`` and, where needed, ``check``."""
+"""Modules with a `pdsim.config.ExperimentOptions` of that name, ``run`` and, where needed, ``check``.
+
+They may declare ``TARGETS``, by default ``("model", "real")``; ``SERVES = True`` if prefill and decode instances are
+placed as ``parallel`` says, so that the rules of serving apply; and ``KEEPS_FILES = True`` if ``run`` takes the
+*folder* of the run for files of its own.
+"""
 SCHEDULERS = "pdsim.schedulers"
 """Classes that decide what runs in a step: `pdsim.serving.seams.Scheduler`."""
 HANDOFFS = "pdsim.handoffs"
@@ -103,3 +119,69 @@ def resolve(group: str, name: str) -> Any:
         return found[name].load()
     except ImportError as error:
         raise BackendUnavailable(f"{name!r} ({found[name].value}) cannot be imported: {error}") from error
+
+
+# --- configuration groups ------------------------------------------------------------------------------------------
+
+
+def conf() -> Path:
+    """Return the folder of the configuration groups, without importing it."""
+    spec = find_spec("conf")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def folders() -> dict[str, Path]:
+    """Return the folders of configuration groups by package: pdsim's own, then those of other packages.
+
+    A package says that it has groups by an entry point of ``pdsim.conf``. Packages are found, not imported.
+    """
+    found = {"conf": conf()}
+    for name in names(CONF):
+        package = target(CONF, name)
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found[package] = Path(spec.origin).parent
+    return found
+
+
+@cache
+def _shipped() -> dict[str, list[str]]:
+    """Return the options of each group of all installed packages, sorted; read once."""
+    found: dict[str, list[str]] = {}
+    for folder in folders().values():
+        for group, own in _choices(folder).items():
+            found[group] = sorted({*found.get(group, ()), *own})
+    return found
+
+
+def _choices(folder: Path) -> dict[str, list[str]]:
+    """Return the options of each group in *folder*: a group is a folder of YAML files."""
+    found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
+    return {group: files for group, files in found.items() if files}
+
+
+def groups(own: Sequence[Path] = ()) -> list[str]:
+    """Return the names of the configuration groups of pdsim and of the folders *own*."""
+    return sorted({*_shipped(), *(group for folder in own for group in _choices(folder))})
+
+
+def options(group: str, own: Sequence[Path] = ()) -> list[str]:
+    """Return what can be chosen in *group*, sorted, of installed packages and the folders *own*.
+
+    [] if there is none.
+    """
+    found = (_choices(folder).get(group, ()) for folder in own)
+    return sorted({*_shipped().get(group, ()), *(name for chosen in found for name in chosen)})
+
+
+def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
+    """Return what the file of *option* says of itself: its first comment that is not a directive.
+
+    The folders *own* come first, as they do for Hydra. A directive, such as ``# @package``, is Hydra's.
+    """
+    files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
+    lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
+    comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
+    return next((comment for comment in comments if not comment.startswith("@")), "")

@@ -19,7 +19,7 @@ import zmq
 from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from experiments import serve
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.results.store import summary

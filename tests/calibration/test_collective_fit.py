@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdsim.calibration.collective_fit import fit, host_times, points, seen
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 
 EVERY = points()
 

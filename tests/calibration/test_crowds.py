@@ -11,7 +11,7 @@ from pdsim.calibration import fit
 from pdsim.calibration.forms import Form, Points
 from pdsim.calibration.from_samples import fitted
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.hardware.costs import EngineModel
 
 BASE = EngineModel(path="tcp", call=0.0, descriptor=2e-6, overlap=False, latency=0.0)

@@ -9,7 +9,7 @@ from pdsim.calibration import files, fit
 from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
 from pdsim.calibration.from_samples import fitted
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.hardware.costs import EngineModel, Ramp
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)

@@ -9,7 +9,7 @@ from experiments import transfer
 from pdsim.calibration import samples
 from pdsim.calibration.host_factor import drawn, measure
 from pdsim.cli.doctor import host
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 from pdsim.results.evidence import extrapolations, host_note, host_spread

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import conf
 from pdsim.calibration import option_fit
 from pdsim.calibration.forms import Form, Points, start_of
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_rate, parse_time

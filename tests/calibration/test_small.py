@@ -9,7 +9,7 @@ from pdsim.calibration import fit
 from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
 from pdsim.calibration.from_samples import fitted
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.units import parse_time
 from pdsim.hardware.costs import EngineModel, InlineSaving, Ramp
 from pdsim.validation.intervals import variants

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from experiments.reports.intranode_metadata import IntranodeMetadataOptions
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.results.record import Result
 from tests.support.seeding import measure, points
 

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.reports.claims import as_rows
 from experiments.reports.nixl_staging import NixlStagingOptions
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from tests.support import seeding

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from experiments.reports.symmetric_allgather import SymmetricAllgatherOptions
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from tests.support.seeding import measure, points

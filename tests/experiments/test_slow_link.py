@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.serve import run
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
 from pdsim.serving.decode import decode_scheduler

@@ -18,7 +18,7 @@ from pdsim.config import Config
 @cache
 def composed(*words: str) -> Config:
     """Return the configuration that ``pdsim validate`` has of *words*."""
-    from pdsim.cli.run import compose
+    from pdsim.config.compose import compose
 
     return compose(["experiment=validate", *words])
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from pdsim.cli.compose import compose
+from pdsim.config.compose import compose
 from pdsim.config.loading import load
 from pdsim.core.errors import ConfigError
 from pdsim.results import config_file

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pdsim.cli.compose import compose
 from pdsim.compute.experts import Exchange, exchange, nodes_hit
 from pdsim.compute.options import Compute
 from pdsim.compute.roofline import forward_time, weight_bytes
+from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Nic

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.live_validation import SYSTEMS
 from experiments import serve
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.progress import silent
 from pdsim.sim.model import Model
 

@@ -6,7 +6,7 @@ Times are exact.
 import pytest
 
 from backends.engines import mooncake
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import InlineSaving
 from tests.sim.test_engine import Bench

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdsim.cli.overrides import CommandLine
 from pdsim.cli.sweep import executor_of
+from pdsim.config.compose import CommandLine
 from pdsim.sweep.clusters import Ray, Slurm
 from pdsim.sweep.executors import Local
 from pdsim.sweep.points import Point

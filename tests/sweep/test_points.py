@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from pdsim.cli.compose import compose
 from pdsim.cli.sweep import asked_of, points
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import Axis, axes, combinations
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 import pdsim
-from pdsim.cli.compose import compose
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.results.config_file import plain

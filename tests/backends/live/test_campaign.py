@@ -9,7 +9,7 @@ from backends.live.commands import launches
 from backends.live.live_deployment import deployed
 from benchmarks import live_campaign, live_variants
 from benchmarks.live_campaign import ARGUMENTS, BLIND, ENGINES, GPUS, LOADS, Campaign
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.serving.workload import load
 from tests.backends.live.test_client import NO_CACHE
 

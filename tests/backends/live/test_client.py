@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from backends.live.live_deployment import deployed
-from pdsim.cli.run import compose
 from pdsim.config import Config
+from pdsim.config.compose import compose
 from pdsim.core.errors import BackendUnavailable
 from pdsim.serving.workload import Request
 from tests.backends.live.conftest import KEY, free_port

@@ -9,7 +9,7 @@ import pytest
 from backends.live import model_folder
 from backends.live.commands import gpus_needed, launches
 from backends.live.live_deployment import problems
-from pdsim.cli.run import compose
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 
 PAIR = ("target=model", "hw=4xh200", "model=qwen3-8b", "live.launch=true", "parallel.prefill.tp=1")

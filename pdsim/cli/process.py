@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C before anything has begun, and after all is done: no traceback, no status but ours; and SIGTERM.
+"""The process of a command: what signals do to it from its start to its end, and what may write to its output.
 
-A module of its own because it is imported before all others, and imports next to nothing.
+Ctrl-C is one line and an exit status of ours at any time, before anything has begun and after all is done too.  So
+this module is imported before all others, and imports next to nothing.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-__all__ = ["Interrupted", "beginning", "begun", "ended", "terminable"]
+__all__ = ["Interrupted", "beginning", "begun", "ended", "only_json", "terminable"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,3 +67,23 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG00
 def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
     os.write(2, b"pdsim: interrupted before anything had begun\n")
     raise SystemExit(130)
+
+
+@contextmanager
+def only_json(json: bool) -> Iterator[TextIO]:
+    """Yield standard output.
+
+    With *json*, whatever else writes there, engines included, is sent to standard error.
+    """
+    if not json:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as out:
+            yield out
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user typed, on its way to Hydra and back: overrides made ready, Hydra's refusals in one line.
+"""The typed configuration that overrides ask for: composed once by Hydra, typed, checked.
 
-A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key,
-and `pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.
+`compose` does all of it.  The steps can be called one by one: `initialized` tells Hydra where the files are, `raw`
+composes, `plain` resolves interpolations, `load` makes the `Config` and applies all rules.  A sweep composes many
+points within one `initialized`.
+
+A value such as ``hw.nic.rate=400Gbps`` goes to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
+`pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.  Hydra is imported where
+something is composed, so that ``pdsim --help`` and ``pdsim list`` do without.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.guards import instead, near
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from pdsim.config import Config
+
 __all__ = [
     "CommandLine",
-    "check_calibration",
-    "conf",
-    "describe",
+    "compose",
+    "composed",
     "explain",
-    "folders",
-    "groups",
-    "instead",
+    "initialized",
     "leaves",
-    "near",
-    "options",
+    "load",
+    "plain",
+    "raw",
     "read",
     "ready",
+    "resolved",
     "set_keys",
 ]
 
@@ -63,70 +72,91 @@ class CommandLine:
         return (Path(self.folder),) if self.folder else ()
 
 
-_NOT_TEXT = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false|null|nan|[-+]?inf", re.IGNORECASE)
+# --- compose -------------------------------------------------------------------------------------------------------
 
 
-def conf() -> Path:
-    """Return the folder of the configuration groups, without importing it."""
-    spec = find_spec("conf")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+def compose(words: Sequence[str]) -> Config:
+    """Return the typed configuration that *words*, overrides only, ask for.
 
-
-def folders() -> dict[str, Path]:
-    """Return the folders of configuration groups by package: pdsim's own, then those of other packages.
-
-    A package says that it has groups by an entry point of ``pdsim.conf``. Packages are found, not imported.
+    It is checked, so it can be run.  Raise a `ConfigError` for an option, an unknown key or choice, a value of the
+    wrong type, and whatever `pdsim.config.rules` refuses.
     """
-    found = {"conf": conf()}
-    for name in plugins.names(plugins.CONF):
-        package = plugins.target(plugins.CONF, name)
-        spec = find_spec(package)
-        if spec is not None and spec.origin is not None:
-            found[package] = Path(spec.origin).parent
-    return found
+    if flags := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]} is no KEY=VALUE and no option of this command; see pdsim --help")
+    return composed(CommandLine(words=tuple(words)))
 
 
-@cache
-def _shipped() -> dict[str, list[str]]:
-    """Return the options of each group of all installed packages, sorted; read once."""
-    found: dict[str, list[str]] = {}
-    for folder in folders().values():
-        for group, names in _choices(folder).items():
-            found[group] = sorted({*found.get(group, ()), *names})
-    return found
+def composed(line: CommandLine) -> Config:
+    """Return the typed configuration that *line* asks for.  Raise a `ConfigError`, also for what Hydra refuses."""
+    try:
+        with initialized(line):
+            return load(plain(line, line.words), line.words)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if (refusal := explain(error)) is None:
+            raise
+        raise ConfigError(refusal) from error
 
 
-def _choices(folder: Path) -> dict[str, list[str]]:
-    """Return the options of each group in *folder*: a group is a folder of YAML files."""
-    found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
-    return {group: names for group, names in found.items() if names}
+@contextmanager
+def initialized(line: CommandLine) -> Iterator[None]:
+    """Tell Hydra where the configuration of *line* is, for all compositions within the block."""
+    import hydra
+    from hydra.core.config_store import ConfigStore
+
+    from pdsim.config import loading
+
+    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
+    if line.path:
+        with hydra.initialize_config_dir(str(Path(line.path).resolve()), version_base="1.3"):
+            yield
+    else:
+        with hydra.initialize_config_module("conf", version_base="1.3"):
+            yield
 
 
-def groups(own: Sequence[Path] = ()) -> list[str]:
-    """Return the names of the configuration groups of pdsim and of the folders *own*."""
-    return sorted({*_shipped(), *(group for folder in own for group in _choices(folder))})
+def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:
+    """Return the composition of *words*, overrides as typed, as plain data, interpolations resolved."""
+    return resolved(raw(line, words))
 
 
-def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return what can be chosen in *group*, sorted, of installed packages and the folders *own*.
+def raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
+    """Return the composition of *words* as Hydra made it, within `initialized`."""
+    import hydra
 
-    [] if there is none.
+    given = ready(words, line.folders)
+    places = [f"file://{folder.resolve()}" for folder in line.folders]
+    places += [f"pkg://{package}" for package in plugins.folders() if package != "conf"]
+    if places:
+        quoted = ",".join("'{}'".format(place.replace("\\", "\\\\").replace("'", "\\'")) for place in places)
+        given.insert(0, f"hydra.searchpath=[{quoted}]")
+    return hydra.compose(line.name, given)
+
+
+def resolved(values: DictConfig) -> dict[str, Any]:
+    """Return *values* as plain data, interpolations resolved."""
+    from omegaconf import OmegaConf
+
+    container = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    assert isinstance(container, Mapping)
+    return {str(key): value for key, value in container.items()}
+
+
+def load(values: dict[str, Any], words: Sequence[str]) -> Config:
+    """Return *values*, which *words* were composed to, typed and checked.
+
+    The keys in *words* matter: a calibration does not replace their values, and quantities need units there.  Raise
+    a `ConfigError` with a line for each mistake.
     """
-    found = (_choices(folder).get(group, ()) for folder in own)
-    return sorted({*_shipped().get(group, ()), *(name for names in found for name in names)})
+    from pdsim.config import loading, rules
 
-
-def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
-    """Return what the file of *option* says of itself: its first comment that is not a directive.
-
-    The folders *own* come first, as they do for Hydra. A directive, such as ``# @package``, is Hydra's.
-    """
-    files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
-    lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
-    comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
-    return next((comment for comment in comments if not comment.startswith("@")), "")
+    _check_calibration(words, values)
+    plain_words = [word.lstrip("+") for word in words]
+    config = loading.load(values, set_keys(plain_words))
+    rules.check_quantities(config, values, leaves(ready(words)))
+    rules.check(config)
+    return config
 
 
 # --- to Hydra ------------------------------------------------------------------------------------------------------
@@ -168,14 +198,17 @@ def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
 
     Raise a `ConfigError` for what is no override, with the one that is meant where it can be guessed.
     """
-    known = {group: options(group, own) for group in groups(own)} if own else _installed()
+    known = {group: plugins.options(group, own) for group in plugins.groups(own)} if own else _installed()
     return [_override(word, known) for word in words]
 
 
 @cache
 def _installed() -> Mapping[str, Sequence[str]]:
     """Return the options of each group of installed packages: those of a folder of one's own may change."""
-    return {group: options(group) for group in groups()}
+    return {group: plugins.options(group) for group in plugins.groups()}
+
+
+_NOT_TEXT = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false|null|nan|[-+]?inf", re.IGNORECASE)
 
 
 def set_keys(overrides: Iterable[str]) -> list[str]:
@@ -194,7 +227,7 @@ def leaves(overrides: Iterable[str]) -> list[str]:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    chosen = set(groups())
+    chosen = set(plugins.groups())
     found: list[str] = []
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
@@ -253,8 +286,8 @@ def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"{word!r} is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help"
 
 
-def check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> None:
-    """Raise a `ConfigError` if *words* choose a calibration that there is none of: Hydra takes it for optional."""
+def _check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> None:
+    """Raise a `ConfigError` if *words* choose a calibration that does not exist: to Hydra it is optional."""
     for name in (word.partition("=")[2].strip("'\"") for word in words if word.startswith("calibration=")):
         if not composed.get("calibration"):
             raise ConfigError(_missing(f"calibration/{name}", None))
@@ -302,5 +335,5 @@ def _missing(file: str, known: Sequence[str] | None) -> str:
     if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")
-    known = known or options(group)
+    known = known or plugins.options(group)
     return f"{group}={name} does not exist; {instead(name, known, group + '={}')}"
