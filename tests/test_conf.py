@@ -160,7 +160,31 @@ def test_users_of_sessions_are_not_those_of_other_arrivals():
         rules.check(composed("workload=poisson", "workload.users=3"))
 
 
-@pytest.mark.parametrize("hw", options("hw"))
+ALONE = [name for name in options("hw") if name.startswith("1x")]
+PAIRS = sorted(set(options("hw")) - set(ALONE))
+
+
+@pytest.mark.parametrize("hw", ALONE)
+def test_one_gpu_is_refused_where_a_job_needs_two(hw):
+    config = composed(f"hw={hw}")
+    assert config.hw.nodes * config.hw.gpus == 1
+    with pytest.raises(ConfigError, match=rf"parallel needs 1 \+ 1 GPUs, hw={hw} has 1"):
+        checks.check(config)
+
+
+def test_every_gpu_comes_alone_as_a_node_and_as_two():
+    machines = [composed(f"hw={name}").hw for name in options("hw")]
+    sizes = {}
+    for hw in machines:
+        if hw.gpu is not None:
+            sizes.setdefault(hw.gpu.name, set()).add((hw.nodes, hw.gpus))
+    for gpu in set(sizes) - {"H800"}:
+        node = 4 if gpu.startswith("GB") else 8
+        assert {(1, 1), (1, node), (2, node)} <= sizes[gpu]
+    assert (1, 72) in sizes["GB200"] & sizes["GB300"]
+
+
+@pytest.mark.parametrize("hw", PAIRS)
 def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
     config = composed(f"hw={hw}")
     rules.check(config)
@@ -223,7 +247,7 @@ def refusal(config: Config) -> str:
     return ""
 
 
-@pytest.mark.parametrize("hw", options("hw"))
+@pytest.mark.parametrize("hw", PAIRS)
 def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw):
     machine = composed(f"hw={hw}")
     works = set()
