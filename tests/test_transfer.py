@@ -45,10 +45,6 @@ class TestMakes:
     def test_targets_that_touch(self):
         assert batch([0, 0, 0], [20, 0, 10], [10, 10, 10]).nbytes == 30
 
-    def test_as_many_pieces_as_it_has_descriptors_or_stands_for(self):
-        assert batch([0, 8], [0, 8], [8, 8]).pieces == 2
-        assert Batch(SOURCE, TARGET, [0, 8], [0, 8], [8, 8], pieces=16).pieces == 16
-
     def test_sources_that_overlap(self):
         assert batch([0, 5], [0, 10], [10, 10]).nbytes == 20
 
@@ -85,11 +81,6 @@ class TestRefuses:
         with pytest.raises(InvalidBatch, match=message):
             batch(source_offset, target_offset, size)
 
-    @pytest.mark.parametrize("pieces", [1, 0, -2])
-    def test_fewer_pieces_than_stand_for_them(self, pieces):
-        with pytest.raises(InvalidBatch, match=f"pieces={pieces} must be >= 2"):
-            Batch(SOURCE, TARGET, [0, 8], [0, 8], [8, 8], pieces=pieces)
-
     def test_offsets_that_no_int64_holds(self):
         with pytest.raises(InvalidBatch):
             batch(np.array([2**64 - 1], np.uint64), [0], [1])
@@ -123,10 +114,6 @@ class TestOver:
         assert (moved.target, moved.nbytes, len(moved)) == (other, 16, 1)
         assert moved.target_offset is made.target_offset
 
-    def test_other_regions_stands_for_as_many_pieces(self):
-        made = Batch(SOURCE, TARGET, [0], [0], [16], pieces=4)
-        assert made.over(SOURCE, TARGET).pieces == 4
-
     def test_smaller_regions_is_refused(self):
         small = Region("decode1", "pool", 499, 0, "gpu2")
         with pytest.raises(InvalidBatch, match="regions of 1000 and 499 bytes cannot stand for 1000 and 500"):
@@ -143,7 +130,7 @@ class TestLazily:
 
         lazy = LazyBatch(SOURCE, TARGET, 2, 12, make)
         other = lazy.over(SOURCE, Region("decode1", "pool", 600, 0, "gpu2"))
-        assert (len(other), other.nbytes, other.pieces, made) == (2, 12, 2, [])
+        assert (len(other), other.nbytes, made) == (2, 12, [])
         assert other.size.tolist() == lazy.size.tolist() == [5, 7]
         assert other.target_offset is lazy.target_offset
         assert len(made) == 1

@@ -64,10 +64,17 @@ class Records:
 
     def __init__(self) -> None:
         self.transfers: list[TransferRecord] = []
+        self.spill = None
 
     def transfer(self, record: TransferRecord) -> None:
         """Keep *record*."""
         self.transfers.append(record)
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Keep no samples."""
+
+    def inspect(self, program: object) -> None:
+        """Show nobody *program*: nobody looks into processes."""
 
 
 class Pulse:

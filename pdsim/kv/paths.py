@@ -53,7 +53,7 @@ class StagedPiece(NamedTuple):
 class DecodePeer:
     """A decode rank that sent *register*, as a prefill rank sees it that writes *part* to it.
 
-    *number* tells this rank's targets apart; *exact* says whether memory has contents.
+    *number* tells this rank's targets apart.
 
     Made when a decode rank registers, and kept until its instance is dropped.  *metadata* is the way that
     first-token metadata goes to this rank, and *fallback* why that is not the policy's.  *blocks* is None unless
@@ -68,7 +68,6 @@ class DecodePeer:
         register: Register,
         part: RankShare,
         policy: Policy,
-        exact: bool,
     ) -> None:
         self.peer = peer
         self.number = number
@@ -83,7 +82,7 @@ class DecodePeer:
         self._moves_state = any(component != "kv" for component in part.components)
         self.blocks: BlockPlan | None = None
         if part.heads is not None and self.ring is not None:
-            self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
+            self.blocks = block_plans(source, register.layout, part.heads)[0]
         self._call = policy.call if part.heads is None else policy.slices or policy.call
         self._apart = self.metadata == "write" or self.blocks is not None or self._call != "chunk"
 

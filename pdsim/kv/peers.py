@@ -68,8 +68,8 @@ class DecodePeers:
         if part is None:
             raise MessageError(f"rank {message.index} of {message.instance} needs nothing of rank {self._index}")
         peer = self._rank.endpoint.connect(message.address)
-        number, exact = sum(map(len, self._targets.values())), self._rank.device.holds_bytes
-        target = DecodePeer(peer, number, self._layout, message, part, self._policy, exact)
+        number = sum(map(len, self._targets.values()))
+        target = DecodePeer(peer, number, self._layout, message, part, self._policy)
         self._targets.setdefault(message.instance, []).append(target)
         self._sessions[message.instance] = self.session(message.instance) + number
 

@@ -175,7 +175,7 @@ class KvReader:
         batch = plan.batch(rows, None, state).over(source.peer.regions[REGION], self._region)
         path = "grouped" if source.part.heads is None else "sliced"
         transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.fetch.room}/0/{path}")
-        self.posted = max(self.posted, self._rank.clock.now + transfer.posting)
+        self.posted = max(self.posted, transfer.posted)
         room.missing += 1
         room.moving += 1
         self._under_way += 1

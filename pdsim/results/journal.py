@@ -53,7 +53,7 @@ class JournalFile:
 
 
 class Journal:
-    """The journals of the run in *folder*; a `pdsim.transfer.job.JobJournal`."""
+    """The journals of the run in *folder*; a `pdsim.sim.model.JobJournal`."""
 
     def __init__(self, folder: Path) -> None:
         self.requests, self.transfers = (JournalFile(folder / name) for name in JOURNALS)

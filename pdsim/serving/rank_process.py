@@ -64,8 +64,7 @@ class RankProcess:
 
     def run(self) -> Program:
         """Serve until the router says stop; return `report`."""
-        if self.rank.observer is not None:
-            self.rank.observer.joined(self)
+        self.rank.recorder.inspect(self)
         self.rank.channel.subscribe(self._on_message)
         self.clock.process(self.watch())
         yield self.ended

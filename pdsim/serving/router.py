@@ -349,7 +349,7 @@ class Router(RankProcess):
         self.registry = self.membership.registry
         incoming = IncomingRequests(requests, leaves, blocks, priorities)
         self.requests: Sequence[RoutedRequest] = incoming
-        self.log = RequestLog(len(requests), rank.journal)
+        self.log = RequestLog(len(requests), rank.recorder.spill)
         self.arrivals = self.arrivals_type(self, self.requests, after, self._arrive, self._stop_if_done)
         self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial

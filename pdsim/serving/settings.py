@@ -222,7 +222,7 @@ class ServingEngine:
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
     ahead: bool = False  # a prefill step is chosen when the one before it has been launched, from what waits then
     pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the one that uses it
-    posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
+    posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posted`)
     noticed: str = "decode"  # who sees, once a step, that pulled KV is all there: "decode", or "prefill"
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     page_order: str = "tokens"  # in a page: "tokens" with their heads, or "heads" with their tokens

@@ -132,7 +132,7 @@ class Observer(Protocol):
         """Take note that a device has copied *batch* within its memory now."""
 
     def joined(self, member: Any) -> None:
-        """Take note of a program's own object, which it shows of its own accord (`Rank.observer`)."""
+        """Take note of a program's own object, which it shows (`pdsim.transfer.Recorder.inspect`)."""
 
     def ended(self, rank: str, error: str) -> None:
         """Take note of the end of *rank*, with the *error* of `RankResult`."""

@@ -107,7 +107,7 @@ class Initiator:
             except SendQueueFull as error:
                 self._refuse(number, flight, error)
                 return transfer
-            transfer.posting = max(0.0, self._poster.free - now)
+            transfer.posted = max(now, self._poster.free)
         self.posted.time_out_at(now + limit, number)
         return transfer
 

@@ -380,7 +380,7 @@ class SimDevice:
         source.hold()
         target.hold()
         work = batch, source, target, done
-        busy = self._copies.busy(batch.pieces, self.memory.turns(self)) if self._copies is not None else 0.0
+        busy = self._copies.busy(len(batch), self.memory.turns(self)) if self._copies is not None else 0.0
         if busy:
             self._planned = max(self._clock.now, self._planned) + busy
             self.network.clock.call_at(self._planned, self._launch, work)

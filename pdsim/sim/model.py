@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy.core import EmptySchedule
@@ -34,7 +34,7 @@ from pdsim.sim.sim_endpoint import SimEndpoint
 from pdsim.sim.topology import Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.compact import Compact, plain
-from pdsim.transfer.job import JobJournal, Outcome, Rank, RankResult, RankSpec
+from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec
 from pdsim.transfer.transfer_log import TransferLog, joined
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, Engine
     from pdsim.hardware.machine import LinkChange, Machine
     from pdsim.sim.flows.network import Link
+    from pdsim.transfer.record_runs import Spill
 
-__all__ = ["Model"]
+__all__ = ["JobJournal", "Model"]
 
 _log = logging.getLogger(__name__)
 
@@ -112,13 +113,47 @@ class Model:
         return replace(self, engine=engine)
 
 
-class _Records:
-    """The recorder of *rank*: keeps everything, most of it in *journal* if there is one."""
+class JobJournal(Protocol):
+    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.journal`."""
 
-    def __init__(self, rank: str = "", journal: JobJournal | None = None) -> None:
+    @property
+    def transfers(self) -> Spill:
+        """Blocks of records."""
+
+    @property
+    def requests(self) -> Spill:
+        """Rows of requests that are over."""
+
+
+class _Records:
+    """The recorder of *rank*: keeps everything, most of it in *journal* if there is one.
+
+    Gauges are *sampling*'s, and *observer* is shown the rank's program.
+    """
+
+    def __init__(
+        self,
+        rank: str = "",
+        journal: JobJournal | None = None,
+        sampling: Sampling | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.transfers = TransferLog(rank=rank, spill=None if journal is None else journal.transfers)
         self.transfer = self.transfers.append
         self.series = self.transfers.extend_run
+        self.spill = None if journal is None else journal.requests
+        self._sampling = sampling
+        self._observer = observer
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Sample ``read()`` if the job keeps samples."""
+        if self._sampling is not None:
+            self._sampling.gauge(kind, name, read)
+
+    def inspect(self, program: object) -> None:
+        """Show *program* to the observer, if there is one."""
+        if self._observer is not None:
+            self._observer.joined(program)
 
 
 class _Member:
@@ -286,7 +321,7 @@ class _ModelJob:
         host_latency = HostLatency(host, self._clock.now)
         traffic = SideTraffic.at(site, clock, self._network, self._topology)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
-        records = _Records(spec.name, self._model.journal)
+        records = _Records(spec.name, self._model.journal, self._sampling, self._model.observer)
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
         watch = observer.sent if observer is not None else None
@@ -318,10 +353,7 @@ class _ModelJob:
         member, (spec, function) = self._live[name], self._specs[name]
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
-        rank = Rank(name, *parts, peers, self._model.observer)
-        rank.journal = None if self._model.journal is None else self._model.journal.requests
-        if self._sampling is not None:
-            rank.sampler = self._sampling.gauge
+        rank = Rank(name, *parts, peers)
         if (groups := self._groups) is not None:
             rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
         self._ranks[name] = rank

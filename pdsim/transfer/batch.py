@@ -176,13 +176,9 @@ class Batch:
     Raise `InvalidBatch` if the batch is empty or the lengths differ, if a size is not positive, if a descriptor
     reaches outside its region, or if two targets overlap (engines keep no order among descriptors, so the outcome
     would be chance; sources may overlap).
-
-    *pieces* is how many descriptors it stands for; by default as many as it has.  `Device.copy` on memory without
-    contents is given few that stand for many; nothing else looks at it.  `InvalidBatch` if it is less than there
-    are.
     """
 
-    __slots__ = ("_size", "_source_offset", "_target_offset", "nbytes", "pieces", "source", "target")
+    __slots__ = ("_size", "_source_offset", "_target_offset", "nbytes", "source", "target")
 
     def __init__(
         self,
@@ -191,7 +187,6 @@ class Batch:
         source_offset: npt.ArrayLike,
         target_offset: npt.ArrayLike,
         size: npt.ArrayLike,
-        pieces: int | None = None,
     ) -> None:
         self.source = source
         self.target = target
@@ -213,9 +208,6 @@ class Batch:
         check_inside(target, self._target_offset, lengths, "target")
         check_disjoint(self._target_offset, lengths)
         self.nbytes = int(lengths.sum())
-        self.pieces = count if pieces is None else pieces
-        if self.pieces < count:
-            raise InvalidBatch(f"pieces={pieces} must be >= {count}, the number of descriptors that stand for them")
 
     @property
     def source_offset(self) -> Int64s:
@@ -256,7 +248,7 @@ class Batch:
                 f"regions of {source.size} and {target.size} bytes cannot stand for {self.source.size} and "
                 f"{self.target.size}"
             )
-        return LazyBatch(source, target, len(self), self.nbytes, self.arrays, self.pieces)
+        return LazyBatch(source, target, len(self), self.nbytes, self.arrays)
 
 
 class LazyBatch(Batch):
@@ -265,7 +257,6 @@ class LazyBatch(Batch):
     The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever
     makes one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over
     regions at least as large.  It is called at most once, for all batches that `over` derives from this one.
-    *pieces* is as of `Batch`.
     """
 
     __slots__ = ("_count", "_made", "_make")
@@ -277,13 +268,11 @@ class LazyBatch(Batch):
         count: int,
         nbytes: int,
         make: Callable[[], Batch],
-        pieces: int | None = None,
     ) -> None:
         self.source = source
         self.target = target
         self.nbytes = nbytes
         self._count = count
-        self.pieces = count if pieces is None else pieces
         self._make = make
         self._made: Batch | None = None
 

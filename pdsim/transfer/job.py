@@ -16,26 +16,12 @@ from pdsim.core.errors import BackendUnavailable
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
 from pdsim.transfer.group import Group
-from pdsim.transfer.record_runs import Spill
 
-__all__ = ["Gauge", "JobJournal", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
+__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
 
 
-Gauge = Callable[[str, str, Callable[[], float]], None]
 SampleRow = tuple[str, str, float, float]
 """Kind, name, seconds since the start of the job, and a share from 0 to 1."""
-
-
-class JobJournal(Protocol):
-    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.journal`."""
-
-    @property
-    def transfers(self) -> Spill:
-        """Blocks of records."""
-
-    @property
-    def requests(self) -> Spill:
-        """Rows of requests that are over."""
 
 
 @dataclass
@@ -63,16 +49,12 @@ class Rank:
     channel: Channel
     recorder: Recorder
     peers: tuple[str, ...]  # the names of all other ranks
-    observer: Any = None  # on the model, `pdsim.sim.faults.Observer` if the job is watched
     groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
-    sampler: Gauge | None = None  # on the model, if samples are kept
     counted: tuple[Callable[[], int], int] | None = None  # what `counts` was given
-    journal: Spill | None = None  # on the model, where rows of requests that are over are left
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
         """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""
-        if self.sampler is not None:
-            self.sampler(kind, name, read)
+        self.recorder.gauge(kind, name, read)
 
     def counts(self, read: Callable[[], int], of: int) -> None:
         """Have ``read()``, how many of *of* pieces of the job's work are done, shown to who waits for the job.
@@ -147,10 +129,10 @@ class Outcome:
 
     ranks: Mapping[str, RankResult]
     seconds: float  # from start to the end of the last rank, on the job's clock
-    links: Mapping[str, float] = field(default_factory=dict)  # model only: mean utilisation of each link, 0 to 1
+    links: Mapping[str, float] = field(default_factory=dict)  # mean use of each link that the target knows, 0 to 1
     pools: Mapping[str, float] = field(default_factory=dict)  # peak use of each device's pools, 0 to 1
     events: int = 0  # SimPy events processed
-    samples: Sequence[SampleRow] = ()  # model only, if asked for: `Model.samples`
+    samples: Sequence[SampleRow] = ()  # of links, memories and `Rank.gauge`, where the target keeps any
 
 
 class Target(Protocol):

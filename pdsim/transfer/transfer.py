@@ -24,13 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from simpy.events import Event
 
 from pdsim.core.clock import Clock, fire
 from pdsim.core.mailbox import Mailbox
 from pdsim.transfer.batch import Batch, Buffer, Region
+
+if TYPE_CHECKING:
+    from pdsim.transfer.record_runs import Spill
 
 __all__ = [
     "Batch",
@@ -151,8 +154,8 @@ class Transfer(Event):
     After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
     then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
 
-    *posting* is for how many more seconds posting it keeps the calling thread on a virtual clock.  On the wall clock
-    those are over when the call returns, and it is 0.
+    *posted* is when the call that posts it keeps its thread no longer: on the wall clock before it returns, on a
+    virtual one maybe after.
     """
 
     def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
@@ -162,7 +165,7 @@ class Transfer(Event):
         self._defused = True
         self.batch = batch
         self.label = label
-        self.posting = 0.0
+        self.posted = clock.now
         self._settled: Event | None = None  # made when it is asked for, which is seldom
         self._at_rest = False
 
@@ -430,5 +433,15 @@ class Channel(Protocol):
 class Recorder(Protocol):
     """Where a rank's measurements go."""
 
+    @property
+    def spill(self) -> Spill | None:
+        """Where a program may leave rows that it needs no more; None to keep them in memory."""
+
     def transfer(self, record: TransferRecord) -> None:
         """Keep *record*.  Endpoints call this for every transfer, failed ones included."""
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says of what."""
+
+    def inspect(self, program: object) -> None:
+        """Show *program*, the object that a rank runs, to whoever checks the job while it goes on."""

@@ -56,7 +56,7 @@ def count(
     if ring:
         regions[STAGING] = Region("decode0.0", STAGING, ring, 0, "gpu")
     register = Register("prefill0@1", b"", "decode0@1", 0, theirs)
-    target = DecodePeer(Peer("decode0.0", regions), 0, mine, register, part, policy(backend), exact=False)
+    target = DecodePeer(Peer("decode0.0", regions), 0, mine, register, part, policy(backend))
     each = pages // groups
     runs: Runs = tuple((2 * each * group, each * group, each) for group in range(groups))
     chunk = Chunk(1, "decode0@1", 0, 0, 2 * TOKENS, runs, False, (0, 1), 0.0, 0.0)
@@ -153,7 +153,7 @@ def test_the_index_of_a_request_goes_once_to_every_decode_rank_with_its_last_chu
         (part,) = [part for part in parts if part and "index" in part.components]
         register = Register("prefill0@1", b"", "decode0@1", reader, layouts[1])
         peer = Peer(f"decode0.{reader}", {REGION: Region(f"decode0.{reader}", REGION, layouts[1].size, 0, "gpu")})
-        target = DecodePeer(peer, 0, layouts[0], register, part, policy(MOONCAKE), exact=False)
+        target = DecodePeer(peer, 0, layouts[0], register, part, policy(MOONCAKE))
         runs, last = ((0, 4, 2), (7, 9, 1)), (((0, 4, 5),),)
         chunk = Chunk(1, "decode0@1", 0, 0, 320, runs, True, (0, 1), 0.0, 0.0, last)
         rows, rest = target.pieces(chunk, runs)

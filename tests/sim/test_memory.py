@@ -291,11 +291,6 @@ class TestPlanningACopy:
         bench.clock.run(until=self.copy(device))
         assert bench.clock.now == 4.0 + LAUNCH
 
-    def test_takes_as_long_of_one_descriptor_that_stands_for_four(self, bench, device):
-        source, target = device.allocate(100), device.allocate(100)
-        bench.clock.run(until=device.copy(Batch(region(source), region(target), [0], [0], [100], pieces=4)))
-        assert bench.clock.now == 4.0 + LAUNCH
-
     def test_waits_for_that_of_the_rank_s_copy_before_but_not_for_its_bytes(self, bench, device):
         ends = []
         for _ in range(2):

@@ -186,23 +186,19 @@ class BlockPlan:
     """The part of a rank's pool that makes up the blocks between it and one other rank.
 
     These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both
-    have. A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So
-    it is too on memory without contents (*exact* false), of the size of its share, and stands for its tokens
-    (`Batch.pieces`).
+    have.  A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.
 
     One for each side of a pair; `block_plans` makes both.  The order of bytes in a block is the same for both.
     """
 
-    def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int, exact: bool) -> None:
+    def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int) -> None:
         table = layout.tables[0]
         self._starts = table.offsets[[table.planes.index(plane) for plane in planes]]
         self._layout = layout
         self._skip = first * layout.shape.head_bytes
         self._row = heads * layout.shape.head_bytes
-        self._exact = exact
         self._size = layout.size
-        self._runs = not exact or self._row == layout.row
-        self._coarse = self._runs and self._row != layout.row
+        self._runs = self._row == layout.row
 
     def nbytes(self, pages: int) -> int:
         """Return the bytes of a block of so many *pages*."""
@@ -213,23 +209,23 @@ class BlockPlan:
 
         def arrays() -> Batch:
             lies, within, size = self._pieces(pages)
-            return Batch(pool, block, lies, within + offset if offset else within, size, self._tokens(size))
+            return Batch(pool, block, lies, within + offset if offset else within, size)
 
         counted = self._count(pool, pages, block, offset)
-        return arrays() if counted is None else LazyBatch(pool, block, *counted[:2], arrays, counted[2])
+        return arrays() if counted is None else LazyBatch(pool, block, *counted, arrays)
 
     def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
         """Return the batch that copies the block at *offset* of region *block* into *pages*."""
 
         def arrays() -> Batch:
             lies, within, size = self._pieces(pages)
-            return Batch(block, pool, within + offset if offset else within, lies, size, self._tokens(size))
+            return Batch(block, pool, within + offset if offset else within, lies, size)
 
         counted = self._count(pool, pages, block, offset)
-        return arrays() if counted is None else LazyBatch(block, pool, *counted[:2], arrays, counted[2])
+        return arrays() if counted is None else LazyBatch(block, pool, *counted, arrays)
 
-    def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int, int | None] | None:
-        """Return descriptors, bytes and pieces of a copy of *pages*; None with contents, or unless it is valid."""
+    def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int] | None:
+        """Return descriptors and bytes of a copy of *pages*; None unless it is valid."""
         end = total = 0
         for page, count in sorted(pages) if len(pages) > 1 else pages:
             if page < end or count < 1:
@@ -238,13 +234,9 @@ class BlockPlan:
             total += count
         nbytes = self.nbytes(total)
         inside = end <= self._layout.pages and pool.size >= self._size and 0 <= offset <= block.size - nbytes
-        if self._exact or not nbytes or not inside:
+        if not nbytes or not inside:
             return None
-        return len(self._starts) * len(pages), nbytes, nbytes // self._row if self._coarse else None
-
-    def _tokens(self, size: Int64s) -> int | None:
-        """Return how many pieces those of *size* stand for: where they are runs of tokens, one a token and plane."""
-        return int(size.sum()) // self._row if self._coarse else None
+        return len(self._starts) * len(pages) if self._runs else nbytes // self._row, nbytes
 
     def _pieces(self, pages: Pages) -> tuple[Int64s, Int64s, Int64s]:
         """Return of each piece: offset in the pool, offset in the block, size.
@@ -273,13 +265,13 @@ def _even(count: int, size: int) -> tuple[Int64s, Int64s]:
     return found
 
 
-def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice, exact: bool) -> tuple[BlockPlan, BlockPlan]:
+def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice) -> tuple[BlockPlan, BlockPlan]:
     """Return how the writer gathers and how the reader scatters the blocks between two kinds of rank."""
     theirs = set(target.tables[0].planes)
     planes = tuple(plane for plane in source.tables[0].planes if plane in theirs)
     return (
-        BlockPlan(source, planes, heads.source, heads.heads, exact),
-        BlockPlan(target, planes, heads.target, heads.heads, exact),
+        BlockPlan(source, planes, heads.source, heads.heads),
+        BlockPlan(target, planes, heads.target, heads.heads),
     )
 
 

@@ -63,7 +63,7 @@ class StagingReceiver:
         self._wait = staging.wait
         self._quiet = quiet
         self._region = rank.endpoint.register(rank.device.allocate(staging.ring), STAGING)
-        self._plans = dict(_plans(layout, index, rank_map, rank.device.holds_bytes))
+        self._plans = dict(_plans(layout, index, rank_map))
         self._questions: dict[_Key, _Question] = {}
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class StagingReceiver:
             self.ring.release(key)
 
 
-def _plans(layout: KvLayout, index: int, rank_map: RankMap, exact: bool) -> Iterator[tuple[int, BlockPlan]]:
+def _plans(layout: KvLayout, index: int, rank_map: RankMap) -> Iterator[tuple[int, BlockPlan]]:
     """Yield each writer that does not keep the same heads, and how its blocks are scattered.
 
     Writers are ranks of a prefill group by index; those that keep the same heads write pages directly, and need
@@ -193,4 +193,4 @@ def _plans(layout: KvLayout, index: int, rank_map: RankMap, exact: bool) -> Iter
             theirs = replace(
                 layout, tp=rank_map.prefill.tp, pp=rank_map.prefill.pp, stage=rank_map.prefill.at(writer).pp
             )
-            yield writer, block_plans(theirs, layout, part.heads, exact)[1]
+            yield writer, block_plans(theirs, layout, part.heads)[1]
