@@ -34,7 +34,7 @@ HEAVY = (
 )
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
-_RECORDS = ("record", "statistics", "environment", "schema", "columns")
+_RECORDS = ("record", "statistics", "environment", "schema")
 _SIMULATION = ("serving", "verify", "kv", "compute", "models", "sim", "waist")
 _ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)
 

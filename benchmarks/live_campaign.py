@@ -38,8 +38,8 @@ from backends.live.live_deployment import LiveDeployment, Served, deployed
 from experiments.serve.live_run import result
 from pdsim.config import Config
 from pdsim.config.compose import compose
+from pdsim.config.loading import as_written, plain
 from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.results.config_file import as_written, plain
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
 from pdsim.serving.workload import Request, load

@@ -19,11 +19,10 @@ from pdsim.config import Config, compose, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import Meter, ShowProgress
-from pdsim.results import reading, terminal
+from pdsim.results import schema, terminal
 from pdsim.results.evidence import extrapolations, host_note
-from pdsim.results.journal import JOURNALS, entries
 from pdsim.results.record import Result
-from pdsim.results.store import Run
+from pdsim.results.store import JOURNALS, Run, entries
 
 if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
@@ -122,7 +121,7 @@ def recovered(folder: Path) -> bool:
         return False
     from pdsim.config import loading
 
-    values = reading.nested(folder / "config.yaml")
+    values = schema.read_nested(folder / "config.yaml")
     config = loading.load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
     partial = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "partial", None)
     result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS))

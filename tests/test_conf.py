@@ -11,7 +11,7 @@ import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
-from pdsim.config import Config, ExperimentOptions, rules, sources
+from pdsim.config import Config, ExperimentOptions, loading, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.plugins import describe, groups, options
@@ -110,13 +110,13 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 )
 def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(group, option):
     part = getattr(composed(f"{group}={option}"), group)
-    numbers = set(sources.numbers(part))
+    numbers = set(loading.numbers(part))
     assert numbers
     for keys, text in part.sources.items():
         kind, _, reason = text.partition(": ")
         assert kind in EVIDENCE
         assert reason
-        assert text != sources.UNSAID, f"{keys} has no source"
+        assert text != loading.UNSAID, f"{keys} has no source"
         for key in keys.split(", "):
             assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
 
@@ -169,7 +169,7 @@ def test_one_gpu_is_refused_where_a_job_needs_two(hw):
     config = composed(f"hw={hw}")
     assert config.hw.nodes * config.hw.gpus == 1
     with pytest.raises(ConfigError, match=rf"parallel needs 1 \+ 1 GPUs, hw={hw} has 1"):
-        checks.check(config)
+        rules.check(config)
 
 
 def test_every_gpu_comes_alone_as_a_node_and_as_two():

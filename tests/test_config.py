@@ -9,8 +9,7 @@ import pytest
 from benchmarks.fuzz_inputs import CONFIG, ENGINE, MACHINE
 from experiments import transfer
 from pdsim.config import Config
-from pdsim.config.loading import defaults, load
-from pdsim.config.sources import ON_THE_COMMAND_LINE, UNSAID
+from pdsim.config.loading import ON_THE_COMMAND_LINE, UNSAID, defaults, load
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Rate, Seconds, Size

@@ -15,11 +15,11 @@ MODULES = (
         "pdsim.results.report.movement",
         "pdsim.results.report.request_figures",
     ),
-    *("pdsim.results.terminal", "pdsim.results.brief", "pdsim.results.drawing.figure", "pdsim.sweep.collect"),
+    *("pdsim.results.terminal", "pdsim.results.drawing.figure", "pdsim.sweep.collect"),
     *("pdsim.kv.contents", "experiments.faults.causes", "experiments.reports.claims"),
     *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
-    *("pdsim.config", "pdsim.config.sources", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
+    *("pdsim.config", "pdsim.config.loading", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
     *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),
     *("backends.live.formats", "backends.live.metrics"),
     *(

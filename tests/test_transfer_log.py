@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdsim.results.journal import JournalFile, entries
 from pdsim.results.schema import transfers_table, transfers_tables
+from pdsim.results.store import JournalFile, entries
 from pdsim.transfer import TransferRecord, transfer_log
 from pdsim.transfer.record_runs import Kind, RecordRun
 from pdsim.transfer.transfer_log import TransferLog, joined, shapes

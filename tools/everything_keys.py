@@ -15,12 +15,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from pdsim.cli import compose, overrides
-from pdsim.config import Config, ExperimentOptions
+from pdsim.config import Config, ExperimentOptions, compose
+from pdsim.config.loading import as_written
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from pdsim.results.config_file import as_written
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -180,7 +179,7 @@ class Keys:
     def _base(self, context: str) -> tuple[dict[str, Any], Any] | None:
         """Return what *context* composes to, plain and as it is written; None if that cannot be run."""
         if context not in self._composed:
-            line = overrides.read(context.split())
+            line = compose.read(context.split())
             try:
                 with compose.initialized(line):
                     values = compose.plain(line, line.words)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
-from pdsim.results.batch_means import half_width
-from pdsim.results.statistics import percentile
+from pdsim.results.statistics import half_width, percentile
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_time
-from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import distribution, mean, percentile
+from pdsim.results.statistics import distribution, intervals, mean, percentile, trend
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
@@ -213,7 +212,7 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
     """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
 
     Shares of time are over all requests, percentiles over those that count.  Intervals are from
-    batch means (`pdsim.results.batch_means`), and missing where there are too few requests for
+    batch means (`pdsim.results.statistics`), and missing where there are too few requests for
     them.  On the model the busiest link and the fullest pool are named.
     """
     steady = counted(table, workload)

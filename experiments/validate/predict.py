@@ -13,9 +13,9 @@ from experiments.validate.design import DesignPart
 from experiments.validate.sealed import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
 from pdsim.config import Config, Launch
+from pdsim.config.loading import plain
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent
-from pdsim.results.config_file import plain
 from pdsim.results.environment import commit
 from pdsim.sim.model import Model
 from pdsim.validation.intervals import predicted, variants

@@ -18,7 +18,7 @@ from experiments import handoff
 from experiments.validate.sealed import EXPECTED, MEASURED, read
 from pdsim.calibration.handoff_fit import COLUMNS, JOB, RECORDS, STAMPS, TIMES, WAYS
 from pdsim.config.typed import build
-from pdsim.results import reading
+from pdsim.results import schema
 
 __all__ = ["keep"]
 
@@ -59,7 +59,7 @@ def _writes(folder: Path) -> Iterator[list[object]]:
     Jobs follow one another, and number from 1.
     """
     ways, job, before, earlier = _ways(folder), -1, 0, dict.fromkeys(WAYS, -1)
-    for row in reading.table(folder / "transfers.parquet").to_pylist():
+    for row in schema.read_table(folder / "transfers.parquet").to_pylist():
         if row["label"].count("/") != 2:
             continue
         number, _, path = row["label"].split("/")

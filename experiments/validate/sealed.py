@@ -21,10 +21,10 @@ from experiments.transfer.transfer_points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
 from pdsim.config import ExperimentOptions
+from pdsim.config.loading import plain
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
-from pdsim.results import reading
-from pdsim.results.config_file import plain
+from pdsim.results import schema
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.validation.agreement import EXPECTED, MEASURED
@@ -139,6 +139,9 @@ def _config(source: Path) -> dict[str, Any]:
 def _records(path: Path) -> list[TransferRecord]:
     """Return the transfers in the file *path* of a run, as they were recorded."""
     rows = (
-        reading.table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
+        schema.read_table(path)
+        .rename_columns({"batch_size": "descriptors"})
+        .select(TransferRecord._fields)
+        .to_pylist()
     )
     return [TransferRecord(**row) for row in rows]

@@ -23,10 +23,10 @@ from experiments.serve import live_run
 from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
 from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
 from pdsim.config import Config, ExperimentOptions
+from pdsim.config.loading import as_written
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.results import reading
-from pdsim.results.config_file import as_written
+from pdsim.results import schema
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
 from pdsim.serving.workload import Request, draw
@@ -184,7 +184,7 @@ def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: 
 
 def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress) -> None:
     """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
-    rows = reading.table(source / REQUESTS).to_pylist()
+    rows = schema.read_table(source / REQUESTS).to_pylist()
     names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
     _expect(
         config, {OBSERVED: [Request(row["arrival"], row["input"], row["output"]) for row in rows]}, folder, progress

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdsim.calibration import files, host_factor, importers, provenance, sample_grid, summary
+from pdsim.calibration import files, host_factor, importers, sample_grid, summary
 from pdsim.calibration import samples as points
 from pdsim.calibration.from_samples import base_of, fitted
 from pdsim.calibration.samples import Samples
@@ -27,7 +27,7 @@ from pdsim.cli import option_values
 from pdsim.config import Config
 from pdsim.core.progress import within
 from pdsim.core.units import parse_size
-from pdsim.results import store, terminal
+from pdsim.results import environment, store, terminal
 
 __all__ = ["calibrate"]
 
@@ -192,7 +192,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
     about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
     if kind == "measured":
-        about |= provenance.here() | {"turn": f"{host_factor.measure()[0] * 1e9:.2f}ns"}
+        about |= environment.here() | {"turn": f"{host_factor.measure()[0] * 1e9:.2f}ns"}
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 

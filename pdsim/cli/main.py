@@ -163,9 +163,9 @@ def _run(words: Sequence[str]) -> int:
 def _show_configuration(config: Config) -> int:
     from omegaconf import OmegaConf
 
-    from pdsim.results import config_file
+    from pdsim.config import loading
 
-    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(config_file.as_written(config))))
+    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(loading.as_written(config))))
     return 0
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdsim.calibration import kernel_fit as fits
-from pdsim.calibration import provenance
 from pdsim.cli import option_values
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
@@ -32,7 +31,7 @@ from pdsim.config import Config, loading
 from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.core.units import parse_time
-from pdsim.results import store, terminal
+from pdsim.results import environment, store, terminal
 from pdsim.results.record import Table
 from pdsim.results.whole_file import whole_file
 
@@ -244,7 +243,7 @@ def _measured(
         "source": f"{where.count} x {where.name}, PyTorch {where.torch}",
         "command": command,
     }
-    return about | provenance.here(), rows
+    return about | environment.here(), rows
 
 
 def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
@@ -263,7 +262,7 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 
     Lines that begin with ``#`` are comments anywhere; those of the form ``# key: value`` are what
     it says about itself (kind, source, command, date and the versions of
-    `pdsim.calibration.provenance`).
+    `pdsim.results.environment`).
 
     Raises:
         ConfigError: *path* cannot be read as UTF-8 or as CSV, or has no rows.

@@ -17,8 +17,8 @@ from pdsim.config.compose import CommandLine
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
 from pdsim.results import explain, store, terminal
-from pdsim.results.brief import share
 from pdsim.results.record import Table
+from pdsim.results.terminal import share
 from pdsim.sweep import relief
 from pdsim.sweep.relief import RELIEFS, Figures
 

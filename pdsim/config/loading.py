@@ -1,29 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole `pdsim.config.Config` from the mapping that YAML and the command line compose.
+"""The whole `pdsim.config.Config` from plain data, and as plain data again.
 
-Beside typing it (`pdsim.config.typed`), this lays a calibration over machine and engine, applies what the options of
-an engine change of its costs, and says of each number where it comes from (`pdsim.config.sources`).
+`load` makes it of the mapping that YAML and the command line compose: typed (`pdsim.config.typed`), with a
+calibration laid over machine and engine, with what the options of an engine change of its costs, and with the source
+of each number.  A source begins with one of `pdsim.hardware.machine.EVIDENCE`: measured, datasheet or assumed.
+
+`config_yaml` writes the ``config.yaml`` of a run, `canonical` the text of its name.  A sweep writes thousands of
+configurations that differ in a key or two, so each top-level part is written again only when it has changed: that
+saves nine tenths of the time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
 
 from pdsim.calibration.definition import Calibration, applied, covers
 from pdsim.calibration.host_factor import drawn, on_host
 from pdsim.config import Config
-from pdsim.config.sources import ON_THE_COMMAND_LINE, borrowed, sourced
-from pdsim.config.typed import Known, build, required
+from pdsim.config.typed import Known, build, join, required, split_keys
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import parse_time
-from pdsim.hardware.costs import Engine, EngineModel, OptionCosts
-from pdsim.hardware.machine import Machine
+from pdsim.core.units import is_number, parse_time
+from pdsim.hardware.costs import Collective, Engine, EngineModel, OptionCosts
+from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
+from pdsim.models.llm import Llm
+from pdsim.serving.settings import ServingEngine
 
-__all__ = ["defaults", "load"]
+__all__ = [
+    "ON_THE_COMMAND_LINE",
+    "UNSAID",
+    "as_written",
+    "borrowed",
+    "canonical",
+    "config_yaml",
+    "defaults",
+    "load",
+    "numbers",
+    "plain",
+    "sourced",
+]
 
 _HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call", "descriptor", "latency", "ramp")]
 
@@ -198,3 +220,217 @@ def _calibrated(
     if chosen is None or chosen == {"name": "none"}:
         return values, None, {}
     return applied(values, build(Calibration, chosen, "calibration"), overridden)
+
+
+# --- where numbers come from ---------------------------------------------------------------------------------------
+
+
+Lent = TypeVar("Lent", Engine, Collective, ServingEngine)
+Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
+
+ON_THE_COMMAND_LINE = "assumed: set on the command line"
+UNSAID = "assumed: the configuration does not say where it comes from"
+
+
+def numbers(instance: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted key of every number in *instance*, a dataclass, and in the dataclasses that it holds.
+
+    Booleans are not numbers here.  A tuple of dataclasses, such as a ramp, counts as one.
+    """
+    for field in fields(instance):
+        value, key = getattr(instance, field.name), join(at, field.name)
+        if is_dataclass(value):
+            yield from numbers(value, key)
+        elif isinstance(value, tuple) and any(is_dataclass(item) for item in value):
+            yield key  # as one
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key
+
+
+def borrowed(backend: Lent, hw: Machine) -> Lent:
+    """Return *backend*, a collective or a serving engine; what was *measured* on other hardware is *assumed*.
+
+    What has no *measured_on* is left as it is, and so are sources of other kinds than *measured*.
+    """
+    if not backend.measured_on or hw.name in backend.measured_on:
+        return backend
+    there = backend.measured_on[0]
+    sources = {
+        keys: f"assumed: measured on {there}, not on {hw.name}: {text.partition(':')[2].strip()}"
+        if text.startswith("measured:")
+        else text
+        for keys, text in backend.sources.items()
+    }
+    return replace(backend, sources=sources)
+
+
+def sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
+    """Return *instance* with sources that speak for all of its numbers; *new* ones, by full key, replace its own.
+
+    Keys of *sources* may name several numbers, divided by commas, or a group of them.  A number that nothing speaks
+    for is `UNSAID`.  Raise a `ConfigError` for a source that begins with no known kind of evidence.
+    """
+    named = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
+    last = _last.get(at)
+    if last is None or last[0] != instance or last[1] != named:
+        last = _last[at] = instance, named, _sourced(instance, at, dict(named))
+    found: Sourced = last[2]
+    return found
+
+
+_last: dict[str, tuple[Any, dict[str, str], Any]] = {}
+"""By key, what `sourced` was asked last, and its answer: in a sweep most parts are what they were."""
+
+
+def _sourced(instance: Sourced, at: str, named: dict[str, str]) -> Sourced:
+    found = list(numbers(instance))
+    named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}
+    sources: dict[str, str] = {}
+    for keys, text in instance.sources.items():
+        if text.partition(":")[0] not in EVIDENCE:
+            raise ConfigError(
+                f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon"
+            )
+        left = [key for key in split_keys(keys) if not covers(named, key)]
+        sources |= {", ".join(left): text} if left else {}
+    sources |= named
+    said = [key for keys in sources for key in split_keys(keys)]
+    sources |= {number: UNSAID for number in found if not covers(said, number)}
+    return replace(instance, sources=sources)
+
+
+# --- as it is written ----------------------------------------------------------------------------------------------
+
+
+_HYDRA = """\
+# A run, complete; to repeat it: pdsim run --config-path FOLDER --config-name config, FOLDER being this file's,
+# absolute
+defaults: [_self_, {override hydra/hydra_logging: none}, {override hydra/job_logging: none}]
+hydra: {output_subdir: null, run: {dir: .}}
+"""
+"""What makes the file a primary configuration of Hydra's, and keeps Hydra from writing files of its own."""
+
+_TRUTH = ("y", "yes", "n", "no", "true", "false", "on", "off")
+"""What YAML takes for a truth value, unless it is quoted."""
+
+_PLAIN = frozenset((str, int, bool, type(None)))
+
+
+@dataclass
+class _Part:
+    """A top-level part of a configuration, and what it is written as; texts are made when they are asked for."""
+
+    value: Any  # a frozen dataclass or a plain value, and with the backend its policy
+    plain: Any  # what JSON and YAML can hold: never changed, for others have it, too
+    yaml: str = ""
+    json: str = ""
+
+
+_written: dict[str, _Part] = {}
+"""The part of each key that was written last."""
+
+
+def _parts(config: Config) -> dict[str, _Part]:
+    """Return the parts of *config* by their keys, in the order of its fields."""
+    found: dict[str, _Part] = {}
+    for field in dataclasses.fields(config):
+        key, value = field.name, getattr(config, field.name)
+        if key == "policy" or value == math.inf:
+            continue
+        if key == "backend":
+            value = value, config.policy
+        known = _written.get(key)
+        if known is None or not (known.value is value or _alike(known.value, value)):
+            data = plain(value) if key != "backend" else {**plain(value[0]), "policy": plain(value[1])}
+            known = _written[key] = _Part(value, data)
+        found[key] = known
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether both are written alike: 0 and 0.0 are equal, and are not."""
+    return bool(one == other) and repr(one) == repr(other)
+
+
+def as_written(config: Config) -> dict[str, Any]:
+    """Return *config* as `pdsim.config.loading.load` takes it: with the policy under the key of the backend.
+
+    What is below the top level is shared with later answers, and not to be changed.
+    """
+    return {key: part.plain for key, part in _parts(config).items()}
+
+
+def config_yaml(config: Config) -> str:
+    """Return *config* as YAML that gives the same `Config` again.
+
+    It does so alone, or as the primary configuration of `pdsim run`.
+
+    An infinite rate is left out: it is the default, and no quantity that a configuration could state.
+    """
+    texts = [_HYDRA]
+    for key, part in _parts(config).items():
+        part.yaml = part.yaml or _yaml({key: part.plain})
+        texts.append(part.yaml)
+    return "".join(texts)
+
+
+def canonical(config: Config, *without: str) -> str:
+    """Return all that *config* says but the top-level keys *without*, as JSON whose keys are sorted.
+
+    Equal configurations give equal texts, in every process: a sweep names its points by a hash of
+    it.
+    """
+    parts = _parts(config)
+    texts = []
+    for key in sorted(parts.keys() - set(without)):
+        part = parts[key]
+        part.json = part.json or json.dumps(part.plain, sort_keys=True, ensure_ascii=True)
+        texts.append(f'"{key}": {part.json}')
+    return f"{{{', '.join(texts)}}}"
+
+
+def plain(value: Any) -> Any:
+    """Return *value* in what JSON and YAML can hold; a number that is not finite becomes None.
+
+    Dataclasses and mappings become dictionaries with texts as keys, tuples lists, NumPy's scalars
+    plain ones, and what is none of those its text.  Fields that are infinite are left out.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: plain(item) for name, item in fields.items() if item != math.inf}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        return plain(value.item())
+    return value if isinstance(value, int | float | str) else str(value)
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    """Return *values* as YAML in block style, keys in their order."""
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
+
+    text: str = yaml.dump(values, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
+
+
+@cache
+def _dumper() -> Any:
+    """Return what writes YAML as OmegaConf does, a twentieth of the time: by libyaml, where PyYAML has it."""
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+    def text(dumper: Any, value: str) -> Any:
+        quoted = value.lower() in _TRUTH or is_number(value)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if quoted else None)
+
+    dumper: Any = type("Dumper", (base,), {"ignore_aliases": lambda *_: True})
+    dumper.add_representer(str, text)
+    return dumper

@@ -20,11 +20,14 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from pdsim.config.sources import SOURCES, gathered, join
 from pdsim.core.errors import ConfigError
 from pdsim.core.guards import near
 
-__all__ = ["build", "required"]
+__all__ = ["OTHERS", "SOURCE", "SOURCES", "build", "gathered", "join", "required", "split_keys"]
+
+SOURCE, SOURCES, OTHERS = "source", "sources", "others"
+"""In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in
+it."""
 
 T = TypeVar("T")
 Known = dict[str, tuple[bytes, Any]]
@@ -187,3 +190,43 @@ def _located(message: str, cls: type, at: str) -> str:
     key = join(at, name)
     value = owner.partition("=")[1] + owner.partition("=")[2]
     return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
+
+
+# --- sources -------------------------------------------------------------------------------------------------------
+
+
+def join(at: str, name: str) -> str:
+    """Return the dotted key of *name* below *at*, which is empty at the top.
+
+    >>> join("hw", "gpu"), join("", "hw")
+    ('hw.gpu', 'hw')
+    """
+    return f"{at}.{name}" if at else name
+
+
+def gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return *part*, a group, with one mapping ``sources`` by dotted key in place of every ``source`` within it.
+
+    >>> gathered({"rate": 1, "source": {"rate": "assumed: no data"}})
+    {'rate': 1, 'sources': {'rate': 'assumed: no data'}}
+    """
+    sources: dict[str, Any] = {}
+
+    def without(values: Mapping[str, Any], at: str) -> dict[str, Any]:
+        found = {}
+        for key, value in values.items():
+            if key == SOURCE:
+                for names, text in value.items() if isinstance(value, Mapping) else ((OTHERS, value),):
+                    keys = [at if name == OTHERS else join(at, name) for name in split_keys(str(names))]
+                    sources[", ".join(keys)] = text
+            else:
+                found[key] = without(value, join(at, str(key))) if isinstance(value, Mapping) else value
+        return found
+
+    plain = without(part, "")
+    return {**plain, SOURCES: {**part.get(SOURCES, {}), **sources}} if sources else plain
+
+
+def split_keys(keys: str) -> list[str]:
+    """Return the keys in *keys*, which commas divide."""
+    return [key.strip() for key in keys.split(",")]

@@ -23,10 +23,10 @@ from typing import Any
 from pdsim.config import Config
 from pdsim.core import units
 from pdsim.core.errors import ConfigError
-from pdsim.results import reading
-from pdsim.results.brief import share
+from pdsim.results import schema
 from pdsim.results.record import Table
 from pdsim.results.store import load
+from pdsim.results.terminal import share
 
 __all__ = ["as_dict", "tables"]
 
@@ -132,7 +132,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
     Where a number comes from and where results go is left out.
     """
-    flat = reading.configuration(folder / "config.yaml")
+    flat = schema.read_configuration(folder / "config.yaml")
     return {
         key: value for key, value in flat.items() if not key.startswith(_NOT_ASKED_FOR) and _SOURCES not in f"{key}."
     }

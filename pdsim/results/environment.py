@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run took place: versions, source tree and host.  Nothing here depends on the time of day.
+"""Where a run, or a measurement of samples, took place: versions, source tree and host.
 
-It is asked for once in a process, and kept in ``run.json``, so that a result says what it takes to
-get it again.
+`environment` does not depend on the time of day; ``run.json`` keeps it, so that a result says what it takes to get
+it again.  `here` is what a file of samples says of itself, so that a later fit elsewhere says it too.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pdsim.version import __version__
 
-__all__ = ["commit", "environment"]
+__all__ = ["commit", "environment", "here"]
 
 _PACKAGES = (
     "hydra-core", "msgspec", "numpy", "pyarrow", "pyzmq", "simpy", "torch", "amd-mori",
@@ -91,3 +93,30 @@ def _cpu() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def here() -> dict[str, str]:
+    """Return date, commit, host, versions and, where there are any, the GPUs and their driver, of this machine now.
+
+    Keys are those of the comments at the top of a file of samples: "date" as YYYY-MM-DD in UTC, "measured" with the
+    commit, "host", "versions", and "gpus".  Takes as long as nvidia-smi does, at most 30 s.
+    """
+    where = environment()
+    host = where["host"]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "measured": commit(),
+        "host": f"{host['cpu']}, {host['cores']} cores, {host['kernel']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in where["packages"].items()),
+        **_gpus(),
+    }
+
+
+def _gpus() -> dict[str, str]:
+    """Return the GPUs of this host and their driver, as nvidia-smi says, or nothing."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
+    lines = [line for line in done.stdout.split("\n") if line]
+    return {"gpus": f"{len(lines)} x {'; '.join(sorted(set(lines)))}"} if lines else {}

@@ -13,9 +13,9 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_size, format_time
-from pdsim.results import reading, store
-from pdsim.results.brief import share
+from pdsim.results import schema, store
 from pdsim.results.record import Table
+from pdsim.results.terminal import share
 
 __all__ = ["accounts", "causes", "difference", "tables"]
 
@@ -47,7 +47,7 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
 
     store.load(folder)
     found: dict[str, dict[str, float]] = {}
-    requests = reading.table(folder / "requests.parquet")
+    requests = schema.read_table(folder / "requests.parquet")
     if "e2e" in requests.column_names and requests.num_rows:
         done = requests.filter(pc.is_valid(requests["e2e"]))
         if request is not None:
@@ -57,7 +57,7 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     if request is not None and "request" not in found:
         known = f"0 to {requests.num_rows - 1}" if requests.num_rows else "none"
         raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
-    transfers = reading.table(folder / "transfers.parquet")
+    transfers = schema.read_table(folder / "transfers.parquet")
     done = transfers.filter(pc.equal(transfers["status"], "ok")) if transfers.num_rows else transfers
     if done.num_rows:
         found["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdsim.results import reading, store
+from pdsim.results import schema, store
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,7 +62,7 @@ class KeptRun:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration by dotted key, such as ``"hw.nic.rate"``, complete."""
-        return reading.configuration(self.folder / "config.yaml")
+        return schema.read_configuration(self.folder / "config.yaml")
 
     @cached_property
     def requests(self) -> pa.Table:
@@ -90,9 +90,9 @@ class KeptRun:
 
     def _table(self, name: str) -> pa.Table:
         """Return the table *name* as the file has it; schema and units are in its metadata."""
-        return reading.table(self.folder / f"{name}.parquet")
+        return schema.read_table(self.folder / f"{name}.parquet")
 
     def __str__(self) -> str:
-        from pdsim.results import brief
+        from pdsim.results import terminal
 
-        return "\n".join(brief.lines(self.about, self.folder))
+        return "\n".join(terminal.brief_lines(self.about, self.folder))

@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of the files of a run, each with its type, unit and definition: what `docs/results.md` explains.
+"""What the files of a run hold, with type, unit and definition of each column, and reading them again.
 
-Columns are part of the public interface.  A change of a meaning or a type raises `VERSION`, which
-every file carries (``pdsim.schema`` in Parquet, ``schema`` in JSON) and `pdsim.results.reading`
-compares.  Units and definitions are in the files, too, as metadata of each field, so that a folder
-of results explains itself.
+Columns are part of the public interface (`docs/results.md`).  A change of a meaning or a type raises `VERSION`,
+which every file carries (``pdsim.schema`` in Parquet, ``schema`` in JSON) and readers compare.  Units and
+definitions are in the files, too, as metadata of each field, so that a folder of results explains itself.
+
+Folders of results are copied, edited and cut short.  A file holds what it should, or the functions `read_...` raise
+a `ConfigError` that names the file, what is wrong and the way out.  So `show`, `compare`, `report` and `sweep` need
+not ask what a field is.  The structures have the fields that those use; a file may have more.
+
+`arrow_array` does without `pyarrow.array`, which imports pandas, if it is installed, to ask whether it was given
+some of it: a third of a second in every process that keeps a run.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-from pdsim.results.columns import array
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.compact import ArrayColumn
 from pdsim.transfer.job import SampleRow
@@ -24,8 +37,29 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    *("INSTANTS", "LIVE", "OPTIONAL", "REQUESTS", "SAMPLES", "TRANSFERS"),
-    *("VERSION", "Column", "requests_table", "samples_table", "transfers_table", "transfers_tables"),
+    "INSTANTS",
+    "LIVE",
+    "OPTIONAL",
+    "REQUESTS",
+    "SAMPLES",
+    "TRANSFERS",
+    "VERSION",
+    "Column",
+    "MetricEntry",
+    "RunFile",
+    "arrow_array",
+    "read_about",
+    "read_configuration",
+    "read_metrics",
+    "read_nested",
+    "read_points",
+    "read_run_file",
+    "read_summary",
+    "read_table",
+    "requests_table",
+    "samples_table",
+    "transfers_table",
+    "transfers_tables",
 ]
 
 VERSION = 1
@@ -225,7 +259,7 @@ def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
         rate = np.where(ok & (seen > submitted), nbytes / (seen - submitted) / 1e9, np.nan)
     schema = _schema(TRANSFERS)
     found: Mapping[str, ArrayColumn | npt.NDArray[Any]] = {**columns, **numbers, "bw_gbs": ArrayColumn(rate)}
-    arrays = [array(found[f.name], f.type) for f in schema]
+    arrays = [arrow_array(found[f.name], f.type) for f in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -238,7 +272,7 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
     schema = _schema(SAMPLES)
-    return pa.table([array(values, f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
+    return pa.table([arrow_array(values, f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
 
 
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
@@ -266,7 +300,349 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     arrays = []
     for field in schema:
         try:
-            arrays.append(array(requests.get(field.name, [None] * rows), field.type))
+            arrays.append(arrow_array(requests.get(field.name, [None] * rows), field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(f"requests column {field.name} does not hold {field.type}: {error}") from None
     return pa.table(arrays, schema=schema)
+
+
+# --- Arrow arrays --------------------------------------------------------------------------------------------------
+
+
+_NUMBERS: dict[str, tuple[Any, set[type]]] = {"double": (np.float64, {float, int}), "int64": (np.int64, {int})}
+"""By the name of Arrow's type, that of numpy and those of Python that it holds without loss."""
+
+_SMALL = 1 << 14
+"""Values below which Arrow's functions on arrays are not worth their import, some 60 ms."""
+
+
+def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """Return *values* as an Arrow array of the type *kind*, as `pyarrow.array` does.
+
+    None and what is masked is null.
+
+    Raise what that raises for values that *kind* does not hold.
+    """
+    import pyarrow as pa
+
+    if isinstance(values, ArrayColumn):
+        if values.words is not None and len(values) < _SMALL:
+            return _of_words(values, kind)
+        if values.words is not None:
+            return arrow_array(values.words, kind).take(arrow_array(values.values.astype(np.int64), pa.int64()))
+        numbers = values.values
+        if str(kind) == "double" and numbers.dtype == np.float64:
+            known = ~np.isnan(numbers)
+            return _of_buffers(kind, len(numbers), known, np.ascontiguousarray(numbers))
+        values = np.ma.array(numbers, mask=np.isnan(numbers)) if numbers.dtype.kind == "f" else numbers
+    if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
+        if type(values) is np.ndarray:
+            return _of_buffers(kind, len(values), None, np.ascontiguousarray(values))
+        shown = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+        return _of_buffers(kind, len(values), shown, np.ascontiguousarray(np.ma.getdata(values)))
+    found = values.tolist() if isinstance(values, np.ndarray) else values
+    types = set(map(type, found))
+    present = None if type(None) not in types else np.fromiter((v is not None for v in found), np.bool_, len(found))
+    types.discard(type(None))
+    if str(kind) in _NUMBERS and types <= _NUMBERS[str(kind)][1]:
+        filled = found if present is None else [0 if value is None else value for value in found]
+        try:
+            return _of_buffers(kind, len(found), present, np.array(filled, dtype=_NUMBERS[str(kind)][0]))
+        except OverflowError:  # of integers beyond 64 bits: Arrow says so in its own words
+            return pa.array(values, type=kind)
+    if str(kind) == "string" and types <= {str}:
+        texts = [b"" if value is None else value.encode() for value in found]
+        ends: npt.NDArray[np.int64] = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+        if ends[-1] < 1 << 31:
+            return _of_buffers(kind, len(found), present, ends.astype(np.int32), b"".join(texts))
+    return pa.array(values, type=kind)
+
+
+def _of_words(column: ArrayColumn, kind: pa.DataType) -> pa.Array:
+    """Return the words of *column*, each turned into bytes once however often it occurs."""
+    if str(kind) != "string" or None in column.words:  # type: ignore[operator]  # the caller knows that it has words
+        return arrow_array(list(column), kind)
+    texts = [word.encode() for word in column.words]  # type: ignore[union-attr]
+    lengths = np.fromiter(map(len, texts), np.int32, len(texts))
+    ends = np.zeros(len(column) + 1, np.int32)
+    np.cumsum(lengths[column.values], out=ends[1:])
+    return _of_buffers(kind, len(column), None, ends, b"".join(map(texts.__getitem__, column.values.tolist())))
+
+
+def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:
+    import pyarrow as pa
+
+    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(kind, length, [valid, *(pa.py_buffer(each) for each in data)])
+
+
+# --- reading the files again ---------------------------------------------------------------------------------------
+
+
+_Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Number = _Whole | float | None
+_Shape = TypeVar("_Shape", "RunFile", "_Summary")
+_AGAIN = "it was changed since, so run it again"
+_COLUMNS = {
+    "requests.parquet": REQUESTS,
+    "transfers.parquet": TRANSFERS,
+    "samples.parquet": SAMPLES,
+}
+
+
+class _HeldOut(msgspec.Struct):
+    """Errors on samples that the fit of a calibration has not seen.
+
+    Shares: the mean, the 95th percentile, and the floor that jobs leave.
+    """
+
+    points: int
+    how: str
+    mean: float
+    p95: float
+    jobs: int = 1
+    floor_p95: float | None = None
+
+
+class _Calibration(msgspec.Struct):
+    """The calibration that a run used, as far as its report names it."""
+
+    name: str
+    source: str
+    date: str
+    held_out: _HeldOut | None
+
+
+class _Evidence(msgspec.Struct):
+    """The source of each number of a run, which begins with its kind, and the weakest kind among them."""
+
+    weakest: str
+    sources: dict[str, str]
+    calibration: _Calibration | None = None
+
+    def __post_init__(self) -> None:
+        for name, source in self.sources.items():
+            if source.partition(":")[0].strip() not in EVIDENCE:
+                raise ValueError(f"source {source!r} of {name} must begin with one of {', '.join(EVIDENCE)}")
+
+
+class _Begun(msgspec.Struct):
+    """``run.json`` of a run that did not end: what a sweep shows of it.
+
+    Only the first two are there from the start; the others once the configuration was known.
+    """
+
+    status: str
+    overrides: list[str]
+    error: str = ""
+    experiment: str | None = None
+    hw: str | None = None
+    backend: str | None = None
+    target: str | None = None
+    seed: _Whole | None = None
+    evidence: _Evidence | None = None
+
+
+class _Git(msgspec.Struct):
+    """The commit of the source tree, and whether it had changes; both unknown where there is no repository."""
+
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class RunFile(msgspec.Struct):
+    """``run.json`` of a run that ended."""
+
+    schema: int
+    status: str
+    error: str
+    experiment: str
+    hw: str
+    backend: str
+    target: str
+    seed: _Whole
+    overrides: list[str]
+    engine: list[str]
+    evidence: _Evidence
+    pdsim: str
+    git: _Git | None = None
+
+
+class MetricEntry(msgspec.Struct):
+    """One number of ``summary.json``; *tabled* if a table shows it too."""
+
+    value: _Number
+    definition: str
+    tabled: bool
+
+
+class _Table(msgspec.Struct):
+    """One table of ``summary.json``: headings with their definitions, and rows of as many cells."""
+
+    title: str
+    columns: dict[str, str]
+    rows: list[list[bool | _Whole | float | str | None]]
+
+    def __post_init__(self) -> None:
+        if wrong := [len(row) for row in self.rows if len(row) != len(self.columns)]:
+            raise ValueError(f"table {self.title!r} has {len(self.columns)} columns and a row of {wrong[0]}")
+        if "utilisation" in self.columns and not all(_is_use(row) for row in self.rows):
+            raise ValueError(f"table {self.title!r} must have rows of a name and a number")
+
+
+def _is_use(row: list[Any]) -> bool:
+    """Return whether *row* is a name and the share of something that is used."""
+    return [type(value) in kinds for value, kinds in zip(row, ((str,), (int, float)), strict=False)] == [True, True]
+
+
+class _Summary(msgspec.Struct):
+    """``summary.json``."""
+
+    schema: int
+    metrics: dict[str, MetricEntry]
+    tables: list[_Table]
+    failures: list[str]
+    notes: list[str]
+    links: dict[str, _Whole | float]
+    pools: dict[str, _Whole | float]
+
+
+def read_about(path: Path, *, ended: bool = True) -> dict[str, Any]:
+    """Return the ``run.json`` at *path*, of a run that *ended* or of any other.
+
+    A run that was killed has written less of it. Raise a `ConfigError` if the file is not what this version writes.
+    """
+    return _read(path, RunFile if ended else _Begun)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the ``summary.json`` at *path*.  Raise a `ConfigError` if it is not what this version writes."""
+    return _read(path, _Summary)
+
+
+def read_run_file(path: Path) -> RunFile:
+    """Return what pdsim itself reads of the ``run.json`` at *path*, of a run that ended.
+
+    Raise a `ConfigError` as `read_about` does.
+    """
+    return _decoded(path, RunFile)
+
+
+def read_metrics(path: Path) -> Mapping[str, MetricEntry]:
+    """Return the metrics of the ``summary.json`` at *path*, which is refused where `read_summary` refuses it."""
+    return _decoded(path, _Summary).metrics
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written.
+
+    Raise a `ConfigError` for a file that is not YAML, has no keys, or contains itself.
+    """
+    return dict(_flat(read_nested(path)))
+
+
+def read_nested(path: Path) -> dict[str, Any]:
+    """Return the ``config.yaml`` at *path* as it is written, nested; raise as `read_configuration`."""
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
+
+    try:
+        plain = yaml.load(path.read_bytes(), Loader=_loader())  # noqa: S506  # it is a safe one
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{path} has no keys; {_AGAIN}")
+        json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
+        return plain
+    except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a configuration: {_one_line(error)}; {_AGAIN}") from error
+
+
+@cache
+def _loader() -> Any:
+    """Return what reads YAML as OmegaConf does, dates as text; libyaml is ended by deep nesting."""
+    import yaml
+
+    base: Any = yaml.SafeLoader
+    resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in base.yaml_implicit_resolvers.items()
+    }
+    return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
+
+
+def read_points(path: Path) -> pa.Table:
+    """Return the ``points.parquet`` of a sweep at *path*: every column says in its metadata what it is.
+
+    Metadata of a field are its *part* (override, metric and so on) and its *definition*, both
+    bytes.  Raise a `ConfigError` for a file that is not such a table.
+    """
+    found = read_table(path)
+    bare = [field.name for field in found.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
+    if bare or not {"status", "evidence"} <= set(found.column_names):
+        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or found.column_names[:3]}; {_AGAIN}")
+    return found
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the Parquet file at *path*, or *columns* of it.
+
+    Raise a `ConfigError` for a file that is missing, cut short, no table, or that lacks columns which a file of its
+    name has: the table of something else under that name.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        found = pq.read_table(path, columns=columns)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error
+    expected = columns or [column.name for column in _COLUMNS.get(path.name, ())]
+    missing = [name for name in expected if name not in found.column_names]
+    if missing:
+        raise ConfigError(f"{path} has no column {missing[0]}: it is the table of something else; {_AGAIN}")
+    return found
+
+
+def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON object at *path*, which has the fields of *shape*; fields that *shape* does not name are kept.
+
+    Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
+    """
+    try:
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
+    if found.get("schema") != VERSION:
+        raise ConfigError(
+            f"{path} has schema {found.get('schema')!r:.20}, and pdsim reads {VERSION}; run it again, or "
+            f"read it with the version of pdsim that wrote it"
+        )
+    try:
+        msgspec.convert(found, shape)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is not what pdsim writes: {_one_line(error)}; {_AGAIN}") from error
+    return found
+
+
+def _decoded(path: Path, shape: type[_Shape]) -> _Shape:
+    """Return the file at *path* as a *shape*; raise as `_read` does, by which it is read again for its words."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=shape)
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError):
+        _read(path, shape)
+        raise
+    if found.schema != VERSION:
+        _read(path, shape)
+    return found
+
+
+def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of *values* and of the mappings within, by dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _one_line(error: BaseException) -> str:
+    """Return what *error* says, in one line that is not too long."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -15,8 +15,12 @@ The folder is called ``<name>.incomplete`` until everything in it is on disk, so
 moment leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line
 and source tree leave the same bytes: the date is in the folder's name only.
 
-What is in these files is typed in `pdsim.results.schema` and read again by `pdsim.results.reading`; journals are
-`pdsim.results.journal`'s.
+`pdsim.results.schema` types what is in these files and reads it again.
+
+Journals hold what a run need not keep in memory, and what is left if it is killed.  ``transfers.journal`` has blocks
+of the records of a rank (`pdsim.transfer.transfer_log.LogBlock`), ``requests.journal`` rows of requests that are
+over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its length in eight
+bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.
 """
 
 from __future__ import annotations
@@ -25,19 +29,18 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pdsim.config import Config
+from pdsim.config.loading import as_written, config_yaml, plain
 from pdsim.core.errors import ConfigError
-from pdsim.results import evidence, reading, schema
-from pdsim.results.config_file import as_written, config_yaml, plain
+from pdsim.results import evidence, schema
 from pdsim.results.environment import environment
-from pdsim.results.journal import JOURNALS, Journal
 from pdsim.results.record import Result
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.transfer_log import shapes
@@ -45,7 +48,19 @@ from pdsim.transfer.transfer_log import shapes
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "load_outcome", "make"]
+__all__ = [
+    "FILES",
+    "INCOMPLETE",
+    "JOURNALS",
+    "Journal",
+    "JournalFile",
+    "Run",
+    "as_written",
+    "entries",
+    "load",
+    "load_outcome",
+    "make",
+]
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -88,7 +103,7 @@ class Run:
         self._durable = durable
         if left is not None:
             self.folder = self._final = left
-            self._about = reading.about(left / "run.json", ended=False)
+            self._about = schema.read_about(left / "run.json", ended=False)
             return
         self.folder, self._final = _reserve(Path(config.output), name or _stem(config))
         self.journal = Journal(self.folder)
@@ -269,7 +284,7 @@ def load(folder: Path) -> dict[str, Any]:
     Raise a `ConfigError` if *folder* is not a complete run, or if its files are not what this version writes.
     """
     _complete(folder)
-    about, summary = reading.about(folder / "run.json"), reading.summary(folder / "summary.json")
+    about, summary = schema.read_about(folder / "run.json"), schema.read_summary(folder / "summary.json")
     return {"folder": str(folder), **about, **summary}
 
 
@@ -281,13 +296,13 @@ def _complete(folder: Path) -> None:
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
 
 
-def load_outcome(folder: Path) -> tuple[reading.RunFile, Mapping[str, reading.MetricEntry]]:
+def load_outcome(folder: Path) -> tuple[schema.RunFile, Mapping[str, schema.MetricEntry]]:
     """Return what ``run.json`` of *folder* says, and the metrics of its ``summary.json``: what a sweep keeps.
 
     It refuses what `load` refuses, in half its time: no mapping of everything is made.
     """
     _complete(folder)
-    return reading.run_file(folder / "run.json"), reading.metrics(folder / "summary.json")
+    return schema.read_run_file(folder / "run.json"), schema.read_metrics(folder / "summary.json")
 
 
 def _line(error: BaseException) -> str:
@@ -354,3 +369,67 @@ def _json(value: Any) -> bytes:
         text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
     # json indents in Python, a tenth as fast
     return msgspec.json.format(text.encode(), indent=2) + b"\n"
+
+
+# --- journals ------------------------------------------------------------------------------------------------------
+
+
+JOURNALS = ("requests.journal", "transfers.journal")
+
+_LENGTH = 8
+
+
+class JournalFile:
+    """Entries that are appended to *path*, and read again at any time by whoever appended them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._end = 0
+
+    def append(self, payload: bytes) -> int:
+        """Keep *payload*, and return where."""
+        if self._file is None:
+            self._file = self._path.open("w+b", buffering=0)
+        position = self._end
+        self._file.seek(position)
+        self._file.write(len(payload).to_bytes(_LENGTH, "little") + payload)
+        self._end += _LENGTH + len(payload)
+        return position
+
+    def read(self, position: int) -> bytes:
+        """Return what was kept at *position*."""
+        assert self._file is not None, "nothing was appended"
+        self._file.seek(position)
+        size = int.from_bytes(self._file.read(_LENGTH), "little")
+        return self._file.read(size)
+
+    def remove(self) -> None:
+        """Delete the file, if there is one; who appended to it can read it as long as this object lives."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class Journal:
+    """The journals of the run in *folder*; a `pdsim.sim.model.JobJournal`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.requests, self.transfers = (JournalFile(folder / name) for name in JOURNALS)
+
+    def remove(self) -> None:
+        """Delete both, whose entries stay readable here."""
+        self.requests.remove()
+        self.transfers.remove()
+
+
+def entries(path: Path) -> Iterator[bytes]:
+    """Yield the entries of the journal at *path* that are whole; none if there is no such file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTH)) == _LENGTH:
+            size = int.from_bytes(head, "little")
+            payload = file.read(size)
+            if len(payload) < size:
+                return
+            yield payload

@@ -114,7 +114,7 @@ class Model:
 
 
 class JobJournal(Protocol):
-    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.journal`."""
+    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.store`."""
 
     @property
     def transfers(self) -> Spill:

@@ -15,9 +15,9 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
-from pdsim.results.brief import share
 from pdsim.results.record import Table
 from pdsim.results.statistics import percentile
+from pdsim.results.terminal import share
 from pdsim.sweep import collect
 
 __all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table"]
@@ -190,10 +190,10 @@ def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
     """Return the point of *row* under *slo*, or under its own objective; None without requests or evidence."""
-    from pdsim.results import reading
+    from pdsim.results import schema
 
     names = ["status", "arrival", "output", *_LATENCIES]
-    found = reading.table(folder / row["folder"] / "requests.parquet", names)
+    found = schema.read_table(folder / row["folder"] / "requests.parquet", names)
     requests = found.to_pylist()
     if not requests or row["evidence"] in (None, "none"):
         return None
@@ -225,9 +225,9 @@ def _met(request: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
 
 def _own(folder: Path) -> dict[str, float]:
     """Return the limits of the point in *folder* itself, from its configuration."""
-    from pdsim.results import reading
+    from pdsim.results import schema
 
-    config = reading.configuration(folder / "config.yaml")
+    config = schema.read_configuration(folder / "config.yaml")
     return {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
 
 

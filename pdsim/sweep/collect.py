@@ -11,7 +11,7 @@ from json import dumps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.results import reading, schema, terminal
+from pdsim.results import schema, terminal
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
 from pdsim.sweep import ledger
@@ -82,7 +82,7 @@ def points(folder: Path) -> pa.Table:
     *folder* has neither file.
     """
     if (folder / POINTS).is_file():
-        return reading.points(folder / POINTS)
+        return schema.read_points(folder / POINTS)
     rows, definitions = ledger.read(folder)
     return _arrow([_point(row) for row in rows.values()], definitions)
 

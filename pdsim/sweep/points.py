@@ -14,8 +14,8 @@ from itertools import product
 from typing import Any
 
 from pdsim.config import Config
+from pdsim.config.loading import canonical
 from pdsim.core.errors import ConfigError
-from pdsim.results.config_file import canonical
 from pdsim.version import __version__
 
 __all__ = ["Axis", "Point", "axes", "combinations", "name_of"]

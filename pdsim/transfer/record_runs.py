@@ -63,7 +63,7 @@ class TransferShape(NamedTuple):
 
 
 class Spill(Protocol):
-    """Where logs leave what they do not keep in memory: see `pdsim.results.journal`.
+    """Where logs leave what they do not keep in memory: see `pdsim.results.store`.
 
     It is append-only, so a run that is killed leaves what it had written so far.
     """

@@ -17,7 +17,7 @@ import numpy as np
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_size, format_time
-from pdsim.results import brief
+from pdsim.results import terminal
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
 from pdsim.results.report import of_run
@@ -87,8 +87,8 @@ def content(folder: Path) -> Content:
     errors = np.abs([each.error for each in found])
     tiles = [
         Tile("points", str(len(found))),
-        Tile("median error", brief.share(float(np.median(errors)))),
-        Tile("95th percentile", brief.share(float(np.percentile(errors, 95.0)))),
+        Tile("median error", terminal.share(float(np.median(errors)))),
+        Tile("95th percentile", terminal.share(float(np.percentile(errors, 95.0)))),
     ]
     facts = {
         "predicted before it was measured": "yes" if before else "no",

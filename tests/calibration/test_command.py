@@ -7,7 +7,6 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.calibration import provenance
 from pdsim.calibration.definition import Calibration
 from pdsim.calibration.sample_grid import Cell, grid, reads, repeats, write
 from pdsim.cli.calibrate import calibrate
@@ -16,6 +15,7 @@ from pdsim.cli.refit import published
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
+from pdsim.results import environment
 
 OUTPUTS = Path(__file__).parent / "outputs"
 CALIBRATIONS = Path(conf.__file__).parent / "calibration"
@@ -79,7 +79,7 @@ def test_a_fit_elsewhere_says_where_its_samples_were_measured(tmp_path):
 
 
 def test_what_is_measured_says_where():
-    found = provenance.here()
+    found = environment.here()
     assert {"date", "measured", "host", "versions"} <= set(found)
     assert "simpy" in found["versions"]
 

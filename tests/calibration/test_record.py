@@ -2,10 +2,8 @@
 
 import pytest
 
-from pdsim.config.loading import load
-from pdsim.config.sources import ON_THE_COMMAND_LINE
+from pdsim.config.loading import ON_THE_COMMAND_LINE, as_written, load, plain
 from pdsim.core.errors import ConfigError
-from pdsim.results.config_file import as_written, plain
 from pdsim.results.evidence import gather
 from pdsim.results.terminal import spread
 from tests.test_config import CONFIG

@@ -135,7 +135,7 @@ MENDINGS = (
          "pdsim/__main__.py", "    beginning()\n", ""),
     Mending("T8 results", "YAML errors of result folders got out",
          "tests/test_fuzz_files.py::test_files_of_results_that_are_none",
-         "pdsim/results/reading.py",
+         "pdsim/results/schema.py",
          "except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:",
          "except OSError as error:"),
     Mending("T8 tools", "a row of another tool that was cut short raised what is not documented",

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pdsim.results.columns import array
+from pdsim.results.schema import arrow_array
 
 VALUES = [
     ("float64", [1.5, None, 2, float("inf")]),
@@ -29,7 +29,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("kind", "values"), VALUES)
 def test_an_array_is_what_pyarrow_makes_of_the_values(kind, values):
-    found, expected = array(values, pa.type_for_alias(kind)), pa.array(values, type=pa.type_for_alias(kind))
+    found, expected = arrow_array(values, pa.type_for_alias(kind)), pa.array(values, type=pa.type_for_alias(kind))
     found.validate(full=True)
     assert found.type == expected.type
     assert str(found) == str(expected)
@@ -39,16 +39,16 @@ def test_an_array_is_what_pyarrow_makes_of_the_values(kind, values):
 @pytest.mark.parametrize(("kind", "values"), [("float64", ["x"]), ("string", [1]), ("int64", [2**80])])
 def test_what_a_type_does_not_hold_is_refused_as_pyarrow_does(kind, values):
     with pytest.raises((pa.ArrowInvalid, pa.ArrowTypeError, OverflowError)) as ours:
-        array(values, pa.type_for_alias(kind))
+        arrow_array(values, pa.type_for_alias(kind))
     with pytest.raises(type(ours.value)) as theirs:
         pa.array(values, type=pa.type_for_alias(kind))
     assert str(ours.value) == str(theirs.value)
 
 
 def test_what_is_masked_is_null():
-    found = array(np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False]), pa.float64())
+    found = arrow_array(np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False]), pa.float64())
     assert found.to_pylist() == [1.0, None, 3.0]
-    assert array(np.ma.array([1.0, 2.0], mask=[False, False]), pa.float64()).to_pylist() == [1.0, 2.0]
+    assert arrow_array(np.ma.array([1.0, 2.0], mask=[False, False]), pa.float64()).to_pylist() == [1.0, 2.0]
 
 
 def test_a_run_imports_no_pandas(tmp_path):

@@ -9,9 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import transfer
+from pdsim.config import loading
+from pdsim.config.loading import plain
 from pdsim.core.errors import ConfigError, PeerLost
-from pdsim.results import config_file, store
-from pdsim.results.config_file import plain
+from pdsim.results import store
 from pdsim.results.store import FILES, INCOMPLETE, Run
 from pdsim.transfer.job import Outcome, RankResult
 from tests.support.configs import make_config, make_result
@@ -106,7 +107,7 @@ def test_the_configuration_gives_the_same_configuration_again(tmp_path):
     from pdsim.config.loading import load
 
     config = make_config(tmp_path, experiment=transfer.TransferOptions())
-    first = load(config_file.as_written(config))
+    first = load(loading.as_written(config))
     again = load(configuration(Run(first).finish(make_result())))
     assert again == first
 

@@ -7,9 +7,9 @@ import pytest
 
 import pdsim
 from pdsim.config.compose import compose
+from pdsim.config.loading import plain
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
-from pdsim.results.config_file import plain
 from pdsim.sweep.relief import RELIEFS, exchanged, relieved, try_exchanges, try_reliefs
 
 WORDS = ("workload=poisson", "workload.count=12", "workload.rate=4")

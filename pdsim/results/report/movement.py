@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_rate, format_size, format_time
-from pdsim.results.brief import alike
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.report.request_figures import columns_of, mean_level
+from pdsim.results.terminal import alike
 
 if TYPE_CHECKING:
     from pdsim.results.kept import KeptRun

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the report of one run says: verdict, figures, tables, evidence, and how to get it again.
 
-It says what `pdsim.results.brief` prints, in the same words, without lines that only make sense on
+It says what `pdsim.results.terminal` prints, in the same words, without lines that only make sense on
 a terminal; figures come from the rows of the run, and nothing from running anything again.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from pdsim.core.units import format_time
 from pdsim.hardware.machine import EVIDENCE
-from pdsim.results import brief
+from pdsim.results import terminal
 from pdsim.results.drawing.figure import Figure
 from pdsim.results.evidence import Evidence
 from pdsim.results.kept import KeptRun
@@ -25,7 +25,7 @@ from pdsim.results.report.page import Content, Tile
 __all__ = ["content", "figures", "proofs"]
 
 _UNPRINTED = ("results:", "next:", "... and", " ", "TTFT ", "TPOT ", "end to end ", "KV transfer ")
-"""How lines of `pdsim.results.brief` begin that a page has no use for: folders, commands, the table of latencies."""
+"""How lines of `terminal.brief_lines` begin that a page leaves out: folders, commands, the table of latencies."""
 _PRINTED = ("evidence", "weakest evidence", "failed", "warning", "note")
 """How those lines begin, of a run that serves nothing, that are not a table."""
 _TILES = {
@@ -61,7 +61,7 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     served = "ttft_p50_s" in run.metrics
     lines = [
         line
-        for line in brief.lines(about, folder)
+        for line in terminal.brief_lines(about, folder)
         if (not line.startswith(_UNPRINTED) if served else line.startswith(_PRINTED))
     ]
     warned = [line for line in lines if line.startswith(("warning", "failed", "SLO missed"))]
@@ -107,7 +107,7 @@ def _tiles(run: KeptRun) -> list[Tile]:
     metrics = run.metrics
     found = []
     if (met := metrics.get("slo_attainment")) is not None:
-        found.append(Tile("requests within the SLO", brief.share(met), "good" if met >= 0.99 else "bad"))
+        found.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= 0.99 else "bad"))
     if (good := metrics.get("goodput")) is not None:
         found.append(Tile("goodput", f"{good:.3g}/s"))
     for name, title in _TILES.items():
