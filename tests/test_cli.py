@@ -106,7 +106,7 @@ REFUSALS = [
     (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
     (("doctor", "now"), "doctor takes no arguments but --host and --config-dir, got 'now'"),
     (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
-    (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 2x8xh100,"),
+    (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,"),
     (("run", "fast"), "'fast' is not KEY=VALUE, such as hw=8xh20"),
     (("run", "--jsn"), "unknown option --jsn; "),
     (("run", "--cfg"), "--cfg needs a value after it"),

@@ -31,7 +31,7 @@ from benchmarks.fixed_runs import RUNS, SETTINGS
 from pdsim.calibration import importers
 from pdsim.cli import help as usage
 from pdsim.cli.refit import WHAT
-from pdsim.core.plugins import groups, options
+from pdsim.core import plugins
 from pdsim.results.kept import KeptRun
 from tools.everything_keys import Keys, known_keys
 
@@ -65,7 +65,7 @@ def options() -> Iterator[str]:
 
 def choices() -> Iterator[str]:
     """Yield the choices of every configuration group."""
-    yield from (f"choice {group}={name}" for group in groups() for name in options(group))
+    yield from (f"choice {group}={name}" for group in plugins.groups() for name in plugins.options(group))
     yield from (f"choice experiment/on={path.stem}" for path in (ROOT / "conf/experiment/on").glob("*.yaml"))
 
 
