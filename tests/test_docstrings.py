@@ -19,7 +19,7 @@ MODULES = (
     *("pdsim.kv.contents", "experiments.faults.causes", "experiments.reports.claims"),
     *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
-    *("pdsim.config", "pdsim.config.loading", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
+    *("pdsim.config", "pdsim.config.typed", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
     *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),
     *("backends.live.formats", "backends.live.metrics"),
     *(

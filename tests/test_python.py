@@ -48,7 +48,7 @@ def test_values_of_python_are_those_of_the_command_line():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"hw": "8xh2O"}, "^hw=8xh2O does not exist; did you mean hw=8xh20[?] There are 2x8xh100,"),
+        ({"hw": "8xh2O"}, "^hw=8xh2O does not exist; did you mean hw=8xh20[?] There are 1xa100,"),
         ({"workload.trace": "a b=c"}, "a value with blanks, commas, brackets, quotes or = needs quotes of its own"),
         ({"hw.gpuss": 3}, r"unknown key hw\.gpuss; did you mean hw\.gpus"),
         ({"parallel.prefill.tp": 64}, "GPUs, hw=8xh20 has 8"),
