@@ -9,8 +9,7 @@ and Python's headers; where one of these is missing, one line says which and wha
 The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  A compiled
 wheel has the sources too, for tracebacks.  Editable installs stay pure.
 
-Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and classes with two bases, such as the
-programs of a pulled handoff.  Ranks' programs may be derived from all the same (`pdsim.core.native_class`).
+Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and classes with two bases.
 """
 
 from __future__ import annotations
@@ -71,19 +70,15 @@ MODULES = (
     "pdsim/kv/staging/staging_receiver.py",
     "pdsim/kv/staging/ring.py",
     "pdsim/compute/roofline.py",
-    "pdsim/serving/decode/block_manager.py",
-    "pdsim/serving/decode/decode_scheduler.py",
-    "pdsim/serving/decode/decode_worker.py",
-    "pdsim/serving/decode/growing_memory.py",
-    "pdsim/serving/decode/preemption.py",
-    "pdsim/serving/decode/room_lookup.py",
-    "pdsim/serving/decode/steps.py",
+    "pdsim/serving/block_manager.py",
+    "pdsim/serving/decode.py",
+    "pdsim/serving/decode_steps.py",
+    "pdsim/serving/handoff/pull.py",
+    "pdsim/serving/handoff/push.py",
     "pdsim/serving/load.py",
     "pdsim/serving/membership.py",
-    "pdsim/serving/prefill/prefill_block_manager.py",
-    "pdsim/serving/prefill/prefill_request.py",
-    "pdsim/serving/prefill/prefill_scheduler.py",
-    "pdsim/serving/prefill/prefill_worker.py",
+    "pdsim/serving/prefill.py",
+    "pdsim/serving/prefill_worker.py",
     "pdsim/serving/prefix_cache.py",
     "pdsim/serving/rank_process.py",
     "pdsim/serving/router.py",

@@ -23,7 +23,7 @@ MODULES = (
     *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),
     *("backends.live.formats", "backends.live.metrics"),
     *(
-        "pdsim.serving.decode.steps",
+        "pdsim.serving.decode_steps",
         "pdsim.serving.deployment",
         "pdsim.serving.policies",
         "pdsim.serving.prefix_cache",

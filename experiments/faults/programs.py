@@ -8,17 +8,17 @@ some first pages of requests, as with a prefix cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pdsim.kv.messages import Submit
-from pdsim.serving.decode.decode_scheduler import DecodeScheduler
-from pdsim.serving.decode.decode_worker import DecodeWorker
+from pdsim.serving.decode import DecodeScheduler, decode_rank
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["LINGER", "HoldingScheduler", "decode", "router"]
+__all__ = ["LINGER", "decode", "router"]
 
 LINGER = 5.0
 """Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for
@@ -126,19 +126,19 @@ class _QuietRouter(Router):
 
 
 def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
-    """Run one rank of a decode instance whose leader says that it holds pages already."""
-    kind = DecodeWorker if index else HoldingScheduler
-    return (yield from kind(rank, Deployment.from_plain(job), instance, index).run())
+    """Run one rank of a decode instance whose scheduler holds some first pages of a request already.
 
-
-class HoldingScheduler(DecodeScheduler):
-    """A decode scheduler that holds some first pages of a request, as an instance with a prefix cache would.
-
-    Such pages are not sent, and the checkers must know that.
+    So would one with a prefix cache.  Such pages are not sent, and the checkers must know that.
     """
+    deployment = Deployment.from_plain(job)
+    engine = decode_rank(rank, deployment, instance, index)
+    if isinstance(engine.scheduler, DecodeScheduler):
+        engine.scheduler.held = partial(_held, deployment)
+    return (yield from engine.run())
 
-    def held(self, request: Submit) -> int:
-        """Return how many pages of *request* are not to be sent."""
-        pages = self.job.page_count(request.input)
-        # a page that the input fills in part is sent, whatever is held
-        return min(request.room % pages, (request.input - 1) // self.job.page_size)
+
+def _held(job: Deployment, request: Submit) -> int:
+    """Return how many pages of *request* are not to be sent."""
+    pages = job.page_count(request.input)
+    # a page that the input fills in part is sent, whatever is held
+    return min(request.room % pages, (request.input - 1) // job.page_size)

@@ -362,7 +362,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 own = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}.{side}_scheduler:program", place, own))
+                found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, own))
     return found
 
 

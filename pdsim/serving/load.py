@@ -118,7 +118,7 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
     """Yield the seconds of each iteration of a prefill instance whose queue holds all of *requests* in order.
 
     An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of
-    which may go on in the next: as `pdsim.serving.prefill.prefill_scheduler` does with ``engine.scheduler=fcfs``.
+    which may go on in the next: as `pdsim.serving.prefill` does with ``engine.scheduler=fcfs``.
 
     The host's time is included, with or without overlap as the engine has it.
     """

@@ -32,7 +32,7 @@ from pdsim.kv.messages import (
     Register,
 )
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, instance_of, life_name, rank_name
-from pdsim.serving.rank_process import EngineProcess, Handler, RankProcess
+from pdsim.serving.rank_process import EngineRank, Handler, RankProcess
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
 
@@ -309,7 +309,7 @@ class PeerConnector:
     connection to it; it checks whether that was the last.
     """
 
-    def __init__(self, process: EngineProcess, peers: PeerTable, ready: Callable[[str], None]) -> None:
+    def __init__(self, process: EngineRank, peers: PeerTable, ready: Callable[[str], None]) -> None:
         self._process = process
         self._peers = peers
         self._ready = ready
@@ -403,7 +403,7 @@ class PeerFence:
 
     def __init__(
         self,
-        process: EngineProcess,
+        process: EngineRank,
         peers: Sequence[int],
         fenced: Callable[[Fenced], None],
         parted: Callable[[str], None] | None = None,

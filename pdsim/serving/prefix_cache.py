@@ -8,39 +8,11 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from pdsim.kv.pages import Pool
-from pdsim.kv.pages import page_pool as in_order
-from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.serving.requests import HASHED, Request, RequestTable
-from pdsim.serving.settings import Cache
 
-__all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
-
-
-def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
-    """Return the hash of each full page of a prompt of *tokens*; *blocks* are the hashes of 512 tokens each.
-
-    A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all
-    that comes before, too.
-    """
-    ends = range(page_size, min(tokens, len(blocks) * HASHED) + 1, page_size)
-    return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
-
-
-def page_pool(
-    pages: int, cache: Cache, cached: bool, page_size: int, host: bool = False, order: str = "best_fit"
-) -> Pool:
-    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
-
-    With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in
-    *order*, one of `pdsim.kv.pages.ORDERS`.
-    """
-    if not cached:
-        return in_order(order, pages)
-    limit, there = int(cache.limit // page_size), int(cache.host // page_size) if host else 0
-    return PrefixPagePool(pages, cache.eviction, limit, there)
+__all__ = ["PrefixCache", "hit_share"]
 
 
 class PrefixCache:

@@ -1,13 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a serving job does: listen, answer the router's pings, and end when told to or left alone."""
+"""What every rank of a serving job does: listen, answer the router's pings, and end when told to or left alone.
+
+`RankProcess` is the base of the router and of `EngineRank`, the one class for every rank of an instance, prefill or
+decode, that schedules or follows.  What such a rank does beside is in its parts::
+
+    EngineRank
+      .mover       PushPrefill | PushDecode | PullPrefill | PullDecode     moves the bytes of this rank
+      .worker      PrefillWorker | DecodeWorker                            computes, or moves KV to host memory
+      .scheduler   None | PrefillScheduler | DecodeScheduler               the first rank only: what runs, and when
+                     .pages  .policy  .host  .handoff
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, cast
+
+from simpy.events import Event
 
 from pdsim.core.errors import PeerLost
 from pdsim.core.native_class import mypyc_attr
+from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Busy,
     Enroll,
@@ -24,12 +38,12 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader, rank_name
 from pdsim.transfer import Message as Envelope
-from pdsim.transfer import Program
+from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["EngineProcess", "Handler", "RankProcess"]
+__all__ = ["EngineRank", "Handler", "Mover", "RankProcess", "SideTraffic"]
 
 Handler = Callable[[str, Any], None]
 """Called with the rank that sent a message, and the message."""
@@ -168,16 +182,94 @@ class RankProcess:
         return False
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class EngineProcess(RankProcess):
+class SideTraffic(Protocol):
+    """What else than KV the model puts on the links of one GPU: `pdsim.sim.side_traffic`."""
+
+    def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
+        """Move *size* bytes to host memory, or *back*, at *rate* bytes/s at most; the event is the end of it."""
+
+    def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
+        """Move the tokens of a forward of so many *seconds* to their experts and back."""
+
+
+class Mover(Protocol):
+    """Moves the bytes of one rank; it registers the messages that it takes with its `EngineRank`."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The pool of this rank."""
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are not over on this rank."""
+
+    def begin(self) -> None:
+        """Begin to listen: the rank has begun to run."""
+
+    def meet(self, peer: str) -> None:
+        """Get connected to *peer*, a life of an instance of the other side."""
+
+    def drop(self, life: str) -> None:
+        """Forget *life*, of the other side, which is given up."""
+
+    def progressed(self) -> bool:
+        """Return whether bytes move, or have arrived since the last call: a slow link is no stalled one."""
+
+    def report(self) -> dict[str, Any]:
+        """Return what it has counted."""
+
+
+class Worker(Protocol):
+    """What an `EngineRank` asks of the part that works with its mover: `PrefillWorker` or `DecodeWorker`."""
+
+    def meet(self, peer: str) -> None:
+        """Have the mover get connected to *peer*, a life of an instance of the other side."""
+
+    def drop(self, life: str) -> None:
+        """Forget *life*, of the other side, which is given up."""
+
+    def working(self) -> bool:
+        """As `RankProcess.working`."""
+
+
+class Leader(Protocol):
+    """What the first rank of an instance asks of its scheduler."""
+
+    def begin(self) -> None:
+        """Begin to schedule: the rank has begun to run."""
+
+    def meet(self, peer: str) -> None:
+        """Expect requests for *peer*, a life of an instance of the other side."""
+
+    def drop(self, life: str) -> None:
+        """End what waits for *life*, of the other side, which is given up."""
+
+    def stop(self) -> None:
+        """Take no more requests; `end_if_drained` follows."""
+
+    def end_if_drained(self) -> None:
+        """End the rank if the job is over and no room is left."""
+
+    def working(self) -> bool:
+        """As `RankProcess.working`."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the account of pages, rooms and messages."""
+
+
+class EngineRank(RankProcess):
     """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
 
-    *life* is the name of the instance's life that this rank is part of, once the router has said so.
+    *mover*, *worker* and *scheduler* are its parts.  They are given this rank, register in `handlers` the messages
+    that they take, and are set before it runs.  *life* is the name of the instance's life that this rank is part of,
+    once the router has said so.
 
     Life: enrols when it runs, learns its life with the first `Meet`, serves, and ends after `Stop`, or with
     `PeerLost` when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds
     on the clock when it was made.
     """
+
+    mover: Mover
+    worker: Worker
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job)
@@ -185,39 +277,94 @@ class EngineProcess(RankProcess):
         self.index = index
         self.life = ""
         self.incarnation = int(rank.clock.now * 1e9)
+        self.scheduler: Leader | None = None
+        self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
+        self._leader = leader(instance)
         self.handlers |= {Gone: self._gone, Meet: self._meet, Stop: self._stop}
+
+    @property
+    def traffic(self) -> SideTraffic:
+        """What else than KV this rank puts on the links of its GPU; of the model only (`experiments.serve`)."""
+        return cast("SideTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
 
     def run(self) -> Program:
         """As `RankProcess.run`, after enrolling."""
+        self.mover.begin()
+        if self.scheduler is not None:
+            self.scheduler.begin()
         terms = Terms(self.job.page_size, self.job.kv_dtype)
         self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
         return (yield from super().run())
 
-    def meet(self, peer: str) -> None:
-        """Get connected to *peer*, a life of an instance of the other side."""
+    def report(self) -> dict[str, Any]:
+        """Return what the mover counted and, of the first rank, the account of its scheduler."""
+        moved = self.mover.report()
+        return moved if self.scheduler is None else moved | self.scheduler.report()
+
+    def working(self) -> bool:
+        """Return whether bytes move, a forward goes on, or pages in quarantine are waited for; or did so since."""
+        worked = self.worker.working()
+        return (self.scheduler is not None and self.scheduler.working()) or worked
+
+    def tell_leader(self, message: KvMessage) -> None:
+        """Have the first rank of this instance take *message*: by a call, where that is this rank."""
+        if self.index:
+            self.send(self._leader, message)
+        else:
+            self.handlers[type(message)](self.rank.name, message)
+
+    def listen(self, notice: Callable[[Notification], None]) -> None:
+        """Call *notice* with each notification of a write; who wrote what is not understood is refused."""
+
+        def hear(notification: Notification) -> None:
+            if self.has_ended:
+                return
+            try:
+                notice(notification)
+            except MessageError as error:
+                self.refuse(notification.sender, str(error))
+            except Exception as error:
+                self.fail(error)
+
+        self.rank.endpoint.notifications.listen(hear)
 
     def peer_gone(self, life: str) -> None:
-        """See to it that nothing waits for *life*, an instance of the other side that is given up."""
+        """See to it that nothing waits for *life*, of an instance of the other side, which is given up."""
+        self.worker.drop(life)
+        if self.scheduler is not None:
+            self.scheduler.drop(life)
 
-    def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
-        """End when the leader has; or, without a word from it, after `Deployment.deadline` seconds."""
+    def end(self, *_: Any) -> None:
+        """End this rank in order, and those that follow it."""
+        self.send(self.followers, Stop())
+        super().end()
+
+    def _meet(self, _: str, message: Meet) -> None:
+        """Take the life of this rank, and get connected to a peer."""
+        if message.incarnation == self.incarnation:
+            self.life = message.life
+            if self.scheduler is not None:
+                self.scheduler.meet(message.peer)
+            self.worker.meet(message.peer)
+        else:  # meant for an earlier life of this rank, whose instance is over
+            self.ignore()
+
+    def _stop(self, sender: str, _: Stop) -> None:
+        """End when the leader has, or without a word from it after `Deployment.deadline` seconds.
+
+        The leader ends once no room is left; those that failed have as long for the proof that nothing moves.
+        """
+        if sender not in (ROUTER, self._leader):
+            self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {self._leader} to send")
+            return
+        if self.scheduler is not None:
+            self.scheduler.stop()
         if sender == ROUTER:
             self.clock.call_at(self.clock.now + self.job.deadline, self.end, None)
         else:
             self.end()
-
-    def _meet(self, _: str, message: Meet) -> None:
-        if message.incarnation == self.incarnation:
-            self.life = message.life
-            self.meet(message.peer)
-        else:  # meant for an earlier life of this rank, whose instance is over
-            self.ignore()
-
-    def _stop(self, sender: str, message: Stop) -> None:
-        if sender in (ROUTER, leader(self.instance)):
-            self.stop(sender, message)
-        else:
-            self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {leader(self.instance)} to send")
+        if self.scheduler is not None:
+            self.scheduler.end_if_drained()
 
     def _gone(self, _: str, message: Gone) -> None:
         """Act on an instance that is given up: the other side's is forgotten, and one's own ends this rank.

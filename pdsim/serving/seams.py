@@ -21,12 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from pdsim.core import plugins
-from pdsim.transfer.job import Rank
 
 if TYPE_CHECKING:
     from pdsim.kv.messages import Submit
-    from pdsim.serving.deployment import Deployment
-    from pdsim.serving.rank_process import EngineProcess
     from pdsim.serving.settings import ServingEngine
 
 __all__ = [
@@ -91,16 +88,14 @@ class Scheduler(Protocol):
 
 
 class Handoff(Protocol):
-    """Who moves the KV of a request from prefill to decode, and in which order the two sides work."""
+    """Who moves the KV of a request from prefill to decode, and in which order the two sides work.
+
+    It makes the parts of both sides that differ by that, as `pdsim.serving.prefill.PrefillHandoff` and
+    `pdsim.serving.decode.DecodeHandoff` say.
+    """
 
     serial: bool
     """Whether decode hears of a request only when prefill has answered; otherwise both hear of it at once."""
-
-    def prefill(self, rank: Rank, job: Deployment, instance: str, index: int) -> EngineProcess:
-        """Return the program of the *index*-th rank of a prefill *instance*; that of rank 0 also schedules."""
-
-    def decode(self, rank: Rank, job: Deployment, instance: str, index: int) -> EngineProcess:
-        """Return the program of the *index*-th rank of a decode *instance*; that of rank 0 also schedules."""
 
 
 class RoutingQuery(NamedTuple):

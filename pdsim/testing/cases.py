@@ -42,7 +42,7 @@ MEMBERS = 4
 IMPORTED = (
     *("zmq.utils.monitor", "zmq.utils.z85", "backends.engines.mooncake", "backends.engines.nixl"),
     *("pdsim.testing.programs", "pdsim.serving.router"),
-    *("pdsim.serving.prefill.prefill_scheduler", "pdsim.serving.decode.decode_scheduler"),
+    *("pdsim.serving.prefill", "pdsim.serving.decode"),
 )
 """What ranks on host memory import, ready before they start; none of it imports an engine's library."""
 

@@ -50,18 +50,19 @@ class ComputedChecker:
 
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""
-        part = getattr(member, "sender", getattr(member, "receiver", None))
+        mover = getattr(member, "mover", None)
+        part = getattr(mover, "sender", getattr(mover, "receiver", None))
         contents: Contents | None = getattr(part, "contents", None)
         if contents is not None:
             contents.marks = self._marks
-        if not hasattr(member, "compute") or contents is None:
+        if contents is None or not hasattr(member.worker, "compute"):
             return
-        name = member.rank.name
+        name, worker, scheduler = member.rank.name, member.worker, member.scheduler
         self._done[name] = {}
-        if hasattr(member, "next_forward"):
-            member.iteration_seconds = partial(self._timed, name, member.iteration_seconds)
-            member.next_forward = partial(self._chosen, name, member.next_forward)
-        member.compute = partial(self._compute, name, member.compute)
+        if scheduler is not None:
+            scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
+            scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
+        worker.compute = partial(self._compute, name, worker.compute)
         contents.computed = partial(self.computed, name)
 
     def computed(self, rank: str, room: int) -> int:

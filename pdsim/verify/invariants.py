@@ -119,18 +119,19 @@ class InvariantChecker:
         self._gone.discard(member.rank.name)
         self._owners.joined(member)
         self._computed.joined(member)
-        if isinstance(getattr(member, "receiver", None), KvReceiver) and hasattr(member, "_poll"):
-            member._poll = partial(self._polled, member, member._poll)
-        if hasattr(member, "batch"):
-            member.batch.join = partial(self._entered, member, member.batch.join)
-        if hasattr(member, "preempt"):
-            member.preempt = partial(_note, self._preempted, member.preempt)
+        scheduler: Any = getattr(member, "scheduler", None)
+        mover = getattr(member, "mover", None)
+        if hasattr(scheduler, "batch"):
+            if isinstance(member.mover.receiver, KvReceiver):
+                scheduler.poll = partial(self._polled, member, scheduler.poll)
+            scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
+            scheduler.preempt = partial(_note, self._preempted, scheduler.preempt)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
             self._orders.append((member, order))
         for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
-            part = getattr(member, name, None)
+            part = getattr(mover, name, None)
             if part is not None:
                 part.report = self._watched(member.rank.name, part.report)
                 for action in actions:
@@ -253,7 +254,7 @@ class InvariantChecker:
         if room in self._preempted:
             return  # KV that was computed again or came back from host memory has no contents
         for name, member in _in_life(self._members, request.decode):
-            contents: Contents = member.receiver.contents
+            contents: Contents = member.mover.receiver.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
             reason = contents.verify(room, target.pages, request.input, held)
@@ -266,16 +267,16 @@ class InvariantChecker:
 
     def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
         """Check the metadata of what has arrived when the scheduler reads it: there, and in a slot of its own."""
-        for incoming in leader.complete:
+        for incoming in leader.scheduler.complete:
             room = incoming.request.room
-            slot = leader.slots.owners.get(room)
+            slot = leader.scheduler.handoff.slots.owners.get(room)
             if slot is None:
                 self._found(
                     "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
                 )
             elif not incoming.reason:
                 for name, member in _in_life(self._members, incoming.request.decode):
-                    contents: Contents = member.receiver.contents
+                    contents: Contents = member.mover.receiver.contents
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
                         self._found("I6", f"{name} when it is read: {what}")

@@ -88,10 +88,11 @@ class LawChecker:
             self._network = member.rank.device.network
             self._since, self._carried = member.rank.clock.now, self._network.carried()
         self._members[member.rank.name] = member
-        if hasattr(member, "iteration_seconds"):
-            member.next_forward = partial(self._planned, member.next_forward, self._pieces_of(member))
-        if hasattr(member, "batch"):
-            member.batch.join = partial(self._entered, member, member.batch.join)
+        scheduler: Any = getattr(member, "scheduler", None)
+        if hasattr(scheduler, "next_forward"):
+            scheduler.next_forward = partial(self._planned, scheduler.next_forward, self._pieces_of(scheduler))
+        if hasattr(scheduler, "batch"):
+            scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
         """Look at a control message."""
@@ -150,16 +151,16 @@ class LawChecker:
         if moved > self._posted.get(label, 0):
             self._found("bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted")
 
-    def _pieces_of(self, member: Any) -> list[tuple[int, int]]:
-        """Return a list that is filled with the tokens of each forward that *member* plans."""
+    def _pieces_of(self, scheduler: Any) -> list[tuple[int, int]]:
+        """Return a list that is filled with the tokens of each forward that *scheduler* plans."""
         pieces: list[tuple[int, int]] = []
-        seconds = member.iteration_seconds
+        seconds = scheduler.iteration_seconds
 
         def watch(planned: list[tuple[int, int]]) -> Any:
             pieces[:] = planned
             return seconds(planned)
 
-        member.iteration_seconds = watch
+        scheduler.iteration_seconds = watch
         return pieces
 
     def _planned(self, plan: Callable[[bool], Any], pieces: list[tuple[int, int]], ahead: bool = False) -> Any:
@@ -202,7 +203,8 @@ class LawChecker:
             if one > other:
                 self._found("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
         for name, member in self._members.items():
-            pool = getattr(member, "pages", None)
+            scheduler = getattr(member, "scheduler", None)
+            pool = None if scheduler is None else scheduler.pages.pool
             if pool is not None and not pool.is_whole():
                 owned = sum(count for runs in pool.owners.values() for _, count in runs)
                 self._found("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")

@@ -72,7 +72,8 @@ class LeakChecker:
                 pairs = product(registry.prefills.names, registry.decodes.names)
                 self._lost |= not all(registry.linked(*pair) for pair in pairs)
                 others = registry.decodes.names
-                met = {name: len(getattr(each, "_met", others)) for name, each in self._members.items()}
+                workers = {name: getattr(each, "worker", None) for name, each in self._members.items()}
+                met = {name: len(getattr(worker, "met", others)) for name, worker in workers.items()}
                 self._late = {name for name, count in met.items() if count < len(others)}
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
@@ -123,9 +124,10 @@ class LeakChecker:
             self._found("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
 
     def _check_pool(self, name: str, member: Any) -> None:
-        pool = getattr(member, "pages", None)
-        if pool is None:
+        scheduler = getattr(member, "scheduler", None)
+        if scheduler is None:
             return
+        pool = scheduler.pages.pool
         if not pool.is_whole():
             owned = sum(count for pages in pool.owners.values() for _, count in pages)
             self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
-from pdsim.kv.pages import Pages
+from pdsim.kv.pages import Pages, Pool
 from pdsim.kv.paths import REGION, STAGING
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
@@ -49,10 +49,11 @@ class OwnershipChecker:
         """Watch *member*, a rank's program, in place of an earlier life of that rank."""
         name = member.rank.name
         self._members[name] = member
-        if hasattr(member, "pages"):
+        if getattr(member, "scheduler", None) is not None:
             self._leaders.setdefault(name, []).append(member)
-        if hasattr(getattr(member, "sender", None), "_gather"):
-            member.sender._gather = self._watched(member.sender._gather)
+        sender: Any = getattr(getattr(member, "mover", None), "sender", None)
+        if hasattr(sender, "_gather"):
+            sender._gather = self._watched(sender._gather)
 
     def read(self, batch: Batch, label: str) -> None:
         """Check that what is read is the room's."""
@@ -74,7 +75,7 @@ class OwnershipChecker:
         gathered = self._gathers.pop(id(batch), None)
         if gathered is not None:
             rank = batch.source.owner
-            layout = self._members[rank].sender.layout
+            layout = self._members[rank].mover.layout
             self._check_rows("gathered from", layout, gathered[1], rank, batch.source_offset, batch.size)
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
@@ -97,9 +98,8 @@ class OwnershipChecker:
 
     def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
         """Check pieces of the pool of *rank*, in bytes from its start, moved for the room that *label* names."""
-        member = self._members[rank]
-        part = member.sender if hasattr(member, "sender") else member.receiver
-        self._check_rows(verb, part.layout, int(label.partition("/")[0]), rank, offsets, sizes)
+        layout = self._members[rank].mover.layout
+        self._check_rows(verb, layout, int(label.partition("/")[0]), rank, offsets, sizes)
 
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
         """Check that the rows of *layout*'s tables and the metadata slots that pieces touch are *room*'s."""
@@ -107,7 +107,7 @@ class OwnershipChecker:
         if leader is None:
             self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
             return
-        if hasattr(leader, "sender"):
+        if hasattr(leader.mover, "sender"):
             self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
         for table in layout.tables:
             inside = (offsets >= table.start) & (offsets < table.end)
@@ -127,21 +127,24 @@ class OwnershipChecker:
         Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of the
         room's.
         """
-        request = leader._rooms.get(room) or getattr(leader, "_lent", {}).get(room)
+        request = leader.scheduler.rooms.get(room)
         if request is None:
             return  # over: whose pages these are says I3
         tokens, kv = request.request.input, layout.tables[0]
         inside = (offsets >= kv.start) & (offsets < kv.end)
         if inside.all():
             rows = _rows(kv, offsets, sizes)
-            places = [place for place, row in enumerate(_numbered(leader.pages.owners.get(room, ()))) if row in rows]
+            places = [
+                place for place, row in enumerate(_numbered(_pages(leader).owners.get(room, ()))) if row in rows
+            ]
             tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
         self._computed.check(verb, rank, room, tokens)
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         """Check that the rows of first-token metadata that are touched are of the room's own slot (I6)."""
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
-        foreign = _slots(layout, inside) - {leader.slots.owners.get(room)}
+        slots = getattr(leader.scheduler.handoff, "slots", None)  # none where no metadata moves
+        foreign = _slots(layout, inside) - ({slots.owners.get(room)} if slots is not None else set())
         if foreign:
             self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
@@ -151,7 +154,7 @@ class OwnershipChecker:
         It must lie in no other, be in one piece within the ring, and slots must not overlap.
         """
         rank, (room, chunk) = batch.target.owner, map(int, label.split("/")[:2])
-        ring = self._members[rank].receiver.landing.ring
+        ring = self._members[rank].mover.receiver.landing.ring
         key = room, int(batch.source.owner.partition(".")[2]), chunk
         start, size = int(batch.target_offset[0]), batch.nbytes
         if key not in ring:
@@ -167,10 +170,10 @@ class OwnershipChecker:
     def _check_scatter(self, batch: Batch) -> None:
         """Check that what leaves a staging ring lies in a slot, and that the pages are those of the slot's room."""
         rank, start = batch.target.owner, int(batch.source_offset[0])
-        ring = self._members[rank].receiver.landing.ring
+        ring = self._members[rank].mover.receiver.landing.ring
         for key, slot in ring.slots.items():
             if slot.position % ring.size <= start < slot.position % ring.size + slot.size:
-                layout = self._members[rank].receiver.layout
+                layout = self._members[rank].mover.layout
                 self._check_rows("scattered to", layout, key[0], rank, batch.target_offset, batch.size)
                 return
         self._found("I4", f"{rank} scattered from {start} of its ring, which is no slot")
@@ -200,12 +203,17 @@ def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     Keys and values, and the index, are of pages; the window and the state have pools of their own.
     """
     if table.component in ("kv", "index"):
-        owned: dict[int, Any] = leader.pages.owners
+        owned: dict[int, Any] = _pages(leader).owners
     elif table.component == "window":
-        owned = leader.state.window.owners
+        owned = leader.scheduler.pages.state.window.owners
     else:
-        owned = leader.state.slots.owners
+        owned = leader.scheduler.pages.state.slots.owners
     return owned
+
+
+def _pages(leader: Any) -> Pool:
+    pool: Pool = leader.scheduler.pages.pool
+    return pool
 
 
 def _numbers(rows: Pages | int) -> set[int]:

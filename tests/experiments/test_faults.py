@@ -24,9 +24,9 @@ from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
-from pdsim.serving.decode.decode_worker import DecodeWorker
-from pdsim.serving.prefill import prefill_scheduler as prefill
-from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.serving.handoff.push import PushDecode, PushPrefillLeader
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.prefill_worker import PrefillWorker
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
@@ -185,10 +185,10 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
     """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
     trial = FaultTrial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
 
-    def takes_any(original: Any, self: DecodeWorker, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, arrival=changed(message.arrival, to=self.life)))
+    def takes_any(original: Any, self: PushDecode, sender: str, message: Any) -> None:
+        original(self, sender, changed(message, arrival=changed(message.arrival, to=self.engine.life)))
 
-    with patched((mutated(takes_any, DecodeWorker, "_store"),)):
+    with patched((mutated(takes_any, PushDecode, "_store"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
 
@@ -203,7 +203,7 @@ def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_star
     trial = FaultTrial(14487, 50, 0.4, SINCE | frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PrefillWorker, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, life=self.life))
+        original(self, sender, changed(message, life=self.engine.life))
 
     with patched((mutated(takes_any, PrefillWorker, "_forward"),)):
         assert trial.run().violations[0].invariant == "I8"  # what is left of the room is found by the probe, too
@@ -214,10 +214,10 @@ def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_
     """D8: one of 20,000 scenarios kept where to write a room that its prefill leader would never be given."""
     trial = FaultTrial(18620, 11, 0.4, SINCE | frozenset({"late", "slow", "squeezes", "stray", "torn"}))
 
-    def takes_any(original: Any, self: prefill.PrefillScheduler, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, life=self.life))
+    def takes_any(original: Any, self: PushPrefillLeader, sender: str, message: Any) -> None:
+        original(self, sender, changed(message, life=self._engine.life))
 
-    with patched((mutated(takes_any, prefill.PrefillScheduler, "_destination"),)):
+    with patched((mutated(takes_any, PushPrefillLeader, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
 
@@ -281,7 +281,7 @@ def test_a_forward_that_was_chosen_ahead_leaves_out_what_was_given_up_since():
     """D14: pages of a room that nobody had begun were free, and then computed and written all the same."""
     trial = FaultTrial(339, 3, 0.4, frozenset(KINDS) - {"aborts", "edges", "hosts"})
     assert not trial.run().violations
-    with patched(((prefill.PrefillScheduler, "_still_wanted", lambda _, forward: forward),)):
+    with patched(((PrefillScheduler, "_still_wanted", lambda _, forward: forward),)):
         assert "which is nobody's" in trial.run().violations[0].what
 
 
@@ -292,12 +292,13 @@ def test_posts_of_one_instant_keep_their_order():
 
     def takes_its_own(self: PrefillWorker, message: Any) -> None:
         self._computing -= 1
-        turns = self.posts.turns(self.clock.now, self.launching(message.seconds), len(message.chunks))
+        clock, late = self.engine.clock, self.launching(message.seconds) if self.launching else 0.0
+        turns = self.posts.turns(clock.now, late, len(message.chunks))
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
         for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
-            self.clock.call_at(when, self._write, (chunks, number == len(turns)))
+            clock.call_at(when, lambda posts: self.mover.computed(*posts), (chunks, number == len(turns)))
         if not turns:
-            self._write((message.chunks, True))
+            self.mover.computed(message.chunks, True)
 
     with patched(((PrefillWorker, "_computed", takes_its_own),)):
         assert trial.run().violations[0].invariant == "I7"

@@ -8,7 +8,7 @@ from experiments.serve import run
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Result
-from pdsim.serving.decode import decode_scheduler
+from pdsim.serving.decode import DecodeScheduler
 from pdsim.sim.model import Model
 
 LINK = ("hw=link", "experiment.deadline=2s")
@@ -34,7 +34,7 @@ def test_a_write_that_takes_too_long_fails_by_the_deadline_of_the_engine() -> No
 
 
 def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_scheduler.DecodeScheduler, "_submit", lambda *_: None)
+    monkeypatch.setattr(DecodeScheduler, "submit", lambda *_: None)
     assert statuses(served()) == {"Stalled"}
 
 

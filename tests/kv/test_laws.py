@@ -15,7 +15,7 @@ from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 from pdsim.kv.pages import PagePool
-from pdsim.serving.prefill.prefill_scheduler import PrefillScheduler
+from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
 from pdsim.sim.flows.links import Link
 from pdsim.sim.model import Model

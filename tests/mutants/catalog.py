@@ -24,13 +24,13 @@ from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import GatherBuffers, Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.serving import router
-from pdsim.serving.decode import decode_scheduler as decode
-from pdsim.serving.decode import decode_worker as reader
+from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.handoff.pull import PullPrefillLeader
+from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader, PushPrefillLeader
 from pdsim.serving.membership import Membership
-from pdsim.serving.prefill import prefill_scheduler as prefill
-from pdsim.serving.prefill.prefill_worker import PrefillWorker
-from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
-from pdsim.serving.rank_process import EngineProcess
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.rank_process import EngineRank
 from pdsim.sim.sim_endpoint import SimEndpoint
 from tests.mutants.defects import (
     ELEVEN,
@@ -47,11 +47,10 @@ from tests.mutants.defects import (
     counted_in_the_request,
     counts_messages,
     dies,
-    drops_without_slot,
     failure_ignored,
     forgets_at_once,
     forgets_replicas,
-    forgets_the_reader,
+    forgets_without_slot,
     frees_slot_at_once,
     frees_slots_at_once,
     gathers_what_failed,
@@ -233,20 +232,20 @@ MUTANTS = (
     Mutant("Z8", "a gather buffer is filled again while it is written from", "I2",
            ((GatherBuffers, "lend", nothing), mutated(not_waited_for, KvSender, "_stage")), staged),
     Mutant("Z9", "slots are freed with their room, while writes to them may land", "I4",
-           (mutated(frees_slots_at_once, decode.DecodeScheduler, "_fail"),), staged_and_failing),
+           (mutated(frees_slots_at_once, DecodeScheduler, "fail"),), staged_and_failing),
     Mutant("Z10", "chunks are numbered by where they begin, so that two of them have one slot", "I4",
-           (mutated(numbered_by_place, prefill.PrefillScheduler, "_chunk"), mutated(key_unchecked, Ring, "request")),
+           (mutated(numbered_by_place, PrefillScheduler, "_chunk"), mutated(key_unchecked, Ring, "request")),
            staged),
     Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
            (mutated(sliced_after_all, KvSender, "_deliver"),), staged),
     Mutant("Z12", "pages are counted in the request, though those that decode holds are not sent",
-           "I2", (mutated(counted_in_the_request, prefill.PrefillScheduler, "_chunk"),), holding),
+           "I2", (mutated(counted_in_the_request, PrefillScheduler, "_chunk"),), holding),
     Mutant("Z13", "decode frees pages at an abort while writes to them are under way", "I3",
-           (mutated(releases_at_once, decode.DecodeScheduler, "_fail"),), failing),
+           (mutated(releases_at_once, DecodeScheduler, "fail"),), failing),
     Mutant("Z13b", "prefill says that nothing moves while writes are under way", "I3",
            ((KvSender, "_settle", settles_at_once),), failing),
     Mutant("Z14", "an abort raises in the thread that receives it", "I5",
-           ((prefill.PrefillScheduler, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
+           ((PrefillScheduler, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
     Mutant("Z15", "writers are told apart by their tensor-parallel rank alone", "I5",
            (mutated(counted_by_tp, KvSender, "_arrival"),), lambda scenario: scenario.job.prefill.pp > 1),
     Mutant("Z16", "the result of a write is not looked at", "I3",
@@ -257,15 +256,15 @@ MUTANTS = (
            ((Queues, "_resume", dies),),
            lambda scenario: scenario.job.handoff.queues > 0 and failing(scenario)),
     Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
-           ((prefill.PrefillScheduler, "_count_ready", counts_messages),),
+           ((PushPrefillLeader, "_count_ready", counts_messages),),
            lambda scenario: scenario.job.prefill.size > 1 and delayed(scenario)),
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
-           ((prefill.PrefillScheduler, "peer_gone", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
+           ((PrefillScheduler, "drop", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
-           (mutated(frees_slot_at_once, decode.DecodeScheduler, "_fail"),
-            (decode.DecodeScheduler, "_drop", drops_without_slot)), failing),
+           (mutated(frees_slot_at_once, DecodeScheduler, "fail"),
+            (PushDecodeLeader, "forget", forgets_without_slot)), failing),
     Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
-           ((prefill.PrefillScheduler, "_count_ready", overtaken),), delayed),
+           ((PushPrefillLeader, "_count_ready", overtaken),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            (mutated(read_twice, KvSender, "_written"),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
@@ -278,7 +277,7 @@ MUTANTS = (
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
            (mutated(swapped, PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
     Mutant("O2", "a follower at decode takes up pages in another order than its leader", "I7",
-           (mutated(takes_up_late, reader.DecodeWorker, "_reserve"),),
+           (mutated(takes_up_late, PushDecode, "_reserve"),),
            lambda scenario: scenario.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
@@ -287,18 +286,18 @@ MUTANTS = (
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
-           (mutated(meets_as_another, EngineProcess, "_meet"),), both_back),
+           (mutated(meets_as_another, EngineRank, "_meet"),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
-           (mutated(sends_incomplete_pages, prefill.PrefillScheduler, "_chunk"),)),
+           (mutated(sends_incomplete_pages, PrefillScheduler, "_chunk"),)),
     Mutant("S2", "the last token of a request is never computed", "I10",
-           (mutated(leaves_the_last, prefill.PrefillScheduler, "_chunk"),)),
+           (mutated(leaves_the_last, PrefillScheduler, "_chunk"),)),
     Mutant("S3", "a chunk is sent when its forward begins", "I10",
            (mutated(sends_before, PrefillWorker, "compute"),)),
     Mutant("S4", "a metadata slot is freed before the first token is read", "I6",
-           (mutated(frees_when_complete, decode.DecodeScheduler, "_count"),
-            (decode.DecodeScheduler, "release_slot", nothing))),
+           (mutated(frees_when_complete, PushDecodeLeader, "_count"),
+            (PushDecodeLeader, "read", nothing))),
     Mutant("S5", "pages are given back while one rank still scatters", "I3",
-           ((decode.DecodeScheduler, "quiet", quiet_with_the_first),),
+           ((DecodeScheduler, "_quiet", quiet_with_the_first),),
            lambda scenario: staged_and_failing(scenario) and scenario.job.decode.size > 1),
     Mutant("S6", "a write that the engine reports as failed counts as done", "I2",
            (mutated(failure_is_success, KvSender, "_written"),),
@@ -309,7 +308,7 @@ MUTANTS = (
            (unbound(one_page_late, state, "window_span"), unbound(one_page_late, contents, "window_span")),
            lambda scenario: scenario.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           (mutated(never_ready_again, prefill.PrefillScheduler, "_count_ready"),), both_back),
+           (mutated(never_ready_again, PushPrefillLeader, "_count_ready"),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
            (mutated(fails_all, router.Router, "instance_lost"),),
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
@@ -320,14 +319,14 @@ MUTANTS = (
     Mutant("S13", "a gather buffer that was replaced is never given back", "I8",
            ((GatherBuffers, "_discard", nothing),), staged_and_failing),
     Mutant("P1", "prefill hands pages out again when a lease ends, though they are still read", "I3",
-           (mutated(gives_back_with_the_lease, PullPrefillScheduler, "_revoke"),), failing, SHORT_LEASES),
+           (mutated(gives_back_with_the_lease, PullPrefillLeader, "_revoke"),), failing, SHORT_LEASES),
     Mutant("P2", "decode frees the pages of a room that failed while its reads are under way", "I3",
            ((KvReader, "forget", forgets_at_once),), failing, PULLED),
     Mutant("P3", "a room is complete when the first of its reads is", "I2",
            (mutated(complete_with_the_first, KvReader, "_ended"),),
            lambda scenario: scenario.job.prefill.size > scenario.job.decode.size, PULLED),
     Mutant("P4", "pages that a lost reader was reading never come back", "I8",
-           ((PullPrefillScheduler, "peer_gone", forgets_the_reader),), lost_and_back("decode"), PULLED),
+           ((PullPrefillLeader, "drop", nothing),), lost_and_back("decode"), PULLED),
 )  # fmt: skip
 
 IMPOSSIBLE = {

@@ -25,12 +25,12 @@ from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.kv.status import Status
 from pdsim.models.parallel import Side
 from pdsim.serving import router
-from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
-from pdsim.serving.prefill import prefill_scheduler as prefill
-from pdsim.serving.prefill.prefill_worker import PrefillWorker
-from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
-from pdsim.serving.rank_process import EngineProcess
+from pdsim.serving.handoff.pull import PullPrefillLeader
+from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader, PushPrefillLeader
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
 from pdsim.transfer import Transfer
 
@@ -40,7 +40,7 @@ Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
 # --- lives ---------------------------------------------------------------------------------------------------------
 
 
-def meets_as_another(original: Any, self: EngineProcess, sender: str, message: Any) -> None:
+def meets_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
     """Take an introduction for one's own, whichever life of this rank it is meant for."""
     original(self, sender, changed(message, incarnation=self.incarnation))
 
@@ -130,7 +130,7 @@ def share_by_number(self: KvSender, chunk: Any) -> Any:
 SHARE = KvSender._share
 
 
-def counted_in_the_request(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
+def counted_in_the_request(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
     """Cut a chunk's pages out of those that are sent by their place in the whole request."""
     chunk = original(self, room, tokens)
     return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
@@ -151,7 +151,7 @@ SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
 """Leases that end while a link is slow."""
 
 
-def gives_back_with_the_lease(original: Any, self: PullPrefillScheduler, number: int) -> None:
+def gives_back_with_the_lease(original: Any, self: PullPrefillLeader, number: int) -> None:
     """Hand pages out again when a lease ends, as if nobody read them any more."""
     original(self, number)
     if number in self._lent:
@@ -174,11 +174,6 @@ def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any
         room.failed = True
 
 
-def forgets_the_reader(self: PullPrefillScheduler, life: str) -> None:
-    """Do nothing about what a lost reader was reading."""
-    prefill.PrefillScheduler.peer_gone(self, life)
-
-
 # --- staging -------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +194,8 @@ def gathers_what_failed(original: Any, self: KvSender, delivery: Any, queue: int
 
 
 def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
-    landing, number = self.receiver.landing, room.request.room
-    if landing is not None and not room.consensus.over:
+    landing, number = self.mover.receiver.landing, room.request.room
+    if landing is not None and room.waits:
         for key, question in list(landing._questions.items()):
             if key[0] == number and not question.scattering:
                 landing._drop(key)
@@ -220,7 +215,7 @@ def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
         value = yield event
 
 
-def numbered_by_place(original: Any, self: prefill.PrefillScheduler, *arguments: Any) -> Any:
+def numbered_by_place(original: Any, self: PrefillScheduler, *arguments: Any) -> Any:
     """Number a chunk by where it begins, as if all before it had been full: those of shared forwards are not."""
     chunk = original(self, *arguments)
     return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
@@ -253,23 +248,19 @@ def sliced_after_all(original: Any, self: KvSender, delivery: Any, queue: int) -
 
 def releases_at_once(original: Any, self: Any, room: Any) -> None:
     original(self, room)
-    self._release(room.request.room)
+    self.handoff._release(room.request.room)
 
 
 def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
     number = room.request.room
-    if not room.consensus.over and number in self.slots.owners:
-        self.slots.release(number)
+    if room.waits and number in self.handoff.slots.owners:
+        self.handoff.slots.release(number)
     original(self, room)
 
 
-def drops_without_slot(self: Any, number: int) -> None:
-    del self._rooms[number]
-    self.pages.release(number)
+def forgets_without_slot(self: PushDecodeLeader, number: int) -> None:
     if number in self.slots.owners:
         self.slots.release(number)
-    self.state.release(number)
-    self._end_if_drained()
 
 
 def settles_at_once(self: KvSender, state: Any) -> None:
@@ -307,16 +298,15 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
     """A rank that says twice that it is ready stands for another one that is not."""
     ready = self.readiness._ready.setdefault((message.life, message.peer), set())
     ready.add(len(ready))
-    if len(ready) == self.job.prefill.size:
-        self.send(ROUTER, message)
+    if len(ready) == self._scheduler.job.prefill.size:
+        self._engine.send(ROUTER, message)
 
 
-def gone_by_prefix(self: prefill.PrefillScheduler, life: str) -> None:
+def gone_by_prefix(self: PrefillScheduler, life: str) -> None:
     """Give up the rooms of every instance whose name begins like that of *life*."""
-    PrefillWorker.peer_gone(self, life)
-    self.readiness.lose(life)
-    for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
+    for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(life))]:
         self._give_up(room)
+    self.handoff.drop(life)
 
 
 def kills_the_second(seed: int, ranks: list[str], span: float) -> dict[str, float]:
@@ -347,13 +337,13 @@ SLOW_WIRE = (
 
 
 def overtaken(self: Any, rank: int, message: Any) -> None:
-    if message.peer not in self._met:
-        self.ignore()
+    if message.peer not in self._scheduler.worker.met:
+        self._engine.ignore()
     else:
         COUNT_READY(self, rank, message)
 
 
-COUNT_READY = prefill.PrefillScheduler._count_ready
+COUNT_READY = PushPrefillLeader._count_ready
 
 
 def lose_unnoticed(original: Any, self: Any, *arguments: Any) -> None:
@@ -368,17 +358,18 @@ def impatient(original: Any, self: Any, *arguments: Any) -> None:
     self._patience -= self.job.deadline / 3
 
 
-def swapped(original: Any, self: Any, message: Any) -> Any:
+def swapped(original: Any, self: PrefillWorker, message: Any) -> Any:
     """A follower takes up the chunks of a forward in another order than its leader."""
-    if not self.index:
+    if not self.engine.index:
         return original(self, message)
     return original(self, changed(message, chunks=message.chunks[::-1]))
 
 
-def takes_up_late(original: Any, self: reader.DecodeWorker, sender_: str, message: Any) -> None:
+def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -> None:
     """A follower takes up the pages of every other room a moment later, when those of the next may have come."""
     if message.room % 2:
-        self.clock.call_at(self.clock.now + 1e-2, lambda _: original(self, sender_, message), None)
+        clock = self.engine.clock
+        clock.call_at(clock.now + 1e-2, lambda _: original(self, sender_, message), None)
     else:
         original(self, sender_, message)
 

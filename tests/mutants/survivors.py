@@ -13,14 +13,15 @@ from pdsim.kv.messages import encode
 from pdsim.kv.plan import cut
 from pdsim.kv.sender import KvSender
 from pdsim.serving import router
-from pdsim.serving.decode import decode_scheduler as decode
+from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.deployment import epoch_of
-from pdsim.serving.prefill import prefill_scheduler as prefill
-from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.prefill_worker import PrefillWorker
 from pdsim.transfer import Transfer
 
 
-def sends_incomplete_pages(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
+def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
     """Send a page with the chunk that begins it, and not again with the one that completes it."""
     before = room.done
     chunk = original(self, room, tokens)
@@ -28,7 +29,7 @@ def sends_incomplete_pages(original: Any, self: prefill.PrefillScheduler, room: 
     return changed(chunk, first_page=first, runs=cut(room.runs, first - chunk.held, end - first))
 
 
-def leaves_the_last(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
+def leaves_the_last(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
     """Take a request of which one token is left for computed."""
     left = room.request.input - room.done - tokens
     return original(self, room, tokens + 1 if left == 1 else tokens)
@@ -36,29 +37,28 @@ def leaves_the_last(original: Any, self: prefill.PrefillScheduler, room: Any, to
 
 def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
     """Send chunks when their forward begins."""
-    self._write, write = lambda _: None, self._write  # type: ignore[method-assign]
     forward = original(self, message)
-    del self._write
-    write((message.chunks, True))
+    self.mover.computed(message.chunks, True)
     forward.callbacks.pop()
     return forward
 
 
-def frees_when_complete(original: Any, self: decode.DecodeScheduler, *arguments: Any) -> None:
+def frees_when_complete(original: Any, self: PushDecodeLeader, *arguments: Any) -> None:
     """Give the slot of metadata back when all has arrived, before the scheduler has read it."""
-    before = len(self.complete)
+    complete = self._scheduler.complete
+    before = len(complete)
     original(self, *arguments)
-    for room in self.complete[before:]:
+    for room in complete[before:]:
         self.slots.release(room.request.room)
 
 
-def quiet_with_the_first(self: decode.DecodeScheduler, message: Any) -> None:
+def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
     """Give pages back when one rank has forgotten the room."""
-    if message.room not in self._rooms:
-        self.ignore()
+    if message.room not in self.rooms:
+        self.engine.ignore()
         return
     self._drop(message.room)
-    self._wake()
+    self.wake()
 
 
 def failure_is_success(original: Any, self: KvSender, delivery: Any, event: Transfer) -> None:
@@ -84,7 +84,7 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
     return first, -(-tokens // page_size) - first
 
 
-def never_ready_again(original: Any, self: prefill.PrefillScheduler, rank: int, message: Any) -> None:
+def never_ready_again(original: Any, self: PushPrefillLeader, rank: int, message: Any) -> None:
     """Do not become ready in a second life."""
     if epoch_of(message.life) < 2:
         original(self, rank, message)

@@ -13,7 +13,7 @@ from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
 from pdsim.models.parallel import Side
-from pdsim.serving.decode.decode_scheduler import DecodeScheduler
+from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
@@ -34,13 +34,13 @@ PAGE = 16 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
 @pytest.fixture(autouse=True)
 def _quarantine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the number of rooms that may grow with a count of them, each time that a scheduler asks for it."""
-    known = DecodeScheduler._growing
+    known = DecodeScheduler.growing
 
     def compared(scheduler: DecodeScheduler) -> int:
-        assert known(scheduler) == sum(not room.failed for room in scheduler._rooms.values())
+        assert known(scheduler) == sum(not room.failed for room in scheduler.rooms.values())
         return known(scheduler)
 
-    monkeypatch.setattr(DecodeScheduler, "_growing", compared)
+    monkeypatch.setattr(DecodeScheduler, "growing", compared)
 
 
 def serve(

@@ -9,12 +9,10 @@ import pytest
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.layout import AUX_BYTES
-from pdsim.kv.messages import Submit
 from pdsim.kv.pages import after
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
-from pdsim.serving.decode.decode_scheduler import DecodeScheduler
-from pdsim.serving.decode.decode_worker import DecodeWorker
+from pdsim.serving.decode import DecodeScheduler, decode_rank
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
@@ -28,21 +26,12 @@ SPARSE = replace(MLA, hybrid=Hybrid(index_bytes=12))
 WINDOW = replace(GQA, hybrid=Hybrid(pattern="aw", window=40))
 
 
-class Holding(DecodeScheduler):
-    """A decode leader with some pages of every request, as one with a cache of prefixes would have."""
-
-    pages_held = 0
-
-    def held(self, request: Submit) -> int:
-        return self.pages_held
-
-
 def decode(rank: Rank, *, instance: str, index: int, job: Any, held: int) -> Program:
-    if index:
-        return (yield from DecodeWorker(rank, Deployment.from_plain(job), instance, index).run())
-    leader = Holding(rank, Deployment.from_plain(job), instance, index)
-    leader.pages_held = held
-    return (yield from leader.run())
+    """A decode rank whose scheduler has some pages of every request, as one with a cache of prefixes would have."""
+    engine = decode_rank(rank, Deployment.from_plain(job), instance, index)
+    if isinstance(engine.scheduler, DecodeScheduler):
+        engine.scheduler.held = lambda _: held
+    return (yield from engine.run())
 
 
 def serve(held: int, model: Llm = GQA, prefill: Side = ONE, decode: Side = ONE, **kv: Any) -> Outcome:

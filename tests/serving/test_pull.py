@@ -13,7 +13,7 @@ from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.messages import Renew
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
-from pdsim.serving.decode.pull_decode import PullDecodeScheduler
+from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
@@ -100,13 +100,13 @@ def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch):
     """Let no heartbeat through."""
-    send = PullDecodeScheduler.send
+    send = EngineRank.send
 
-    def without(self: PullDecodeScheduler, receivers: Any, message: Any) -> None:
+    def without(self: EngineRank, receivers: Any, message: Any) -> None:
         if not isinstance(message, Renew):
             send(self, receivers, message)
 
-    monkeypatch.setattr(PullDecodeScheduler, "send", without)
+    monkeypatch.setattr(EngineRank, "send", without)
 
 
 def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: None):

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Arrival, Destination, Dropped, Forward
-from pdsim.serving.decode import decode_scheduler as decode
-from pdsim.serving.decode.decode_worker import DecodeWorker
-from pdsim.serving.prefill.prefill_worker import PrefillWorker
+from pdsim.serving.handoff.push import PushDecode
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome
@@ -28,15 +28,15 @@ FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps th
 
 def again(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
     """Have the decode leader name pages twice for each room, *after* so many seconds others than at first."""
-    send: Callable[..., None] = decode.DecodeScheduler.send
+    send: Callable[..., None] = EngineRank.send
 
-    def twice(self: decode.DecodeScheduler, receivers: Any, message: Any) -> None:
+    def twice(self: EngineRank, receivers: Any, message: Any) -> None:
         send(self, receivers, message)
         if isinstance(message, Destination):
             stale = replace(message, pages=tuple((start + 16, count) for start, count in message.pages))
             self.clock.call_at(self.clock.now + after, lambda _: send(self, receivers, stale), None)
 
-    monkeypatch.setattr(decode.DecodeScheduler, "send", twice)
+    monkeypatch.setattr(EngineRank, "send", twice)
 
 
 def writes(outcome: Outcome) -> int:
@@ -81,17 +81,19 @@ def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatc
 def test_an_arrival_for_an_earlier_life_is_not_counted():
     """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
     counted: list[Arrival] = []
-    worker = SimpleNamespace(life="decode0@2", receiver=SimpleNamespace(arrive=counted.append))
+    receiver = SimpleNamespace(arrive=counted.append)
+    mover = SimpleNamespace(engine=SimpleNamespace(life="decode0@2"), receiver=receiver)
     stale, mine = (Arrival(1, 0, 1, 4, 0.0, 0.0, 0.0, to=life) for life in ("decode0@1", "decode0@2"))
-    DecodeWorker._arrive(worker, "prefill0.0", stale)  # type: ignore[arg-type]
-    DecodeWorker._arrive(worker, "prefill0.0", mine)  # type: ignore[arg-type]
+    PushDecode._arrive(mover, "prefill0.0", stale)  # type: ignore[arg-type]
+    PushDecode._arrive(mover, "prefill0.0", mine)  # type: ignore[arg-type]
     assert counted == [mine]
 
 
 def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
     """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
     clock, kept = Clock(), []
-    worker = SimpleNamespace(life="", _ahead=kept, clock=clock, job=SimpleNamespace(deadline=2.0))
+    engine = SimpleNamespace(life="", clock=clock, job=SimpleNamespace(deadline=2.0))
+    worker = SimpleNamespace(engine=engine, _ahead=kept)
     for _ in range(2):
         PrefillWorker._forward(worker, "prefill0.0", Forward("prefill0@1", 0.5, ()))  # type: ignore[arg-type]
     clock.run(until=1.9)

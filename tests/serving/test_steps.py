@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiments.serve import ServeOptions, job
 from pdsim.models.parallel import Side
-from pdsim.serving.decode.steps import DecodeSpan
+from pdsim.serving.decode_steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import SchedulerLimits, Workload
 from tests.support.serving import configured, serve

@@ -3,7 +3,7 @@
 
 A step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order
 of `engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode
-longer. Steps without prompts are in closed form, as in `pdsim.serving.decode.steps`.
+longer. Steps without prompts are in closed form, as in `pdsim.serving.decode_steps`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.kv.messages import Submit
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.serving.decode.growing_memory import GrowingMemory
-from pdsim.serving.decode.steps import Member, RunningBatch
+from pdsim.serving.block_manager import page_keys, page_pool
+from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.seams import Running, scheduler_of
 from pdsim.transfer import Program
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many decode steps in closed form.
+"""What decode goes through: a request's states, many steps of a batch in closed form, pages that grow, retracted KV.
 
 While the members of a batch stay the same, a step takes ``base + cost * context`` seconds, where *context* is the
 number of tokens whose keys and values it reads and grows by the batch with every step.  So *n* steps take ``n * base
@@ -12,13 +12,31 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
+
+from simpy.events import Event
 
 from pdsim.compute.forward import ForwardModel
+from pdsim.kv.consensus import Consensus
+from pdsim.kv.messages import Abort, Arrival, Offload, Submit
+from pdsim.kv.pages import Pool
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.rank_process import EngineRank, Mover
 from pdsim.serving.scheduler_host import StepVariation
 from pdsim.serving.settings import HostCosts
+from pdsim.transfer import Program
 
-__all__ = ["DecodeSpan", "Member", "RunningBatch", "steps_that_fit"]
+__all__ = [
+    "DecodeMover",
+    "DecodeRequest",
+    "DecodeSpan",
+    "DecodeWorker",
+    "GrowingMemory",
+    "Member",
+    "Retraction",
+    "RunningBatch",
+    "steps_that_fit",
+]
 
 
 @dataclass(slots=True)
@@ -94,6 +112,95 @@ def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: in
         middle = (low + high + 1) // 2
         low, high = (middle, high) if need(middle) <= pages else (low, middle - 1)
     return low
+
+
+class DecodeRequest:
+    """A request that has pages at the decode scheduler; before that it is a `Submit` in its queue.
+
+    ::
+
+        Submit              every rank has all of its KV
+          |                         |
+        queue --> reserved ------arrive------> arrived --notice--> ready --join--> running --last token--> over
+                      |                                                             |   ^
+                    fail                                                      preempt   resume
+                      v                                                             v   |
+                  quarantined --quiet (nothing of it moves on any rank)--> over    preempted
+
+    The scheduler notices, joins, preempts and resumes between two steps.  Times are seconds on the clock.
+    """
+
+    def __init__(self, request: Submit, reserved: float, ranks: int) -> None:
+        self.request = request
+        self.state: Literal["reserved", "arrived", "ready", "running", "preempted", "quarantined"] = "reserved"
+        self.reserved = reserved
+        self.reason = ""  # why what arrived cannot be used
+        self.stamps: Arrival | None = None
+        self.arrived = 0.0
+        self.polled = 0.0
+        self.joined = 0.0
+        self.lag = 0  # of a noticed one: steps before the next that it can be in
+        self.left = False  # nobody wants its tokens any more
+        self.released = False  # nothing of it is written any more
+        self.asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
+        self.first = 0.0  # its first token leaves the server
+        self.has_pages = True
+        self.context = 0  # of a preempted one: tokens that its next step reads
+        self.steps = 0  # of a preempted one: that it still takes
+        self.recomputed = 0  # of *context*, tokens whose KV is here again
+        self._consensus = Consensus(ranks)
+        self._quiet = 0  # ranks that have forgotten it
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until it is proven that nothing of it moves."""
+        return self.state == "quarantined"
+
+    @property
+    def waits(self) -> bool:
+        """Whether its KV is on the way; otherwise it is here, or never will be."""
+        return self.state == "reserved"
+
+    def arrive(self, rank: int, now: float) -> bool:
+        """Take note that *rank* has all of its KV *now*; return whether every rank has with that."""
+        if not self._consensus.succeed(rank):
+            return False
+        self.state = "arrived"
+        self.arrived = now
+        return True
+
+    def fail(self) -> bool:
+        """Put its pages in quarantine; return whether that ends it: one that is here stays as it is."""
+        failed = self._consensus.fail()
+        if failed:
+            self.state = "quarantined"
+        return failed
+
+    def quiet(self) -> int:
+        """Count a rank on which nothing of it moves any more; return how many there are."""
+        self._quiet += 1
+        return self._quiet
+
+    def notice(self, now: float) -> None:
+        """Wait for a place in the batch: the scheduler has seen that it is here."""
+        self.state = "ready"
+        self.polled = now
+
+    def join(self, now: float) -> None:
+        """Be in the batch."""
+        self.state = "running"
+        self.joined = now
+
+    def preempt(self, member: Member) -> None:
+        """Be without pages, as *member* was in the batch."""
+        self.state = "preempted"
+        self.has_pages = False
+        self.context, self.steps, self.recomputed = member.context, member.left, 0
+
+    def resume(self) -> None:
+        """Be in the batch again, with pages and all of its KV."""
+        self.state = "running"
+        self.context = self.recomputed = 0
 
 
 class RunningBatch:
@@ -262,3 +369,158 @@ class RunningBatch:
         """
         forward = max(forward, self._host.launch)
         return max(forward, self._host.step) if self._overlap else forward + self._host.step
+
+
+class GrowingMemory:
+    """The pages of *pool* that the requests of *batch* have, which grow as tokens come.
+
+    Pages are given between steps: as many as the next step stores into.  How far the batch can go without looking
+    again is known in closed form.
+
+    Used with ``ServingEngine.memory=grow``.  The scheduler asks `short` between steps, preempts until it is false,
+    and then lets all `grow`.
+    """
+
+    def __init__(self, job: Deployment, pool: Pool, batch: RunningBatch) -> None:
+        self._job = job
+        self._pool = pool
+        self._batch = batch
+        self._lacking: list[tuple[int, int]] = []  # room and pages, of the next step
+
+    def admits(self, tokens: int, others: int) -> bool:
+        """Return whether a request of *tokens* may have pages beside *others* that have some.
+
+        Each of them, and the new one, has `ServingEngine.reserved_tokens` kept free; the only one needs none.
+
+        *tokens* are those of the context that it starts with; *others* counts requests, not tokens.
+        """
+        reserved = self._job.engine.reserved_tokens if others else 0
+        kept = self._job.page_count(reserved) * others
+        return self._pool.free - kept >= self._job.page_count(tokens + reserved)
+
+    def short(self) -> bool:
+        """Return whether there are too few pages for the next step of all."""
+        pool, page_size = self._pool, self._job.page_size
+        needs = [(number, -(-tokens // page_size) - pool.count(number)) for number, tokens in self._batch.contexts()]
+        self._lacking = sorted(need for need in needs if need[1] > 0)
+        return sum(pages for _, pages in self._lacking) > self._pool.free
+
+    def grow(self) -> None:
+        """Give every request the pages that its next step needs; `short` has just said that they are there.
+
+        Raise a `ValueError` if they are not: the pool has changed since.
+        """
+        for number, lacks in self._lacking:
+            if not self._pool.extend(number, lacks):
+                raise ValueError(f"room {number} lacks {lacks} pages, {self._pool.free} are free")
+        self._lacking = []
+
+    def steps(self) -> float:
+        """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
+        members = self._batch.contexts()
+        if not members:
+            return math.inf
+        most = self._batch.least()
+        count = self._pool.count
+        pages = self._pool.free + sum([count(number) for number, _ in members])
+        contexts = [tokens for _, tokens in members]
+        fit = steps_that_fit(contexts, self._job.page_size, pages, most)
+        return math.inf if fit == most else fit
+
+
+class DecodeMover(Mover, Protocol):
+    """The half of a handoff on a decode rank."""
+
+    @property
+    def ignored(self) -> int:
+        """Arrivals that came too late."""
+
+    def forget(self, room: int) -> None:
+        """Give *room* up: the leader hears a `Quiet` once nothing of it moves here."""
+
+
+class DecodeWorker:
+    """Works on one decode rank beside its *mover*: moves KV to host memory and back, as the scheduler says."""
+
+    def __init__(self, engine: EngineRank, mover: DecodeMover) -> None:
+        self.engine = engine
+        self.mover = mover
+        engine.handlers |= {Offload: self._offload, Abort: lambda _, message: mover.forget(message.room)}
+
+    def meet(self, peer: str) -> None:
+        """Have the mover get connected to *peer*, a life of a prefill instance."""
+        self.mover.meet(peer)
+
+    def drop(self, life: str) -> None:
+        """Have the mover forget *life*, of a prefill instance."""
+        self.mover.drop(life)
+
+    def working(self) -> bool:
+        """Return whether KV is on the way, as far as this side knows: what is pushed prefill answers for."""
+        return self.mover.progressed()
+
+    def offload(self, nbytes: int, back: int) -> Event:
+        """Move so much KV to host memory and then so much back, over the links that transfers use, too.
+
+        Each way is at most at `ServingEngine.retract_rate`.  The event succeeds at the end of both.
+        """
+        return self.engine.clock.process(self._offloading(nbytes, back))
+
+    def _offloading(self, nbytes: int, back: int) -> Program:
+        engine = self.engine
+        rate = engine.job.engine.retract_rate
+        modelled = hasattr(engine.rank.device, "traffic")  # a real device moves no bytes of its own accord
+        for size, returns in ((nbytes, False), (back, True)):
+            if size:
+                yield (
+                    engine.traffic.offload(size, returns, rate) if modelled else engine.clock.timeout(size / rate)
+                )
+
+    def _offload(self, _: str, message: Offload) -> None:
+        if message.life == self.engine.life:
+            self.offload(message.nbytes, message.back)
+        else:
+            self.engine.ignore()
+
+
+class Retraction:
+    """What goes to host memory, and back, at a boundary between two steps of a scheduler.
+
+    Tokens are noted by `out` and `back`; `move` puts the KV of all of them on the links of every rank, and *then* is
+    called when the leader's part is there.  SGLang's decode scheduler waits for these copies, too.  While they are
+    *under_way* no step is, and what comes is seen to after the next: whoever notices it sets *news*.
+    """
+
+    def __init__(self, worker: DecodeWorker, then: Callable[[bool], None]) -> None:
+        self.under_way = False
+        self.news = False
+        self._worker = worker
+        self._then = then
+        self._tokens = [0, 0]
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to move."""
+        return any(self._tokens)
+
+    def out(self, tokens: int) -> None:
+        """Note that KV of so many *tokens* goes to host memory."""
+        self._tokens[0] += tokens
+
+    def back(self, tokens: int) -> None:
+        """Note that KV of so many *tokens* comes back."""
+        self._tokens[1] += tokens
+
+    def move(self) -> None:
+        """Move what was noted."""
+        engine = self._worker.engine
+        each = engine.job.shape.token_bytes(engine.job.decode.tp)
+        (out, back), self._tokens = self._tokens, [0, 0]
+        self.under_way = True
+        engine.send(engine.followers, Offload(engine.life, out * each, back * each))
+        event = self._worker.offload(out * each, back * each)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: None if engine.has_ended else engine.guard(self._moved))
+
+    def _moved(self) -> None:
+        news, self.under_way, self.news = self.news, False, False
+        self._then(news)

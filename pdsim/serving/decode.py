@@ -1,0 +1,682 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode side of serving: pages first, then continuous batching, with few events: steps are in closed form.
+
+`DecodeScheduler` decides for its instance who gets pages and what runs in the next step.  Who moves the KV, and when
+pages are free of it, is the handoff's (`pdsim.serving.handoff`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from msgspec.structs import asdict
+from simpy.events import Event
+
+from pdsim.kv.messages import (
+    Abort,
+    Details,
+    Dropped,
+    Failed,
+    Finished,
+    KvMessage,
+    Quiet,
+    Streamed,
+    Submit,
+)
+from pdsim.kv.pages import Pages, after
+from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers, out_of_memory
+from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
+from pdsim.serving.decode_steps import (
+    DecodeMover,
+    DecodeRequest,
+    DecodeWorker,
+    GrowingMemory,
+    Member,
+    Retraction,
+    RunningBatch,
+)
+from pdsim.serving.deployment import ROUTER, Deployment
+from pdsim.serving.rank_process import EngineRank, Handler
+from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.seams import Running, handoff_of, scheduler_of
+from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
+
+__all__ = ["DecodeHandoff", "DecodeLeader", "DecodeRequest", "DecodeScheduler", "decode_rank", "program"]
+
+
+def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
+    """Run one rank of a decode instance until the router stops it."""
+    return (yield from decode_rank(rank, Deployment.from_plain(job), instance, index).run())
+
+
+def decode_rank(rank: Rank, job: Deployment, instance: str, index: int) -> EngineRank:
+    """Return the *index*-th rank of a decode *instance*; the first also schedules."""
+    handoff, engine = cast("DecodeHandoff", handoff_of(job.engine)), EngineRank(rank, job, instance, index)
+    engine.mover = mover = handoff.decode_mover(engine)
+    engine.worker = worker = DecodeWorker(engine, mover)
+    if not index:
+        engine.scheduler = DecodeScheduler(engine, worker, mover, handoff)
+    return engine
+
+
+class DecodeLeader(Protocol):
+    """When the KV of a request of a `DecodeScheduler` may come, and when its pages are free of it."""
+
+    def meet(self, peer: str) -> None:
+        """Expect requests from *peer*, a life of a prefill instance."""
+
+    def drop(self, life: str) -> None:
+        """Fail what waits for *life*, of a prefill instance, which is given up."""
+
+    def stop(self) -> None:
+        """Expect no more requests."""
+
+    def accept(self, request: Submit) -> None:
+        """Have *request*, which has just come, queued once it is known where its KV is."""
+
+    def has_slot(self) -> bool:
+        """Return whether there is a row for the metadata of one more request."""
+
+    def start(self, room: DecodeRequest, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
+        """Have the KV of *room* come to its *pages* and rows of *state*; the first *held* pages are here."""
+
+    def posted(self) -> float:
+        """Return when this rank has posted the reads that it has begun."""
+
+    def notice(self, number: int) -> None:
+        """Have the next look find a room whose KV is here, though the other side has not said so yet."""
+
+    def read(self, room: DecodeRequest) -> None:
+        """Take note that the scheduler has read the metadata of *room*."""
+
+    def withdraw(self, number: int) -> bool:
+        """Give a room up that is not queued yet; return whether there is one."""
+
+    def unadmitted(self, number: int) -> None:
+        """Take note that a room which had no pages is given up."""
+
+    def failed(self, room: DecodeRequest) -> None:
+        """Have *room* given up on both sides: its pages are in quarantine until every rank is quiet about it."""
+
+    def forget(self, number: int) -> None:
+        """Give back what this part has of a room that failed, and of which nothing moves any more."""
+
+    @property
+    def open_rooms(self) -> int:
+        """What it waits for."""
+
+
+class DecodeHandoff(Protocol):
+    """What the decode side asks of a `pdsim.serving.seams.Handoff`."""
+
+    def decode_mover(self, rank: EngineRank) -> DecodeMover:
+        """Return what moves the bytes of *rank*."""
+
+    def decode_leader(self, scheduler: DecodeScheduler) -> DecodeLeader:
+        """Return what decides for *scheduler*; the mover of its rank is there already."""
+
+
+class DecodeScheduler:
+    """Decides what an instance decodes, and owns its pages and the requests that they are given to.
+
+    Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are
+    done. So what happens within a step waits for its end, as in a real scheduler, and a step without news needs
+    no event.
+
+    With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output:
+    nothing that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each
+    other.  With ``grow`` it is admitted with pages for its input, and when the others lack some the policy's
+    victim gives its own up: its KV is computed again in the steps of the others, or moved to host memory and
+    back.
+
+    The order between two steps is that of `_between_steps`: tokens counted, requests done, arrivals noticed, places
+    filled, pages grown, requests admitted, KV of the retracted moved, and the next step begun.
+
+    *held* says of a request how many of its first pages are here already, less than all; they are not moved.
+
+    Invariant: a page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays
+    there, with its pages, until `Quiet` has come from every rank.
+    """
+
+    def __init__(self, engine: EngineRank, worker: DecodeWorker, mover: DecodeMover, handoff: DecodeHandoff) -> None:
+        job, instance = engine.job, engine.instance
+        self.engine = engine
+        self.mover = mover
+        self.job = job
+        self.clock = engine.clock
+        self.rooms: dict[int, DecodeRequest] = {}
+        self.complete: list[DecodeRequest] = []  # arrived, not noticed
+        pool = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages)
+        self.pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
+        self.policy = scheduler_of(job.engine)
+        self.host = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
+        self.batch = RunningBatch(
+            job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
+        )
+        self.held: Callable[[Submit], int] = self._cached_pages
+        self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self.preemptions = 0
+        self.timers = Timers(engine.clock, job.waiting_timeout, self._expire)
+        self.handoff = handoff.decode_leader(self)
+        self._details: ExpiringMap[Details] = ExpiringMap(engine.clock, OVER)
+        self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some
+        self._coming: dict[int, Submit] = {}  # the host has not made them known yet
+        self._queue: deque[Submit] = deque()  # no pages yet
+        self._late: list[DecodeRequest] = []  # noticed while the next step was prepared already
+        self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
+        self._preempted: deque[DecodeRequest] = deque()  # gave their pages up
+        self._recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
+        self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
+        self._left = False  # somebody has left
+        self._memory = GrowingMemory(job, pool, self.batch) if job.engine.memory == "grow" else None
+        self._retraction = Retraction(worker, self._go_on)
+        self._held_up = 0.0  # seconds that this boundary takes before the next step begins
+        self._due = math.inf  # the next boundary between steps that is looked at, and its event
+        self._due_event: Event | None = None
+        self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
+        self._stopping = False
+        engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
+        handlers: dict[type[KvMessage], Handler] = {
+            Submit: self.submit,
+            Details: lambda _, message: self._details.set(message.room, message),
+            Quiet: self._quiet,
+            Abort: self._abort,
+        }
+        engine.handlers |= handlers
+
+    # --- the rank ---
+
+    def begin(self) -> None:
+        """Do nothing: what comes wakes it."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        waiting = len(self.timers) + len(self._coming) + len(self._queue) + self.handoff.open_rooms
+        found: dict[str, Any] = self.pages.report() | {
+            "open_rooms": len(self.rooms) + len(self.mover) + waiting,
+            "ignored": self.engine.ignored + self.mover.ignored,
+        }
+        found |= {"hits": self.hits} if self.job.cache.decode else {}
+        return found | ({"preemptions": self.preemptions} if self.preemptions else {})
+
+    def working(self) -> bool:
+        """Return whether it waits for what ends by itself: pages in quarantine, and KV that is retracted."""
+        return self._blocked.waiting or self._retraction.under_way
+
+    def meet(self, peer: str) -> None:
+        """Expect requests from *peer*, a life of a prefill instance."""
+        self.handoff.meet(peer)
+
+    def drop(self, life: str) -> None:
+        """Fail the requests whose KV was to come from *life*, of a prefill instance."""
+        self.handoff.drop(life)
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._stopping = True
+        self.handoff.stop()
+
+    def end_if_drained(self) -> None:
+        """End if the job is over and no room is left."""
+        if self._stopping and not self.rooms:
+            self.engine.end()
+
+    # --- what comes in ---
+
+    def submit(self, _: str, request: Submit) -> None:
+        """Take a request for this life, once the host has made it known; one for another life is ignored."""
+        if request.decode != self.engine.life:
+            self.engine.ignore()
+            return
+        seconds = self.host.arrive(request.input, self.clock.now)
+        if seconds:
+            self._coming[request.room] = request
+            self.clock.call_at(self.clock.now + seconds, self._come, request)
+        else:
+            self.handoff.accept(request)
+
+    def _come(self, request: Submit) -> None:
+        if self._coming.pop(request.room, None) is not None:
+            self.handoff.accept(request)
+
+    def queue(self, request: Submit) -> None:
+        """Have *request* wait for pages."""
+        self._queue.append(request)
+        if len(self._queue) == 1:
+            self.wake()
+
+    def withdraw(self, number: int) -> bool:
+        """Give a room up that has no pages; return whether it was waiting here."""
+        waited = self.handoff.withdraw(number)
+        self._keys.pop(number, None)
+        waited = self._coming.pop(number, None) is not None or waited
+        for request in [request for request in self._queue if request.room == number]:
+            self._queue.remove(request)
+            waited = True
+        return waited
+
+    def _abort(self, _: str, message: Abort) -> None:
+        """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
+        room, untouched = self.rooms.get(message.room), False
+        if room is None:
+            untouched = self.withdraw(message.room)
+        elif room.waits or room.failed:
+            self.fail(room)
+        else:
+            self.handoff.notice(message.room)
+            room.left = self._left = True
+            self.wake()
+        self.engine.send(ROUTER, Dropped(message.room, untouched))
+        if room is None:
+            self.handoff.unadmitted(message.room)
+
+    # --- what becomes of a room whose KV is on the way ---
+
+    def arrived(self, room: DecodeRequest) -> None:
+        """Have the next look notice *room*, whose KV is here."""
+        self.timers.drop(room.request.room)
+        self.complete.append(room)
+        self.wake()
+
+    def quarantine(self, room: DecodeRequest) -> bool:
+        """Fail *room*, whose pages are in quarantine until it is proven that nothing of it moves.
+
+        Return whether that ends it: not one that is over already.
+        """
+        ended = room.fail()
+        if ended:
+            self.pages.quarantine(room.request.room)
+        return ended
+
+    def fail(self, room: DecodeRequest) -> None:
+        """Fail *room* and have it given up on both sides; one that is over already stays as it is."""
+        if self.quarantine(room):
+            self.timers.drop(room.request.room)
+            self.handoff.failed(room)
+            self.wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
+
+    def _expire(self, number: int) -> None:
+        """Fail a room that has waited too long; one that is here needs nobody's word for ever."""
+        room = self.rooms[number]
+        if not room.waits:
+            self.handoff.notice(number)
+            return
+        reason = f"TransferTimeout: not all of it has arrived within {self.job.waiting_timeout:g} s"
+        self.engine.send(ROUTER, Failed(number, reason))
+        self.fail(room)
+
+    def _quiet(self, _: str, message: Quiet) -> None:
+        """Count a rank that has forgotten a room; with the last, give its pages back."""
+        room = self.rooms.get(message.room)
+        if room is None:
+            self.engine.ignore()
+        elif room.quiet() == self.job.decode.size:
+            self._drop(message.room)
+            self.wake()
+
+    def _drop(self, number: int) -> None:
+        """Give the pages of a room back whose KV never became complete."""
+        del self.rooms[number]
+        self._keys.pop(number, None)
+        self.pages.release(number)
+        self.handoff.forget(number)
+        self.end_if_drained()
+
+    # --- the scheduler ---
+
+    def wake(self) -> None:
+        """See to what has come at the end of the current step, or when an idle scheduler looks next."""
+        if self._retraction.under_way:
+            self._retraction.news = True
+        else:
+            self._set(self.batch.boundary(self.clock.now))
+
+    def _set(self, time: float) -> None:
+        """Make *time* the next boundary, unless an earlier one is set."""
+        if self._due <= time:
+            return
+        self._due = time
+        event = self._due_event = self.clock.at(time)
+        assert event.callbacks is not None
+        event.callbacks.append(self._boundary)
+
+    def _boundary(self, event: Event) -> None:
+        if event is self._due_event and not self.engine.has_ended:
+            due, self._due = self._due, math.inf
+            self.engine.guard(self._between_steps, due)
+
+    def _between_steps(self, due: float) -> None:
+        """Do all that a scheduler does between two steps, at the boundary *due*, and begin the next.
+
+        *due* is what the clock was set to: on a wall clock, now is a little later, and tokens are counted until
+        *due*.
+        """
+        self.batch.advance(due)
+        self._held_up = 0.0
+        if self._recomputing:
+            self._computed_again()
+        for number in self.batch.finished():
+            self._done(self.rooms[number])
+        self._ripen()
+        self.poll()
+        if self._left:
+            self._leave()
+        self._join()
+        if self._memory is not None:
+            self._make_room(self._memory)
+        self._admit()
+        if self._retraction:
+            self._retraction.move()
+        else:
+            self._begin_step()
+
+    def _go_on(self, news: bool) -> None:
+        """Begin the next step, the KV of the retracted being where it goes."""
+        self._begin_step()
+        if news:
+            self.wake()
+
+    def _ripen(self) -> None:
+        """Have those wait for a place in the batch that were noticed as many steps ago as the pipeline is deep."""
+        for room in self._late:
+            room.lag -= 1
+        self._waiting += [room for room in self._late if not room.lag]
+        self._late = [room for room in self._late if room.lag]
+
+    def poll(self) -> None:
+        """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them.
+
+        Taking a request up holds the loop up, one after the other, and the next step begins that much later
+        (`HostCosts.admit`).  With a pipeline of steps a request is in the batch only as many steps later as the
+        pipeline is deep, if steps are under way.
+        """
+        room_lag = self.job.engine.pipeline if self.batch.runs else 0
+        for room in self.complete:
+            room.notice(self.clock.now)
+            self.handoff.read(room)
+            if room.reason:
+                self._reject(room)
+                continue
+            if self.job.cache.decode:
+                self.pages.commit(room.request.room, self._keys[room.request.room])
+            self._held_up += self.host.admit(room.request.input)
+            room.first = room.polled + self._held_up + self.host.answer(room.request.input)
+            if room_lag:
+                room.lag = room_lag
+                self._late.append(room)
+            else:
+                self._waiting.append(room)
+        self.complete.clear()
+
+    def _leave(self) -> None:
+        """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
+        self._left = False
+        for number in self.batch.leave(lambda number: self.rooms[number].left):
+            self._free(number)
+        others: list[deque[DecodeRequest] | list[DecodeRequest]] = [
+            self._waiting, self._late, self._preempted, self._recomputing
+        ]  # fmt: skip
+        for rooms in others:
+            for room in [room for room in rooms if room.left]:
+                rooms.remove(room)
+                self._free(room.request.room)
+
+    def _join(self) -> None:
+        """Put requests whose KV is here into the batch, in the order of the policy, while there are places."""
+        recompute = self.job.engine.recompute
+        while self._waiting and len(self.batch) + len(self._recomputing) < self.batch.limit:
+            index = self.policy.join([room.request for room in self._waiting])
+            room = self._waiting[index]
+            del self._waiting[index]
+            room.join(self.clock.now)
+            request = room.request
+            if recompute:
+                self._joined.append(room)
+                self.batch.join(request.room, request.input, request.output)
+            elif request.output == 1:
+                self._done(room)
+            else:
+                self.batch.join(request.room, request.input + 1, request.output - 1)
+
+    def _begin_step(self) -> None:
+        """Begin the next step, and say how long it is before anything can change by itself.
+
+        The step begins when the host is done with this boundary and, with ``posting_holds``, with posting reads.
+        It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
+        lacks a page in.
+        """
+        start = self.clock.now + self._held_up
+        if self.job.engine.posting_holds:
+            start = self.batch.held(self.clock.now, max(start, self.handoff.posted()))
+        if pieces := self._pieces_again():
+            end = self.batch.begin_mixed(start, pieces)
+        else:
+            most = 1.0 if self._late else math.inf
+            if self._memory is not None:
+                most = min(most, self._memory.steps())
+            end = self.batch.begin(start, most)
+        self._set(end)
+        if self.job.decode_time.exchange:
+            self._route(end, sum(new for _, new in pieces))
+        if not pieces and not self.batch.runs and self._late:
+            self._set(start)
+        for room in self._joined:
+            room.first = self.batch.first_step() + self.host.answer(room.request.input)
+        self._joined.clear()
+
+    def _route(self, end: float, again: int) -> None:
+        """Put the tokens of the steps until *end*, and those computed *again*, on the links to their experts.
+
+        They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group
+        that do not schedule put nothing there.
+        """
+        exchange = self.job.decode_time.exchange
+        tokens = again + (self.batch.steps(end) * len(self.batch) if math.isfinite(end) else 0)
+        network, port = tokens * exchange.network, tokens * exchange.port
+        self.engine.traffic.exchange(network, port, end - self.clock.now)
+
+    # --- pages ---
+
+    def _admit(self) -> None:
+        """Give pages to requests of the queue, in the order of the policy, until the next one finds none.
+
+        If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds and
+        then fails.
+        """
+        while self._queue and not self._preempted:
+            index = self.policy.admit(self._queue)
+            request = self._queue[index]
+            held, rows = self._find_memory(request) if self.handoff.has_slot() else (0, None)
+            if rows is None:
+                if self.growing():
+                    self._blocked.clear()
+                    return
+                if not self._blocked.too_long():
+                    return
+                del self._queue[index]
+                count = self.job.page_count(request.input + (0 if self._memory else request.output))
+                reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
+                self.engine.send(ROUTER, Failed(request.room, reason))
+                self.handoff.unadmitted(request.room)
+                continue
+            del self._queue[index]
+            self._blocked.clear()
+            room = self.rooms[request.room] = DecodeRequest(request, self.clock.now, self.job.decode.size)
+            if self.job.cache.decode:
+                self.hits[request.room] = held * self.job.page_size
+            self.timers.add(request.room)
+            self.handoff.start(room, *rows, held)
+
+    def growing(self) -> int:
+        """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""
+        return len(self.rooms) - len(self.pages.quarantined)
+
+    def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
+        """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""
+        held, memory = self.held(request), self._memory
+        if memory is not None and not memory.admits(request.input - self._shared(request), self.growing()):
+            return held, None
+        return held, self._allocate(request, held)
+
+    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages and the rows of state that *request* gets; None if there are too few.
+
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no
+        pages for the first *held*.
+        """
+        count = self.job.page_count(request.input + (0 if self._memory else request.output))
+        if self.job.cache.decode:
+            given = self.pages.allocate(request.room, count, self._known(request))
+            pages = None if given is None else after(given[0], held)
+        else:
+            given = self.pages.allocate(request.room, count - held)
+            pages = None if given is None else given[0]
+        if pages is None:
+            return None
+        state = self.pages.allocate_state(request.room, request.input, request.input + request.output, pages)
+        return None if state is None else (pages, state)
+
+    def _cached_pages(self, request: Submit) -> int:
+        """Return how many first pages of *request* the prefix cache has."""
+        return self.pages.match(self._known(request)) if self.job.cache.decode else 0
+
+    def _shared(self, request: Submit) -> int:
+        """Return how many tokens of *request* lie in pages of others, so that it needs none for them."""
+        return self.pages.shared(self._known(request)) if self.job.cache.decode else 0
+
+    def _known(self, request: Submit) -> Sequence[int]:
+        """Return the hashes of *request*'s full pages, that of its last token left out."""
+        keys = self._keys.get(request.room)
+        if keys is None:
+            details = self._details.pop(request.room)
+            blocks = details.blocks if details is not None else ()
+            keys = self._keys[request.room] = page_keys(blocks, request.input, self.job.page_size)
+        return self.pages.usable(keys, request.input)
+
+    def _free(self, number: int) -> None:
+        """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
+        room = self.rooms.pop(number)
+        self._keys.pop(number, None)
+        self.pages.release(number, pages=room.has_pages)
+        self.end_if_drained()
+
+    def _reject(self, room: DecodeRequest) -> None:
+        self._free(room.request.room)
+        self.engine.send(ROUTER, Failed(room.request.room, room.reason))
+
+    def _done(self, room: DecodeRequest) -> None:
+        """Free what *room* has and tell the router the times of its life."""
+        number, stamps = room.request.room, room.stamps
+        assert stamps is not None
+        self._free(number)
+        now = self.clock.now
+        looks = room.arrived, room.polled, room.joined
+        message = Finished(number, room.reserved, stamps.noticed, stamps.started, stamps.ended, *looks, now)
+        if room.first != room.polled or room.asked is not None:
+            ended = now + self.host.answer()
+            times = asdict(message) | {"finished": max(ended, room.first)}
+            message = Streamed(**times, first=room.first, asked=room.asked)
+        self.engine.send(ROUTER, message)
+
+    # --- requests that run out of pages ---
+
+    def _make_room(self, memory: GrowingMemory) -> None:
+        """Give every request of the batch the pages of its next step.
+
+        While there are too few, the policy's victim is preempted, of requests in the order in which they
+        joined.  What is left over then lets preempted ones go on, in their order, while each finds pages for its
+        whole context and its reserve.  One in whose way is nothing but quarantine fails as in `_admit`.
+        """
+        while memory.short():
+            running = [self._running(member) for member in self.batch]
+            running.sort(key=lambda one: self.rooms[one.room].joined)
+            self.preempt(running[self.policy.victim(running)].room)
+        memory.grow()
+        while self._preempted and len(self.batch) + len(self._recomputing) < self.batch.limit:
+            room = self._preempted[0]
+            others = self.growing() - len(self._preempted)
+            again = self.job.engine.preemption == "recompute"
+            if not memory.admits(room.context - (self._shared(room.request) if again else 0), others):
+                if others:
+                    self._blocked.clear()
+                elif self._blocked.too_long():
+                    self._preempted.popleft()
+                    room.reason = out_of_memory(self.pages.pool, self.pages.pool.free + 1)
+                    self._reject(room)
+                    continue
+                return
+            self._blocked.clear()
+            given = self.pages.allocate(
+                room.request.room,
+                self.job.page_count(room.context),
+                self._known(room.request) if again and self.job.cache.decode else (),
+            )
+            assert given is not None
+            room.recomputed = given[1] * self.job.page_size
+            room.has_pages = True
+            self._preempted.popleft()
+            if again:
+                self._recomputing.append(room)
+            else:
+                self._retraction.back(room.context)
+                self._rejoin(room)
+
+    def _running(self, member: Member) -> Running:
+        request = self.rooms[member.number].request
+        return Running(member.number, request.input, request.output - member.left)
+
+    def preempt(self, number: int) -> None:
+        """Take *number* out of the batch, and its pages."""
+        room = self.rooms[number]
+        member = next(member for member in self.batch if member.number == number)
+        self.batch.leave(lambda other: other == number)
+        self.pages.pool.release(number)
+        room.preempt(member)
+        if room in self._joined:
+            self._joined.remove(room)
+        self.preemptions += 1
+        if self.job.engine.preemption == "recompute":
+            self._preempted.appendleft(room)
+        else:
+            self._retraction.out(room.context)
+            self._preempted.append(room)
+
+    def _rejoin(self, room: DecodeRequest) -> None:
+        """Put a retracted request back into the batch, as it was."""
+        context, steps = room.context, room.steps
+        room.resume()
+        if not room.first or (self.job.engine.recompute and steps == room.request.output):
+            self._joined.append(room)
+        self.batch.join(room.request.room, context, steps)
+
+    def _computed_again(self) -> None:
+        """Let those go on whose last piece has been computed, which gave them a token."""
+        for room in [room for room in self._recomputing if room.recomputed == room.context]:
+            self._recomputing.remove(room)
+            context, steps = room.context + 1, room.steps - 1
+            if self.job.engine.recompute and room.steps == room.request.output:
+                room.first = self.clock.now + self.host.answer(room.request.input)
+            room.resume()
+            if steps:
+                self.batch.join(room.request.room, context, steps)
+            else:
+                self._done(room)
+
+    def _pieces_again(self) -> list[tuple[int, int]]:
+        """Return what the next step computes again, beside the batch, and count it as done.
+
+        A piece is ``(tokens computed before, tokens)``.
+        """
+        pieces, budget = [], self.job.chunk - len(self.batch)
+        for room in self._recomputing:
+            tokens = min(budget, room.context - room.recomputed)
+            if tokens <= 0:
+                break
+            pieces.append((room.recomputed, tokens))
+            room.recomputed += tokens
+            budget -= tokens
+        return pieces

@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of serving: continuous batching with chunked prefill; each chunk is moved as it is computed.
+
+`PrefillScheduler` decides for its instance what runs, `PrefillWorker` computes it on every rank.  Who moves the KV,
+and when a request may start and is over for that, is the handoff's (`pdsim.serving.handoff`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, cast
+
+from msgspec.structs import replace
+from simpy.events import Event
+
+from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.kv.consensus import Consensus
+from pdsim.kv.messages import (
+    Abort,
+    Chunk,
+    Destination,
+    Details,
+    Dropped,
+    Failed,
+    Forward,
+    KvMessage,
+    Offload,
+    Preceded,
+    Sent,
+    Settled,
+    Submit,
+)
+from pdsim.kv.pages import Pages, after
+from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, out_of_memory
+from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
+from pdsim.serving.deployment import ROUTER, Deployment, index_of
+from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker
+from pdsim.serving.rank_process import EngineRank, Handler
+from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.seams import handoff_of, scheduler_of
+from pdsim.transfer import Program
+from pdsim.transfer.job import Rank
+
+__all__ = ["PrefillHandoff", "PrefillLeader", "PrefillRequest", "PrefillScheduler", "prefill_rank", "program"]
+
+
+def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
+    """Run one rank of a prefill instance until the router stops it."""
+    return (yield from prefill_rank(rank, Deployment.from_plain(job), instance, index).run())
+
+
+def prefill_rank(rank: Rank, job: Deployment, instance: str, index: int) -> EngineRank:
+    """Return the *index*-th rank of a prefill *instance*; the first also schedules."""
+    handoff, engine = cast("PrefillHandoff", handoff_of(job.engine)), EngineRank(rank, job, instance, index)
+    engine.mover = mover = handoff.prefill_mover(engine)
+    engine.worker = worker = PrefillWorker(engine, mover)
+    if not index:
+        engine.scheduler = PrefillScheduler(engine, worker, mover, handoff)
+    return engine
+
+
+class PrefillRequest:
+    """A request at the prefill scheduler, from its `Submit` until nothing of it is left on any rank.
+
+    ::
+
+        Submit                        pages                 every rank has computed it, and moved what it moves
+          |                             |                     |
+        waiting --queue--> queued --start--> running ----complete----> push: over
+          |                  |                  |                      pull: lent --collect--> over
+          +------ fail ------+------ fail ------+                              |                 |
+                             |                                               revoke -> revoked --+
+                             v
+                          failed --settle (nothing of it moves on any rank)--> over
+
+    It waits until its KV has somewhere to go; pushed, that is its *destination*.  Its forwards cover *done* of its
+    tokens, each of which makes a chunk of pages.  Times are seconds on the clock: *noticed* when it could be queued,
+    *started* when it got pages, *ended* with its last forward on this rank.
+    """
+
+    def __init__(self, request: Submit, ranks: int) -> None:
+        self.request = request
+        self.state: Literal["waiting", "queued", "running", "lent", "revoked", "failed"] = "waiting"
+        self.destination: Destination | None = None
+        self.noticed = 0.0
+        self.started = 0.0
+        self.ended = 0.0
+        self.ready = 0.0  # when the host has made it known to the scheduler
+        self.has_pages = False
+        self.runs: Runs = ()  # of the whole request, once it has pages
+        self.state_runs: tuple[Runs, ...] = ()  # of each component
+        self.slot = -1  # of its metadata
+        self.done = 0  # tokens that a forward has covered or covers now, or that were cached
+        self.sent = 0  # pages that a chunk has, and those that decode holds
+        self.keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
+        self.priority = 0
+        self.begun = False  # a step has a piece of it
+        self.chunks = 0
+        self.nbytes = 0
+        self._consensus = Consensus(ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over but for what still moves of it."""
+        return self.state == "failed"
+
+    def queue(self) -> None:
+        """Let it run when its turn comes: its KV has somewhere to go."""
+        self.state = "queued"
+
+    def start(self, now: float, destination: Destination, pages: Pages, state: tuple[Pages, ...], slot: int) -> None:
+        """Give it *pages* after those that decode holds, paired with where they go.
+
+        What is contiguous on both sides is one descriptor.
+        """
+        self.state = "running"
+        self.started = now
+        self.has_pages = True
+        self.destination = destination
+        self.sent = destination.held
+        self.slot = slot
+        self.runs = pair(pages, destination.pages)
+        self.state_runs = tuple(map(pair, state, destination.state))
+
+    def moved(self, rank: int, nbytes: int) -> bool:
+        """Count the part of *rank*, of so many bytes; return whether it is complete with that."""
+        self.nbytes += nbytes
+        return self._consensus.succeed(rank)
+
+    def fail(self) -> bool:
+        """Let what moves be the last; return whether that ends it, which it does once."""
+        failed = self._consensus.fail()
+        if failed:
+            self.state = "failed"
+        return failed
+
+    def settle(self, rank: int) -> bool:
+        """Take note that nothing of it moves on *rank*; return whether that was the last to say so."""
+        return self._consensus.settle(rank)
+
+
+class PrefillLeader(Protocol):
+    """When a request of a `PrefillScheduler` may start, and when it is over, as far as its KV says."""
+
+    def meet(self, peer: str) -> None:
+        """Expect requests for *peer*, a life of a decode instance."""
+
+    def drop(self, life: str) -> None:
+        """End what waits for *life*, of a decode instance, which is given up; open requests have failed already."""
+
+    def stop(self) -> None:
+        """Expect no more requests."""
+
+    def accept(self, room: PrefillRequest) -> None:
+        """Have *room*, which has just come, queued once its KV has somewhere to go."""
+
+    def start(self, room: PrefillRequest) -> bool:
+        """Give *room*, the first in the queue, what it needs to run; return whether there was enough."""
+
+    def has_slot(self) -> bool:
+        """Return whether there is a row for the metadata of one more request."""
+
+    def look(self, _: Any = None) -> None:
+        """Do what this side does when a forward is launched, and when there is none to launch."""
+
+    def complete(self, room: PrefillRequest) -> None:
+        """Act on *room*, of which every rank has computed and moved all that it moves."""
+
+    def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
+        """Give *room*, of that *number*, up for *sender*; there is none if it is over or has not come."""
+
+    def failed(self, room: PrefillRequest) -> None:
+        """Take note that *room* has failed; its pages are in quarantine."""
+
+    def settled(self, room: PrefillRequest) -> None:
+        """Take note that nothing of *room*, which failed, moves any more."""
+
+    def forget(self, room: PrefillRequest) -> None:
+        """Give back what this part has of *room*, which is over."""
+
+    @property
+    def open_rooms(self) -> int:
+        """What it waits for."""
+
+
+class PrefillHandoff(Protocol):
+    """What the prefill side asks of a `pdsim.serving.seams.Handoff`."""
+
+    def prefill_mover(self, rank: EngineRank) -> PrefillMover:
+        """Return what moves the bytes of *rank*."""
+
+    def prefill_leader(self, scheduler: PrefillScheduler) -> PrefillLeader:
+        """Return what decides for *scheduler*; the mover of its rank is there already."""
+
+
+class PrefillScheduler:
+    """Decides what an instance computes, and owns its pages and the rooms that they are given to.
+
+    A request is queued when its KV has somewhere to go, without being in the way of others before.  Each iteration
+    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A
+    request has pages for its whole input from its first forward until every rank has done its part.
+
+    Life of an iteration: `next_forward` chooses its pieces, and gives pages to the requests that begin; the
+    followers are sent it and every rank computes it; its chunks are moved (`PrefillWorker`) while the next is
+    computed.  Without work the scheduler sleeps until `wake`.
+
+    Invariant: pages are free, cached, or of rooms in `rooms`; a failed room keeps its own until `Settled` has come
+    from every rank, because writes from them may still be under way.
+    """
+
+    def __init__(
+        self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover, handoff: PrefillHandoff
+    ) -> None:
+        job, instance = engine.job, engine.instance
+        self.engine = engine
+        self.worker = worker
+        self.mover = mover
+        self.job = job
+        self.clock = engine.clock
+        self.rooms: dict[int, PrefillRequest] = {}
+        pool = page_pool(job.prefill_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
+        self.pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
+        self.policy = scheduler_of(job.engine)
+        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
+        self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
+        self.handoff = handoff.prefill_leader(self)
+        self._details: ExpiringMap[Details] = ExpiringMap(engine.clock, OVER)
+        self._queue: deque[PrefillRequest] = deque()
+        self._idle: Event | None = None
+        self._next: Forward | None = None
+        self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
+        self._ends = 0.0
+        self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
+        self._stopping = False
+        worker.launching = self.launching
+        engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
+        handlers: dict[type[KvMessage], Handler] = {
+            Submit: self._submit,
+            Details: lambda _, message: self._details.set(message.room, message),
+            Sent: lambda sender, message: self._sent(index_of(sender), message),
+            Settled: lambda sender, message: self._settled(index_of(sender), message),
+            Abort: self._abort,
+        }
+        engine.handlers |= handlers
+
+    # --- the rank ---
+
+    def begin(self) -> None:
+        """Begin to schedule."""
+        self.clock.process(self._schedule())
+
+    def report(self) -> dict[str, Any]:
+        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        found = self.pages.report() | {
+            "open_rooms": len(self.rooms) + len(self.mover) + self.handoff.open_rooms,
+            "ignored": self.engine.ignored,
+        }
+        return found | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
+
+    def working(self) -> bool:
+        """Return whether its queue waits for pages in quarantine: they come back, or it gives up."""
+        return self._blocked.waiting
+
+    def meet(self, peer: str) -> None:
+        """Expect requests for *peer*, a life of a decode instance."""
+        self.handoff.meet(peer)
+
+    def drop(self, life: str) -> None:
+        """Give up the rooms that were to go to *life*, of a decode instance."""
+        for room in [room for room in self.rooms.values() if room.request.decode == life]:
+            self._give_up(room)
+        self.handoff.drop(life)
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._stopping = True
+        self.handoff.stop()
+
+    def end_if_drained(self) -> None:
+        """End if the job is over and no room is left."""
+        if self._stopping and not self.rooms:
+            self.engine.end()
+
+    # --- what becomes of a room ---
+
+    def _submit(self, _: str, request: Submit) -> None:
+        """Take a request for this life, with its `Details` if any have come; one for another life is ignored."""
+        if request.prefill != self.engine.life:
+            self.engine.ignore()
+            return
+        now = self.clock.now
+        room = PrefillRequest(request, self.job.prefill.size)
+        self.host.pace = self.worker.posts.take(now, self.job.engine.busy)
+        room.ready = now + self.host.arrive(request.input, now)
+        details = self._details.pop(request.room)
+        if details is not None:
+            room.priority = details.priority
+            room.keys = page_keys(details.blocks, request.input, self.job.page_size)
+        self.rooms[request.room] = room
+        self.handoff.accept(room)
+
+    def queue(self, room: PrefillRequest) -> None:
+        """Have *room* wait for its first forward, from when the host has made it known to the scheduler."""
+        room.queue()
+        if room.ready > self.clock.now:
+            self.clock.call_at(room.ready, self._enqueue, room)
+        else:
+            self._enqueue(room)
+
+    def _enqueue(self, room: PrefillRequest) -> None:
+        """Queue *room* now, unless it has failed while its host was at it."""
+        if not room.failed:
+            self._queue.append(room)
+            self.wake()
+
+    def _sent(self, rank: int, message: Sent) -> None:
+        """Count what *rank* has done of a room: complete when all ranks have, and failed with the first failure."""
+        room = self.rooms.get(message.room)
+        if room is None:
+            self.engine.ignore()
+        elif message.reason:
+            self.fail(room, message.reason, message.lost)
+        elif not room.failed:
+            if rank == self.engine.index:
+                room.ended = self.clock.now
+            if room.moved(rank, message.nbytes):
+                self.handoff.complete(room)
+
+    def _settled(self, rank: int, message: Settled) -> None:
+        """Count *rank*, where nothing of a failed room moves any more; with the last one the room is over."""
+        room = self.rooms.get(message.room)
+        if room is None:
+            self.engine.ignore()
+        elif room.settle(rank):
+            self.forget(room)
+            self.handoff.settled(room)
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        """Give a room up: for the router, or for its decode leader, if it means this life.
+
+        The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
+        elsewhere. What another life has written, only that life or the decode side itself can say.
+        """
+        if sender != ROUTER and message.life != self.engine.life:
+            self.engine.ignore()
+            return
+        room = self.rooms.get(message.room)
+        if sender == ROUTER:
+            self.engine.send(ROUTER, Dropped(message.room, room is not None and not room.has_pages))
+        self.handoff.abort(sender, message.room, room)
+        if room is not None:
+            self._give_up(room)
+
+    def fail(self, room: PrefillRequest, reason: str, lost: str = "") -> None:
+        """Fail *room* and tell the router, with the instance that is *lost* if that is why; only once."""
+        if not room.failed:
+            self.engine.send(ROUTER, Failed(room.request.room, reason, lost))
+            self._give_up(room)
+
+    def _give_up(self, room: PrefillRequest) -> None:
+        """Stop working on *room*; `Settled` from every rank ends it."""
+        if room.fail():
+            number = room.request.room
+            if room.has_pages:
+                self.pages.quarantine(number)
+            self.handoff.failed(room)
+            self.engine.send(self.engine.followers, Abort(number))
+            self.mover.abort(number)
+            self.wake()
+
+    def forget(self, room: PrefillRequest) -> None:
+        """End *room*: nothing of it moves any more on any rank, so what it has here is free."""
+        number = room.request.room
+        del self.rooms[number]
+        self.handoff.forget(room)
+        if room.has_pages:
+            self.pages.release(number)
+            self.wake()
+        self.end_if_drained()
+
+    # --- what runs ---
+
+    def wake(self) -> None:
+        """Let an idle scheduler look; one that is computing looks at the end of its iteration."""
+        if self._idle is not None and not self._idle.triggered:
+            self._idle.succeed()
+
+    def _schedule(self) -> Program:
+        """Run one iteration after the other; wait for news if there is none to run.
+
+        With ``ahead`` the next one is chosen when the host has launched this one, and is launched while the GPU
+        computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen at
+        this one's end.
+        """
+        engine, cache = self.engine, self.job.cache
+        while not engine.has_ended:
+            try:
+                forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
+            except PdsimError as error:
+                engine.fail(error)
+                return
+            if forward is None:
+                self.handoff.look()
+                self._idle = self.clock.event()
+                yield self._idle
+                continue
+            if self.pages.to_host or self.pages.from_host:
+                yield self._offloaded()
+            engine.send(engine.followers, forward)
+            computed = self.worker.compute(forward)
+            if self.job.engine.noticed == "prefill":
+                self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
+            if self.job.engine.ahead:
+                self._ends = self.clock.now + forward.seconds
+                if self._launched < self._ends:
+                    yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
+                    try:
+                        self._next = self.next_forward(ahead=True)
+                    except PdsimError as error:
+                        engine.fail(error)
+                        return
+            if not computed.processed:
+                yield computed
+            if cache.prefill and cache.found == "computed":
+                for chunk in forward.chunks:
+                    self._cache(chunk.room)
+                if self.pages.to_host or self.pages.from_host:
+                    self._offloaded()  # nobody waits for what goes to host memory
+
+    def _offloaded(self) -> Event:
+        """Move pages to host memory, which nobody waits for, and back; the event succeeds when those are here."""
+        out, back = self.pages.moves()
+        layout = self.mover.layout
+        page = layout.row_bytes("kv") + layout.row_bytes("index")
+        message = Offload(self.engine.life, out * page, back * page)
+        self.engine.send(self.engine.followers, message)
+        return self.worker.offload(message)
+
+    def _still_wanted(self, forward: Forward | None) -> Forward | None:
+        """Return *forward*, which was chosen ahead, without what has been given up since: it takes as long.
+
+        No rank had heard of it, so none waits for it before the pages of a failed room are free.
+        """
+        if forward is None:
+            return None
+        if all(chunk.room in self.rooms and not self.rooms[chunk.room].failed for chunk in forward.chunks):
+            return forward
+        wanted = {number for number, room in self.rooms.items() if not room.failed}
+        kept = replace(forward, chunks=tuple(chunk for chunk in forward.chunks if chunk.room in wanted))
+        if isinstance(kept, Preceded):
+            kept = replace(kept, cached=tuple(chunk for chunk in kept.cached if chunk.room in wanted))
+        return kept
+
+    def next_forward(self, ahead: bool = False) -> Forward | None:
+        """Return the next iteration, or None if there is nothing that can run now.
+
+        One that is chosen *ahead* runs when the forward of now has ended.
+
+        An iteration takes requests in the order of the policy.  One without pages ends it if others have some, which
+        will come back; if all others are in quarantine, it waits for `Deployment.deadline` seconds and then fails.
+        Raise a `ConfigError` if the policy gives more tokens than there are.
+        """
+        budget, held_up = self.job.chunk, 0.0
+        pieces: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
+        cached: list[Chunk] = []  # need no forward
+        partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
+        while self._queue and budget and len(chunks) < self.job.prefill_batch:
+            if self._queue[0].failed:
+                self._queue.popleft()
+                continue
+            chosen = self.policy.prefill(self._queue, budget)
+            if chosen is None:
+                break
+            room, tokens = self._queue[chosen[0]], chosen[1]
+            if room.failed:
+                del self._queue[chosen[0]]
+                continue
+            if not room.has_pages:
+                if not self.handoff.start(room):
+                    if self.pages.running:
+                        self._blocked.clear()
+                        break  # until one of them gives its pages back
+                    if not self._blocked.too_long():
+                        break
+                    count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
+                    self.fail(room, out_of_memory(self.pages.pool, count, slot))
+                    continue
+                self._blocked.clear()
+            tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
+            if not 0 < tokens <= min(budget, room.request.input - room.done):
+                raise ConfigError(
+                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room "
+                    f"{room.request.room}, which has {room.request.input - room.done} left "
+                    f"in a step of {budget}; give 1 to the lesser"
+                )
+            if not room.begun:
+                room.begun = True
+                held_up += self.host.admit(room.request.input)
+            pieces.append((room.done, tokens))
+            if self.job.cache.early and room.done // self.job.page_size > room.sent:
+                cached.append(self._chunk(room, 0))
+            chunks.append(self._chunk(room, tokens))
+            budget -= tokens
+            del self._queue[chosen[0]]
+            if room.done < room.request.input:
+                partial.append(room)
+        self._queue.extendleft(reversed(partial))
+        if not chunks:
+            return None
+        seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
+        if cached or self.job.prefill_time.exchange:
+            travel = [new for _, new in pieces if self.job.prefill_time.exchange]
+            return Preceded(self.engine.life, seconds, tuple(chunks), tuple(cached), sum(travel))
+        return Forward(self.engine.life, seconds, tuple(chunks))
+
+    def allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.
+
+        Those that are cached need no forward, except that of the last token.
+        """
+        request, number = room.request, room.request.room
+        given = self.pages.allocate(
+            number, self.job.page_count(request.input), self.pages.usable(room.keys, request.input)
+        )
+        if given is None:
+            return None
+        pages, cached = given
+        if self.job.cache.prefill:
+            room.done = self.hits[number] = cached * self.job.page_size
+            if self.pages.loaded:
+                self.host_hits[number] = self.pages.loaded * self.job.page_size
+        rest = after(pages, held)
+        state = self.pages.allocate_state(number, request.input, request.input, rest)
+        return None if state is None else (rest, state)
+
+    def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
+        """Return the next *tokens* of *room*, and what is cached; an incomplete page goes with the next chunk."""
+        request, destination = room.request, room.destination
+        assert destination is not None
+        held, first = destination.held, room.sent
+        room.done += tokens
+        last = room.done == request.input
+        end = max(held, self.job.page_count(room.done) if last else room.done // self.job.page_size)
+        room.sent = end
+        if self.job.cache.found == "scheduled":
+            self._cache(request.room)
+        chunk = Chunk(
+            request.room,
+            request.decode,
+            room.chunks,
+            first,
+            request.input,
+            cut(room.runs, first - held, end - first),
+            last,
+            (room.slot, destination.slot),
+            room.noticed,
+            room.started,
+            room.state_runs if last else (),
+            held,
+        )
+        room.chunks += 1
+        return chunk
+
+    def _cache(self, number: int) -> None:
+        """Make the pages of a room that a forward has covered known to the prefix cache."""
+        room = self.rooms.get(number)
+        if room is not None and room.has_pages:
+            self.pages.commit(number, room.keys[: room.done // self.job.page_size])
+
+    # --- how long it takes ---
+
+    def iteration_seconds(self, pieces: list[tuple[int, int]]) -> float:
+        """Return how long an iteration over *pieces* takes, the host's share included."""
+        forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
+        return max(forward, step) if self.job.engine.overlap else forward + step
+
+    def launching(self, forward: float) -> float:
+        """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
+
+        With an overlap loop it begins to if a request waits when it has launched this one, and looks at results
+        after. So where forwards are bound by their launch a result is late by another launch.
+        """
+        if self.job.engine.ahead:
+            if self._next is None and self._launched >= self.clock.now:  # a forward that its launch bounds
+                self._next = self.next_forward(ahead=True)
+            return max(0.0, self._launched - self.clock.now)
+        if not self.job.engine.overlap or not self._queue:
+            return 0.0
+        return max(0.0, 2 * self.host.costs.launch - forward)
+
+    def _after_launch(self, forward: float, held_up: float, ahead: bool) -> float:
+        """Return how long an iteration takes, its launch and *held_up*, the host's part before it, included.
+
+        Posts of KV that go on beside a launch make it longer.  One that is launched *ahead* costs time only if its
+        launch ends later than the *forward* could.
+        """
+        costs, posting = self.host.costs, self.worker.posts.due(self.clock.now)
+        beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
+        if not self.job.engine.ahead:
+            return forward + held_up + beside
+        self._launched = self.clock.now + held_up + self.host.launch() + beside
+        if not ahead:
+            return max(forward + held_up + beside, self._launched - self.clock.now)
+        return max(forward, self._launched - self._ends)
