@@ -36,8 +36,8 @@ MODULES = (
     ),
     *("pdsim.validation.intervals", "pdsim.validation.verdicts"),
     *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.prefix_pages"),
-    *("pdsim.kv.reader", "pdsim.kv.staging.ring"),
-    *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.status"),
+    *("pdsim.kv.pull", "pdsim.kv.staging.ring"),
+    *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.rooms"),
 )
 
 

@@ -40,7 +40,7 @@ PRIVATE = {
 CEILINGS = {
     "private names of others": 38,
     "class names more than once": 0,
-    "module names more than once": 2,
+    "module names more than once": 4,
     "files under 40 lines": 12,
     "classes over 25 methods": 2,
 }

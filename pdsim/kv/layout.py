@@ -16,6 +16,7 @@ Unknown here: requests, engines, time, and who writes to whom (`pdsim.kv.mapping
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.kv.state import StateShape, Tensor, stage_layers
+from pdsim.transfer import Buffer
 
-__all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape", "PageTable"]
+__all__ = [
+    "AUX_BYTES",
+    "AUX_ROWS",
+    "HostMetadata",
+    "KvLayout",
+    "KvShape",
+    "PageTable",
+    "read_metadata",
+    "write_metadata",
+]
 
 AUX_ROWS = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
 """Bytes of a request's row in each buffer of first-token metadata: output ids, cached tokens, log-probabilities and
@@ -228,3 +239,49 @@ class KvLayout:
         return tuple(
             each * layer + part for layer in self.shape.state.layers(kind, self.layers) for part in range(each)
         )
+
+
+class HostMetadata:
+    """The metadata rows of a rank in host memory, at the offsets that they would have in its pool.
+
+    It has the parts of a `pdsim.transfer.Buffer` that reading and writing need, and is never registered.
+    """
+
+    pool = "host"
+    address = 0
+
+    def __init__(self, layout: KvLayout) -> None:
+        self._start = layout.kv_bytes
+        self._bytes = bytearray(layout.slots * AUX_BYTES)
+        self.size = self._start + len(self._bytes)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of *size* bytes at *offset*.  Raise an `IndexError` outside the rows."""
+        first = self._first(offset, size)
+        return bytes(self._bytes[first : first + size])
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Store *data* at *offset*; the errors of `read`."""
+        first = self._first(offset, len(data))
+        self._bytes[first : first + len(data)] = data
+
+    def _first(self, offset: int, size: int) -> int:
+        if size < 0 or offset < self._start or offset + size > self.size:
+            raise IndexError(f"[{offset}, {offset + size}) is outside the rows, [{self._start}, {self.size})")
+        return offset - self._start
+
+
+def read_metadata(rows: Buffer, layout: KvLayout, slot: int, contents: bool) -> tuple[bytes, ...]:
+    """Return the rows of *slot*; zeros of the same sizes if the memory keeps no *contents*."""
+    if not contents:
+        return tuple(bytes(size) for size in AUX_ROWS)
+    return tuple(rows.read(at, size) for at, size in zip(layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True))
+
+
+def write_metadata(rows: Buffer, layout: KvLayout, slot: int, data: Sequence[bytes]) -> None:
+    """Write *data* to the rows of *slot*: as many rows, and of each as many bytes, as both sides have.
+
+    The rows are those of `read_metadata` on the other side.
+    """
+    for at, size, row in zip(layout.aux_offsets(slot).tolist(), AUX_ROWS, data, strict=False):
+        rows.write(at, row[:size])

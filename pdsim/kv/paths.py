@@ -13,12 +13,12 @@ Unknown here: queues, rooms' fates, time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.mapping import RankShare
 from pdsim.kv.messages import Chunk, Register
-from pdsim.kv.metadata import route
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs, planner
 from pdsim.kv.policy import Policy
@@ -74,7 +74,7 @@ class DecodePeer:
         self.part = part
         self.region = peer.regions[REGION]
         self.ring = peer.regions.get(STAGING)
-        self.metadata, self.fallback = route(policy, AUX_ROWS, register.metadata_rows)
+        self.metadata, self.fallback = metadata_route(policy, AUX_ROWS, register.metadata_rows)
         self._policy = policy
         self._tensors = source.shape.tensors
         self._path = "grouped" if part.heads is None else "sliced"
@@ -184,3 +184,14 @@ def sources(runs: Runs) -> Pages:
 def targets(runs: Runs) -> Pages:
     """Return the pages that *runs* go to."""
     return tuple((target, count) for _, target, count in runs)
+
+
+def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
+    """Return the way of metadata between ranks whose rows have these sizes, and why it is not the policy's, or "".
+
+    Descriptors pair row by row, so rows that are not the same in number and size go over the control channel.
+    """
+    way = policy.metadata_by
+    if way == "control" or tuple(mine) == tuple(theirs):
+        return way, ""
+    return "control", f"{len(mine)} rows of {sum(mine)} B here, {len(theirs)} of {sum(theirs)} B there"

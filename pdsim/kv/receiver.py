@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import KvLayout
+from pdsim.kv.layout import HostMetadata, KvLayout, write_metadata
 from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import (
     Arrival,
@@ -84,7 +83,7 @@ class KvReceiver:
         self.ignored = 0  # arrivals and questions of rooms that were forgotten before
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(self._buffer, REGION)
-        self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
+        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else self._buffer
         self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
         self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, quiet) if staging else None
         self._quiet = quiet
@@ -185,7 +184,7 @@ class KvReceiver:
             if room.reserve is None:
                 return
             if room.rows:  # into the slot that the room has now, whichever the writer meant
-                metadata.store(self._rows, self.layout, room.reserve.slot, room.rows)
+                write_metadata(self._rows, self.layout, room.reserve.slot, room.rows)
             if number <= self._checked:
                 reason = reason or self._verify(room.reserve)
         del self._rooms[number]

@@ -1,22 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of rooms beside their state, none of it for ever: time limits, rooms that are over, blocked rooms."""
+"""The state of a room, on one rank and of a group, and for how long rooms wait, stall and are remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 from pdsim.core.clock import Clock
 from pdsim.kv.pages import Pool
 
-__all__ = ["OVER", "ExpiringMap", "QuarantineStall", "Timers", "out_of_memory"]
+__all__ = [
+    "OVER",
+    "Consensus",
+    "ExpiringMap",
+    "QuarantineStall",
+    "Status",
+    "Timers",
+    "advance",
+    "out_of_memory",
+]
 
 Value = TypeVar("Value")
 
 
 OVER = 600.0
-"""Seconds for which a room that failed is remembered, lest what comes late for it revives it.  Far longer
-than any message or notification takes, and short enough to keep few of them."""
+"""Seconds for which a room that failed is remembered, so that no late message revives it: far longer than any
+message or notification takes, and short enough to keep few of them."""
+
+
+class Status(IntEnum):
+    """The states of a handoff, in order; the minimum over the ranks of a group is the status of the group.
+
+    ::
+
+        BOOTSTRAPPING -> WAITING -> TRANSFERRING -> SUCCESS
+              |             |            |
+              +-------------+------------+--------> FAILED
+
+    SUCCESS and FAILED absorb (`advance`); invariant I1 of `docs/faults.md` checks that.
+    """
+
+    FAILED = 0
+    BOOTSTRAPPING = 1  # the other side has not been heard of
+    WAITING = 2  # for input: pages are known, no bytes have moved
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def advance(old: Status, new: Status) -> Status:
+    """Return the status after *old* when *new* is reported.
+
+    FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is
+    the smallest, so that a failed handoff could become a success.)
+
+    >>> advance(Status.TRANSFERRING, Status.WAITING).name, advance(Status.FAILED, Status.SUCCESS).name
+    ('TRANSFERRING', 'FAILED')
+    """
+    if old is Status.FAILED or old is Status.SUCCESS:
+        return old
+    return new if new is Status.FAILED or new > old else old
+
+
+class Consensus:
+    """The status of one room in a group of *size* ranks: the least that any of them has.
+
+    So one failed rank fails the room, and it has succeeded when all have.  SGLang finds that minimum by a collective
+    before each step of the scheduler.  Here one rank of the group, its leader, schedules: ranks report to it what
+    happened, and it tells them what to do, in one order, so that all of them see the same rooms in the same order.
+
+    Life: `succeed` by each rank, or `fail` once and then `settle` by each rank.  Only the leader has an object of
+    it. Raise a `ValueError` for a *size* below 1.
+    """
+
+    __slots__ = ("_reported", "_size", "status")
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        self._size = size
+        self._reported: set[int] = set()
+        self.status = Status.WAITING
+
+    @property
+    def over(self) -> bool:
+        """Whether the status is final: it never changes any more."""
+        return self.status is Status.FAILED or self.status is Status.SUCCESS
+
+    def succeed(self, rank: int) -> bool:
+        """Take note that *rank* has done its part; return whether that ends the room.
+
+        A rank counts once however often it says so.  Raise a `ValueError` if there is no such rank.
+        """
+        if not 0 <= rank < self._size:
+            self._check(rank)
+        status = self.status
+        if status is Status.FAILED or status is Status.SUCCESS:  # `over`: most calls of a room are this one
+            return False
+        reported = self._reported
+        reported.add(rank)
+        if len(reported) < self._size:
+            return False
+        self.status = Status.SUCCESS
+        return True
+
+    def fail(self) -> bool:
+        """Take note that the room has failed on some rank; return whether that ends it, which it does once."""
+        if self.over:
+            return False
+        self.status = Status.FAILED
+        self._reported.clear()
+        return True
+
+    def settle(self, rank: int) -> bool:
+        """Take note that of the failed room nothing moves on *rank*; return whether that was the last to say so."""
+        self._check(rank)
+        if self.status is not Status.FAILED or rank in self._reported:
+            return False
+        self._reported.add(rank)
+        return len(self._reported) == self._size
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self._size:
+            raise ValueError(f"rank {rank} is not one of {self._size}")
 
 
 class Timers:

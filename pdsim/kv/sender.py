@@ -16,9 +16,8 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
-from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import KvLayout
+from pdsim.kv.layout import HostMetadata, KvLayout, read_metadata
 from pdsim.kv.mapping import Grid, share
 from pdsim.kv.messages import (
     Arrival,
@@ -36,9 +35,9 @@ from pdsim.kv.peers import DecodePeers
 from pdsim.kv.plan import Runs, cut
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.queues import Queues
+from pdsim.kv.rooms import Status, advance
 from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
-from pdsim.kv.status import Status, advance
 from pdsim.transfer import Batch, Program, Transfer, WriteSequence
 from pdsim.transfer.batch import one_piece
 from pdsim.transfer.job import Rank
@@ -97,7 +96,7 @@ class KvSender(SenderRooms):
         self._region = rank.endpoint.register(self._buffer, REGION)
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
-        self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
+        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else self._buffer
         self.contents = Contents(self._buffer, layout, self._place.tp, self._rows)
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
@@ -370,7 +369,7 @@ class KvSender(SenderRooms):
     def _control(self, delivery: ChunkTransfer) -> None:
         """Send the metadata of *delivery* as a message."""
         contents = self._rank.device.holds_bytes
-        rows = metadata.load(self._rows, self.layout, delivery.chunk.slots[0], contents)
+        rows = read_metadata(self._rows, self.layout, delivery.chunk.slots[0], contents)
         state, name = delivery.state, delivery.target.peer.name
         state.nbytes += sum(map(len, rows))
         state.controls[name] = state.controls.get(name, 0) + 1

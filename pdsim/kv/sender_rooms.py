@@ -13,7 +13,7 @@ from pdsim.core.errors import PeerLost
 from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
 from pdsim.kv.paths import DecodePeer, StagedPiece
 from pdsim.kv.policy import Policy
-from pdsim.kv.status import Status, advance
+from pdsim.kv.rooms import Status, advance
 from pdsim.transfer import WriteSequence
 from pdsim.transfer.job import Rank
 

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple, Protocol
 from simpy.events import Event
 
 from pdsim.compute.forward import ForwardModel
-from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import Abort, Arrival, Offload, Submit
 from pdsim.kv.pages import Pool
+from pdsim.kv.rooms import Consensus
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.rank_process import EngineRank, Mover
 from pdsim.serving.scheduler_host import StepVariation

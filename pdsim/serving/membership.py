@@ -4,18 +4,20 @@
 The router has a `Membership`, with the `InstanceRegistry`.  Every rank that moves bytes has a `PeerConnector`, and a
 `PeerFence` if others move bytes in its memory; its leader counts the answers with `ReadyCount` and `FenceCount`.
 
-An *incarnation* is the name of one life of an instance, ``"prefill0@2"``: the instance and its epoch.
+An *incarnation* is the name of one life of an instance, ``"prefill0@2"``: the instance and its epoch, which counts
+how often all of its ranks had enrolled.  Ranks enroll over the `pdsim.transfer.Channel` and not over HTTP: messages
+have types and a version, keep their order, and are the same on the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from pdsim.core.clock import Clock
 from pdsim.core.errors import PeerLost, TransferFailed
-from pdsim.kv.bootstrap import Bootstrap, RoomDirectory
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import (
     Enroll,
@@ -30,13 +32,126 @@ from pdsim.kv.messages import (
     Pong,
     Ready,
     Register,
+    Terms,
 )
+from pdsim.kv.rooms import ExpiringMap
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, instance_of, life_name, rank_name
 from pdsim.serving.rank_process import EngineRank, Handler, RankProcess
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
 
-__all__ = ["FenceCount", "InstanceRegistry", "Membership", "PeerConnector", "PeerFence", "PeerTable", "ReadyCount"]
+__all__ = [
+    "KNOWN",
+    "Bootstrap",
+    "FenceCount",
+    "InstanceRegistry",
+    "Membership",
+    "PeerConnector",
+    "PeerFence",
+    "PeerTable",
+    "ReadyCount",
+    "RoomDirectory",
+]
+
+KNOWN = 120.0
+"""Seconds for which it is remembered where a room went (SGLang's entries live for 120 to 240)."""
+
+
+class Bootstrap:
+    """The table of ranks: a place for each rank of each instance; *sizes* are the instances' numbers of ranks.
+
+    An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.
+    `forget` empties the places of an instance that was lost, and it forms again with ranks that were started later.
+    The first rank that enrolls sets the `Terms` (page size and type of KV) that all others must share.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+        self._places: dict[str, dict[int, int]] = {name: {} for name in sizes}  # start of each rank, in ns
+        self._epochs = dict.fromkeys(sizes, 0)
+        self._until = dict.fromkeys(sizes, -1)  # when the newest rank that was forgotten was started
+        self._formed: dict[str, int] = {}  # epoch of those that are
+        self._terms: tuple[str, Terms] | None = None  # of the first that enrolled, who sets them
+
+    def check(self, message: Enroll) -> None:
+        """Raise a `MessageError` if the sender of *message* has no place here, or cannot exchange KV with others.
+
+        The error names both values and the way out.
+        """
+        size = self._sizes.get(message.instance)
+        if size is None or not 0 <= message.index < size:
+            known = ", ".join(f"{name} of {ranks}" for name, ranks in self._sizes.items())
+            raise MessageError(f"rank {message.index} of {message.instance} has no place; there are {known} ranks")
+        if self._terms is None:
+            self._terms = f"rank {message.index} of {message.instance}", message.terms
+            return
+        first, terms = self._terms
+        for name in Terms.__struct_fields__:
+            mine, theirs = getattr(message.terms, name), getattr(terms, name)
+            if mine != theirs:
+                raise MessageError(
+                    f"rank {message.index} of {message.instance} has {name}={mine}, {first} {theirs}: both sides "
+                    f"must have the same; start it with {name}={theirs}"
+                )
+
+    def replaces(self, message: Enroll) -> bool:
+        """Return whether *message* is of a newer process of a rank that has a place in a formed instance."""
+        known = self._places[message.instance].get(message.index)
+        return message.instance in self._formed and known is not None and message.incarnation > known
+
+    def enroll(self, message: Enroll) -> bool:
+        """Give the rank that sent *message* its place, and return whether that forms the instance.
+
+        A rank has one place however often it asks.  A process older than the one that has it gets none, nor does
+        one that was started before its instance was forgotten: it has been told to end (`forget`).
+        """
+        places = self._places[message.instance]
+        if message.incarnation <= max(self._until[message.instance], places.get(message.index, -1)):
+            return False
+        places[message.index] = message.incarnation
+        if len(places) < self._sizes[message.instance] or message.instance in self._formed:
+            return False
+        self._epochs[message.instance] += 1
+        self._formed[message.instance] = self._epochs[message.instance]
+        return True
+
+    def forget(self, instance: str) -> int:
+        """Empty the places of *instance*; return when the newest rank that had one was started, -1 if none had."""
+        self._formed.pop(instance, None)
+        places, self._places[instance] = self._places[instance], {}
+        self._until[instance] = max([self._until[instance], *places.values()])
+        return self._until[instance]
+
+    def started(self, instance: str, index: int) -> int:
+        """Return when the rank at place *index* of *instance* was started; raise a `KeyError` if there is none."""
+        return self._places[instance][index]
+
+    def epoch(self, instance: str) -> int:
+        """Return the epoch of *instance*, 0 unless it is formed."""
+        return self._formed.get(instance, 0)
+
+
+class RoomDirectory:
+    """Which prefill instance has which room, where decode instances have to ask.
+
+    The router fills it as it routes.  A room that is not known, or no longer, is left out of the answer.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._incarnations: ExpiringMap[str] = ExpiringMap(clock, KNOWN)
+
+    def took(self, room: int, life: str) -> None:
+        """Record for `KNOWN` seconds that *room* went to the prefill instance *life*."""
+        self._incarnations.set(room, life)
+
+    def forget(self, room: int) -> None:
+        """Drop *room*, for which nobody will ask any more."""
+        self._incarnations.pop(room)
+
+    def locate(self, rooms: Iterable[int]) -> dict[int, str]:
+        """Return the life that has each of *rooms*, of those that are known."""
+        found = ((room, self._incarnations.get(room)) for room in rooms)
+        return {room: life for room, life in found if life is not None}
 
 
 def own_place(sender: str, message: Enroll) -> Enroll:
@@ -127,7 +242,7 @@ class InstanceRegistry:
     def _meets(self, incarnation: str, peer: str) -> Iterator[tuple[str, Meet]]:
         instance = instance_of(incarnation)
         for index in range(self._job.grid(instance).size):
-            yield rank_name(instance, index), Meet(incarnation, peer, self.bootstrap.incarnation(instance, index))
+            yield rank_name(instance, index), Meet(incarnation, peer, self.bootstrap.started(instance, index))
 
     def link(self, prefill: str, decode: str) -> bool:
         """Record that these two incarnations are connected; return False if either is over."""

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
     Chunk,
@@ -33,7 +32,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import Runs, cut, pair
-from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, out_of_memory
+from pdsim.kv.rooms import OVER, Consensus, ExpiringMap, QuarantineStall, out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
 from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pdsim.kv.consensus import Consensus
-from pdsim.kv.status import Status
+from pdsim.kv.rooms import Consensus, Status
 
 
 def test_a_room_succeeds_when_every_rank_has_said_so_once():

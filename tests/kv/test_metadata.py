@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, KvLayout, KvShape
-from pdsim.kv.metadata import HostRows, load, route, store
+from pdsim.kv.layout import (
+    AUX_BYTES,
+    AUX_ROWS,
+    HostMetadata,
+    KvLayout,
+    KvShape,
+    read_metadata,
+    write_metadata,
+)
+from pdsim.kv.paths import metadata_route
 from pdsim.kv.policy import POOLS, Policy
 
 LAYOUT = KvLayout(KvShape(layers=2, heads=2, head_bytes=16), tp=1, page_size=4, pages=8, slots=3)
@@ -33,31 +41,34 @@ def test_rows_in_host_memory_cannot_be_written_by_the_engine():
 
 
 def test_rows_that_do_not_pair_go_over_the_control_channel_and_it_is_said_why():
-    assert route(Policy(metadata="write"), AUX_ROWS, AUX_ROWS) == ("write", "")
-    assert route(Policy(), AUX_ROWS, (*AUX_ROWS, 64)) == ("control", "10 rows of 1600 B here, 11 of 1664 B there")
+    assert metadata_route(Policy(metadata="write"), AUX_ROWS, AUX_ROWS) == ("write", "")
+    assert metadata_route(Policy(), AUX_ROWS, (*AUX_ROWS, 64)) == (
+        "control",
+        "10 rows of 1600 B here, 11 of 1664 B there",
+    )
 
 
 def test_rows_come_back_as_they_were_stored_beside_those_of_other_slots():
-    memory = HostRows(LAYOUT)
-    store(memory, LAYOUT, 1, ROWS)
-    assert load(memory, LAYOUT, 1, contents=True) == ROWS
+    memory = HostMetadata(LAYOUT)
+    write_metadata(memory, LAYOUT, 1, ROWS)
+    assert read_metadata(memory, LAYOUT, 1, contents=True) == ROWS
     for slot in (0, 2):
-        assert load(memory, LAYOUT, slot, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
+        assert read_metadata(memory, LAYOUT, slot, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
 
 
 def test_more_and_longer_rows_than_there_are_here_are_cut():
-    memory = HostRows(LAYOUT)
-    store(memory, LAYOUT, 2, [row + b"more" for row in ROWS] + [b"another"])
-    assert load(memory, LAYOUT, 2, contents=True) == ROWS
-    assert load(memory, LAYOUT, 1, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
+    memory = HostMetadata(LAYOUT)
+    write_metadata(memory, LAYOUT, 2, [row + b"more" for row in ROWS] + [b"another"])
+    assert read_metadata(memory, LAYOUT, 2, contents=True) == ROWS
+    assert read_metadata(memory, LAYOUT, 1, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
 
 
 def test_memory_without_contents_gives_as_many_bytes():
-    assert sum(map(len, load(HostRows(LAYOUT), LAYOUT, 0, contents=False))) == AUX_BYTES
+    assert sum(map(len, read_metadata(HostMetadata(LAYOUT), LAYOUT, 0, contents=False))) == AUX_BYTES
 
 
 def test_what_lies_outside_the_rows_is_refused():
-    memory = HostRows(LAYOUT)
+    memory = HostMetadata(LAYOUT)
     with pytest.raises(IndexError, match="outside the rows"):
         memory.write(LAYOUT.kv_bytes - 1, b"ab")
     with pytest.raises(IndexError, match="outside the rows"):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from pdsim.kv.status import Status, advance
+from pdsim.kv.rooms import Status, advance
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(Status, Status)))

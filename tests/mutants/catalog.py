@@ -17,8 +17,8 @@ from unittest.mock import patch
 from experiments.faults.scenario import Scenario, attempt, draw
 from pdsim.kv import contents, mapping, sender_rooms, state
 from pdsim.kv.peers import DecodePeers
+from pdsim.kv.pull import KvReader
 from pdsim.kv.queues import Queues
-from pdsim.kv.reader import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import GatherBuffers, Ring

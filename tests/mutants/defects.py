@@ -16,13 +16,13 @@ from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
+from pdsim.kv.pull import KvReader
 from pdsim.kv.queues import Queues
-from pdsim.kv.reader import KvReader
 from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.rooms import Status
 from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
-from pdsim.kv.status import Status
 from pdsim.models.parallel import Side
 from pdsim.serving import router
 from pdsim.serving.deployment import ROUTER, index_of, instance_of

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
 from pdsim.models.parallel import Side
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.membership import Bootstrap
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
@@ -323,7 +323,7 @@ def test_a_rank_that_was_told_to_end_gets_no_place():
     assert table.forget("prefill0") == 5
     assert not table.enroll(enroll("prefill0", 1, 4))  # on the way when its instance was given up
     assert [table.enroll(enroll("prefill0", 1, 7)), table.enroll(enroll("prefill0", 0, 6))] == [False, True]
-    assert [table.incarnation("prefill0", index) for index in range(2)] == [6, 7]
+    assert [table.started("prefill0", index) for index in range(2)] == [6, 7]
 
 
 def test_names_are_compared_whole():

@@ -9,10 +9,10 @@ import pytest
 
 from experiments.serve import ServeOptions
 from pdsim.core.clock import Clock
-from pdsim.kv.bootstrap import KNOWN, RoomDirectory
 from pdsim.kv.messages import Locate, Submit, decode
 from pdsim.models.parallel import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
+from pdsim.serving.membership import KNOWN, RoomDirectory
 from tests.serving.test_faults import at_rest
 from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.lending import KvLender
 from pdsim.kv.messages import (
     Abort,
     Arrival,
@@ -42,7 +41,7 @@ from pdsim.kv.messages import (
     Submit,
 )
 from pdsim.kv.pages import Pages, after
-from pdsim.kv.reader import KvReader, first
+from pdsim.kv.pull import KvReader, KvSource, first
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.decode_steps import DecodeRequest
@@ -93,7 +92,7 @@ class PullPrefill:
     def __init__(self, engine: EngineRank) -> None:
         job, index = engine.job, engine.index
         self.engine = engine
-        self.sender = KvLender(
+        self.sender = KvSource(
             engine.rank,
             job.prefill_layout(index),
             job.prefill,

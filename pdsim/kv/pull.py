@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side of a pulled handoff, on one rank: it reads its part of a request from prefill ranks.
+"""A pulled handoff: prefill computes and keeps the KV (`KvSource`), decode reads it (`KvReader`).
 
-There is one read for each prefill rank that has some of it, whose descriptors are runs of neighbouring pages on
-both sides, a layer and plane each.  The prefill side only lends (`pdsim.kv.lending`): nothing is written there.
+A decode rank posts one read for each prefill rank that has some of a request.  Its descriptors are runs of
+neighbouring pages on both sides, one for each layer and plane.  Leaders decide who may read, and until when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,16 +16,102 @@ from simpy.events import Event
 from pdsim.core.errors import PeerLost
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.mapping import RankMap, RankShare
-from pdsim.kv.messages import Fetch, MessageError, Quiet, Register, Sent
+from pdsim.kv.mapping import Grid, RankMap, RankShare
+from pdsim.kv.messages import Chunk, Fetch, MessageError, Quiet, Register, Sent, Settled
 from pdsim.kv.pages import Pages
-from pdsim.kv.paths import REGION
+from pdsim.kv.paths import REGION, sources
 from pdsim.kv.plan import Runs, cut, pair, planner
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Notification, Peer, Transfer
 from pdsim.transfer.job import Rank
 
-__all__ = ["KvReader"]
+__all__ = ["KvReader", "KvSource", "first"]
+
+
+@dataclass(slots=True)
+class _ComputedRoom:
+    """A request that this rank computes."""
+
+    planned: int = 0  # chunks whose forward has not ended
+    aborted: bool = False
+
+
+class KvSource:
+    """Keeps the KV that a prefill rank, the *index*-th of its group's *grid*, computed, for decode ranks to read.
+
+    *report* is called with `Sent` once all of a room is computed here, and with `Settled` once an aborted room is
+    not computed any more.  Where memory has contents, those of rooms up to number *checked* are written into it.
+
+    Life of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended; the last chunk
+    ends it here.  `abort` waits for forwards under way.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        layout: KvLayout,
+        grid: Grid,
+        index: int,
+        report: Callable[[Sent | Settled], None],
+        policy: Policy,
+        checked: int = EVERY,
+    ) -> None:
+        self.layout = layout
+        self.fallbacks: dict[str, int] = {}  # none: metadata is not pulled
+        self._rank = rank
+        self._index = index
+        self.report = report
+        self._checked = checked
+        self._rooms: dict[int, _ComputedRoom] = {}
+        buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        rank.endpoint.register(buffer, REGION)
+        self.contents = Contents(buffer, layout, grid.at(index).tp)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are being computed."""
+        return len(self._rooms)
+
+    def progressed(self) -> bool:
+        """Return False: nothing is written here."""
+        return False
+
+    def register(self, life: str, peer: str) -> Register:
+        """Return the message with which decode ranks of *peer* can read from this rank of *life*."""
+        return Register(peer, self._rank.endpoint.address(), life, self._index, self.layout)
+
+    def expect(self, chunks: Iterable[Chunk]) -> None:
+        """Count *chunks*, whose forward begins: each will be given to `send`."""
+        for chunk in chunks:
+            self._rooms.setdefault(chunk.room, _ComputedRoom()).planned += 1
+
+    def send(self, chunk: Chunk) -> None:
+        """Count *chunk*, whose forward has ended; after the last one the room may be read."""
+        room = self._rooms[chunk.room]
+        room.planned -= 1
+        if room.aborted:
+            self._settle(chunk.room, room)
+            return
+        if self._rank.device.holds_bytes and chunk.room <= self._checked:
+            self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
+            if chunk.last:
+                self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
+        if chunk.last:
+            del self._rooms[chunk.room]
+            self.report(Sent(chunk.room, 0))
+
+    def poll(self) -> None:
+        """No-op: there are no writes to poll."""
+
+    def abort(self, room: int) -> None:
+        """Abort *room*.  `Settled` follows, at once if none of its forwards is under way."""
+        state = self._rooms.get(room) or _ComputedRoom()
+        state.aborted = True
+        self._settle(room, state)
+
+    def _settle(self, number: int, room: _ComputedRoom) -> None:
+        if not room.planned:
+            self._rooms.pop(number, None)
+            self.report(Settled(number))
 
 
 @dataclass(frozen=True)
@@ -52,15 +138,15 @@ class _ReadRoom:
 class KvReader:
     """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
 
-    *report* is called with `Sent` once for each room, when all is here or a read has failed; *quiet* once for each
-    room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to number
-    *checked* is compared before the room counts as here.
+    *report* is called with `Sent` once for each room, when all of it is read or a read has failed; *quiet* once for
+    each room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to
+    number *checked* is compared before the room is reported.
 
     Life of a room: `read` posts the reads, `Sent` reports that all is here or that one failed, and after a failure
     `forget` is answered by `Quiet` once nothing moves.  A room that was read completely needs no `forget`.
     """
 
-    landing = None  # of staged writes, which there are none of
+    landing = None  # no write is staged
 
     def __init__(
         self,
@@ -86,7 +172,7 @@ class KvReader:
         self._sources: dict[str, dict[int, _Source]] = {}  # by life of a prefill instance, then by its rank's index
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
-        self.posted = 0.0  # when all reads are posted that this rank has begun, on its clock
+        self.posted = 0.0  # when all reads of this rank are posted, on its clock
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         self._region = rank.endpoint.register(self._buffer, REGION)
         self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
@@ -105,7 +191,7 @@ class KvReader:
         return succeeded or self._under_way > 0
 
     def meet(self, life: str) -> None:
-        """Take note that rooms of *life* may be read."""
+        """Allow rooms of *life* to be read."""
         self._sources.setdefault(life, {})
 
     def drop(self, life: str) -> None:
@@ -134,12 +220,10 @@ class KvReader:
         self._sources[message.instance][message.index] = source
 
     def read(self, message: Fetch) -> None:
-        """Read a room into its pages.  `Sent` follows; with a reason, at once, if its prefill instance is gone.
+        """Read a room into its pages.  `Sent` follows, at once with a reason if its prefill instance is gone.
 
-        `posted` is then when the last of its reads is posted, of which the caller may have to await the end.
-
-        The runs of source and target pages are cut at each other's ends, so that a descriptor is contiguous on both
-        sides.
+        `posted` is then when the posting thread is free again.  Runs of source and target pages are cut at each
+        other's ends, so that a descriptor is contiguous on both sides.
         """
         room = self._rooms[message.room] = _ReadRoom(message)
         if not self.connected(message.prefill):
@@ -159,7 +243,7 @@ class KvReader:
         raise MessageError(f"{notification.sender} notified {self._rank.name} of a write, which pulls what it needs")
 
     def forget(self, number: int) -> None:
-        """Give *number* up: `Quiet` follows once nothing of it moves into this rank's pages any more."""
+        """Abort room *number*: `Quiet` follows once nothing of it moves into this rank's pages any more."""
         room = self._rooms.get(number)
         if room is None or not room.moving:
             self._rooms.pop(number, None)
@@ -234,9 +318,9 @@ def first(pages: Pages, others: Pages) -> Pages:
     >>> first(((4, 3), (10, 2)), ((0, 4),))
     ((4, 3), (10, 1))
     """
-    left, found = sum(count for _, count in others), []
+    left, runs = sum(count for _, count in others), []
     for start, count in pages:
         if left:
-            found.append((start, min(count, left)))
-            left -= found[-1][1]
-    return tuple(found)
+            runs.append((start, min(count, left)))
+            left -= runs[-1][1]
+    return tuple(runs)
