@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdsim.core.errors import BackendUnavailable
-from pdsim.core.guards import one_of
+from pdsim.core.units import one_of
 from pdsim.hardware.costs import Engine
 
 __all__ = ["DEVICES", "EngineLibrary", "Variant", "declared"]

@@ -16,8 +16,7 @@ from typing import Any
 from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import Diagnosis, devices, error_of, installed
 from pdsim.core import plugins
-from pdsim.core.errors import BackendUnavailable, ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import BackendUnavailable, ConfigError, instead
 from pdsim.hardware.costs import Collective, Engine
 
 __all__ = [

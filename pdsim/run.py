@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pdsim.config import Config, compose, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import Meter, ShowProgress
+from pdsim.core.progress import ShowProgress
+from pdsim.core.units import format_time
 from pdsim.results import schema, terminal
 from pdsim.results.evidence import extrapolations, host_note
 from pdsim.results.record import Result
@@ -27,7 +28,7 @@ from pdsim.results.store import JOURNALS, Run, entries
 if TYPE_CHECKING:
     from pdsim.verify.laws import LawChecker
 
-__all__ = ["execute", "recovered", "run", "simulated"]
+__all__ = ["Meter", "execute", "recovered", "run", "simulated"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,40 @@ def run(
     """
     plain = [word.lstrip("+") for word in words]
     return execute(config, plain, notes=rules.notes(config, compose.set_keys(plain)), quiet=quiet, progress=progress)
+
+
+class Meter:
+    """Shows how far the experiment says it is, and between two such words what the ranks of its job count.
+
+    Called by the experiment as a `ShowProgress`, by a model through `simulated`, by real processes through
+    `measured`. With nobody to *show* it to it does nothing.
+    """
+
+    def __init__(self, show: ShowProgress | None) -> None:
+        self._show = show
+        self._share = self._until = 0.0
+        self._text = ""
+
+    def __call__(self, share: float, text: str = "", until: float | None = None) -> None:
+        """Show that a step begins."""
+        self._share, self._text = share, text
+        self._until = share if until is None else until
+        if self._show is not None:
+            self._show(share, text)
+
+    def simulated(self, now: float, done: int, of: int) -> None:
+        """Show the virtual time *now*, and that *done* of *of* pieces of work are done; 0 of 0 is unknown."""
+        self._within(done, of, f" ({format_time(now)} simulated)")
+
+    def measured(self, now: float, done: int, of: int) -> None:  # noqa: ARG002  both targets call it alike
+        """Show that *done* of *of* pieces of the job's work are done."""
+        self._within(done, of, "")
+
+    def _within(self, done: int, of: int, more: str) -> None:
+        if self._show is None:
+            return
+        share, count = (done / of, f", {done} of {of}") if of else (0.0, "")
+        self._show(self._share + (self._until - self._share) * share, f"{self._text}{count}{more}")
 
 
 def execute(

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 MODULES = (
-    *("pdsim.hardware.costs", "pdsim.core.guards", "pdsim.hardware.machine", "pdsim.core.units"),
+    *("pdsim.hardware.costs", "pdsim.core.errors", "pdsim.hardware.machine", "pdsim.core.units"),
     *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
     *(
         "pdsim.cli.main",

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdsim.core.progress import Meter, within
+from pdsim.core.progress import within
 from pdsim.results import terminal
 from pdsim.results.terminal import Progress
+from pdsim.run import Meter
 
 
 def drawn(after):

@@ -13,8 +13,7 @@ from typing import Any
 from backends.base.host import HostDevice
 from backends.collectives.base import Library, Settings
 from pdsim.core import plugins
-from pdsim.core.errors import BackendUnavailable, ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import BackendUnavailable, ConfigError, instead
 from pdsim.hardware.costs import Collective
 
 __all__ = ["check", "library"]

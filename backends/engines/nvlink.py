@@ -35,7 +35,7 @@ from backends.capabilities import EngineLibrary, Variant
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.core.errors import ConfigError, RegistrationError, TransferFailed
-from pdsim.core.guards import one_of
+from pdsim.core.units import one_of
 
 __all__ = ["NvlinkEndpoint"]
 

@@ -27,8 +27,8 @@ from experiments.faults.scenario import Tried
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
-from pdsim.core.guards import not_negative
 from pdsim.core.progress import ShowProgress
+from pdsim.core.units import not_negative
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
 

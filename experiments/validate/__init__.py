@@ -24,9 +24,8 @@ from experiments.validate.predict import adopt, ahead, check_same, expect
 from experiments.validate.sealed import EXPECTED, MEASURED, design_of, read, take
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
-from pdsim.core.guards import not_negative, positive
 from pdsim.core.progress import ShowProgress, within
-from pdsim.core.units import Seconds, Size
+from pdsim.core.units import Seconds, Size, not_negative, positive
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Seconds
+from pdsim.core.units import Seconds, not_negative, one_of, positive
 
 __all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "widening"]
 

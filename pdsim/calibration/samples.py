@@ -20,7 +20,7 @@ import numpy as np
 
 from pdsim.calibration import noise_floor
 from pdsim.core.errors import ConfigError
-from pdsim.core.guards import positive
+from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
 
 __all__ = ["Sample", "Samples", "from_transfers", "read", "write"]

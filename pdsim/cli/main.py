@@ -27,8 +27,7 @@ import pdsim
 from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.core.guards import instead
+from pdsim.core.errors import ConfigError, PdsimError, instead
 
 if TYPE_CHECKING:
     from pdsim.config import Config

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import near
+from pdsim.core.errors import ConfigError, near
 
 __all__ = ["Option", "parse"]
 

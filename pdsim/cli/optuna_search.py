@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import ConfigError, instead
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import is_number
 from pdsim.sweep import driver

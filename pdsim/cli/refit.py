@@ -23,8 +23,7 @@ from pdsim.calibration.summary import table
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import ConfigError, instead
 from pdsim.core.plugins import conf
 from pdsim.core.repository import data
 from pdsim.hardware.costs import Collective

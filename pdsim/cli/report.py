@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import ConfigError, instead
 from pdsim.results.drawing.figure import Figure
 from pdsim.results.report.page import Content
 from pdsim.results.whole_file import whole_file

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdsim.compute.tiles import WIDE, Work
-from pdsim.core.guards import not_negative
-from pdsim.core.units import Rate, Seconds
+from pdsim.core.units import Rate, Seconds, not_negative
 
 __all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key"]
 

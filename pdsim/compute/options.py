@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdsim.compute.kernels import Kernels
-from pdsim.core.guards import not_negative
-from pdsim.core.units import Rate, Seconds
+from pdsim.core.units import Rate, Seconds, not_negative
 
 __all__ = ["Compute"]
 

@@ -15,8 +15,7 @@ from typing import Any, Self
 from pdsim.calibration.definition import Calibration
 from pdsim.compute.options import Compute
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import ConfigError, instead
 from pdsim.core.units import Seconds
 from pdsim.hardware.costs import Collective, Engine, Jitter
 from pdsim.hardware.machine import Machine

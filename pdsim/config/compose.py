@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead, near
+from pdsim.core.errors import ConfigError, instead, near
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

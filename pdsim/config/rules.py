@@ -28,8 +28,7 @@ from pdsim.calibration.definition import covers
 from pdsim.compute.roofline import weight_bytes
 from pdsim.config import Config
 from pdsim.core import plugins, units
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import instead, near
+from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
 from pdsim.hardware.costs import Engine
 from pdsim.hardware.machine import Machine

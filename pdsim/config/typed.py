@@ -20,8 +20,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import near
+from pdsim.core.errors import ConfigError, near
 
 __all__ = ["OTHERS", "SOURCE", "SOURCES", "build", "gathered", "join", "required", "split_keys"]
 

@@ -18,9 +18,13 @@
         └── TransferFailed       the engine reported an error of its own
 
 A test may therefore name one class and run against every implementation of the waist.
+
+`near` and `instead` word what to type instead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "BackendUnavailable",
@@ -36,6 +40,9 @@ __all__ = [
     "TransferError",
     "TransferFailed",
     "TransferTimeout",
+    "instead",
+    "near",
+    "ranks_named",
 ]
 
 
@@ -120,3 +127,50 @@ class TransferFailed(TransferError):
 
     Also raised for an address that is none.  The message has the engine's own words.
     """
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def near(word: str, known: Iterable[str], template: str = "{}") -> str:
+    """Return a question about the one of *known* that is closest to *word*, or nothing if none is close.
+
+    *template* says how a name is typed:
+
+    >>> near("8xh2O", ["8xh20", "loopback"], "hw={}")
+    'did you mean hw=8xh20? '
+    """
+    import difflib  # here, for most processes refuse nothing
+
+    nearest = difflib.get_close_matches(word, list(known), 1)
+    return f"did you mean {template.format(nearest[0])}? " if nearest else ""
+
+
+def instead(word: str, known: Iterable[str], template: str = "{}") -> str:
+    """Return what to write instead of *word*: the closest of *known*, as `near` asks for it, and all of them.
+
+    >>> instead("nixel", ["mori", "nixl"])
+    'did you mean nixl? There are mori, nixl'
+    >>> instead("tcp", ["mori", "nixl"])
+    'there are mori, nixl'
+    """
+    every = list(known)
+    hint = near(word, every, template)
+    return f"{hint}{'There' if hint else 'there'} are {', '.join(every)}"
+
+
+def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
+    """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
+
+    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the
+    start.
+    """
+    for name in ranks:
+        if ranks.count(name) > 1:
+            raise ConfigError(f"{ranks.count(name)} ranks are named {name!r}; give each a name of its own")
+    for what, moments in times.items():
+        for name, at in moments.items():
+            if name not in ranks:
+                raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(ranks)}")
+            if not at >= 0:
+                raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")

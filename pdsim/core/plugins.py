@@ -23,8 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdsim.core.errors import BackendUnavailable, ConfigError
-from pdsim.core.guards import instead
+from pdsim.core.errors import BackendUnavailable, ConfigError, instead
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

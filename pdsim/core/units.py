@@ -3,6 +3,10 @@
 
 Sizes are bytes, rates bytes per second, times seconds, everywhere in pdsim.  Decimal prefixes are powers of ten
 (1 GB = 1e9 bytes), binary prefixes powers of two (1 GiB = 2**30); ``bps`` counts bits, ``B/s`` bytes.
+
+The guards `positive`, `not_negative` and `one_of` refuse values of fields: each names the field, the rule and the
+value.  Their *owner* is the group that the fields belong to, as the user writes it: ``positive("hw.nic", rate=0)``
+raises ``ValueError("hw.nic.rate must be > 0, got 0")``.
 """
 
 from __future__ import annotations
@@ -23,11 +27,14 @@ __all__ = [
     "format_size",
     "format_time",
     "is_number",
+    "not_negative",
+    "one_of",
     "parse_count",
     "parse_flops",
     "parse_rate",
     "parse_size",
     "parse_time",
+    "positive",
 ]
 
 _DECIMAL = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -167,6 +174,46 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- guards --------------------------------------------------------------------------------------------------------
+
+
+def positive(owner: str, **values: float) -> None:
+    """Raise a `ValueError` unless all *values* are > 0; NaN is not.
+
+    >>> positive("hw.nic", rate=0)
+    Traceback (most recent call last):
+    ValueError: hw.nic.rate must be > 0, got 0
+    """
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{owner}.{name} must be > 0, got {value}")
+
+
+def not_negative(owner: str, **values: float) -> None:
+    """Raise a `ValueError` unless all *values* are >= 0; NaN is not.
+
+    >>> not_negative("hw.host", wake=-1.0)
+    Traceback (most recent call last):
+    ValueError: hw.host.wake must be >= 0, got -1.0
+    """
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{owner}.{name} must be >= 0, got {value}")
+
+
+def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
+    """Raise a `ValueError` unless all *values* are among *allowed*, compared as whole names.
+
+    >>> one_of("engine", ("wait", "refuse"), full="drop")
+    Traceback (most recent call last):
+    ValueError: engine.full must be one of wait, refuse, got 'drop'
+    """
+    for name, value in values.items():
+        if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
+            choices = ", ".join(choice or "''" for choice in allowed)
+            raise ValueError(f"{owner}.{name} must be one of {choices}, got {value!r}")
 
 
 # Types of configuration fields: `pdsim.config` finds the parser in the annotation.

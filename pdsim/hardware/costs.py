@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Rate, Seconds, Size
+from pdsim.core.units import Rate, Seconds, Size, not_negative, one_of, positive
 from pdsim.hardware.machine import VENDORS
 
 __all__ = [

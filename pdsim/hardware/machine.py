@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Flops, Rate, Seconds, Size
+from pdsim.core.units import Flops, Rate, Seconds, Size, not_negative, one_of, positive
 
 __all__ = [
     "EVIDENCE",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.core.guards import one_of
+from pdsim.core.units import one_of
 
 __all__ = ["POOLS", "Policy", "Staging"]
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Count
+from pdsim.core.units import Count, not_negative, one_of, positive
 
 __all__ = ["DTYPES", "Hybrid", "Llm"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.core.guards import positive
+from pdsim.core.units import positive
 
 __all__ = ["Parallel", "Side"]
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Count, Rate, Seconds, Size
+from pdsim.core.units import Count, Rate, Seconds, Size, not_negative, one_of, positive
 from pdsim.kv.pages import ORDERS
 
 __all__ = ["Cache", "HostCosts", "Kv", "Live", "SchedulerLimits", "ServingEngine", "Slo", "Workload"]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from simpy.core import EmptySchedule
 
-from pdsim.core.errors import ConfigError
-from pdsim.core.guards import ranks_named
+from pdsim.core.errors import ConfigError, ranks_named
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.channel import SimChannel
 from pdsim.sim.collective import SimGroups

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.guards import not_negative, one_of, positive
-from pdsim.core.units import Seconds
+from pdsim.core.units import Seconds, not_negative, one_of, positive
 from pdsim.sweep.executors import Measure, Row, lost
 from pdsim.sweep.points import Point
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, NoReturn, Protocol
 
-from pdsim.core.guards import not_negative
+from pdsim.core.units import not_negative
 from pdsim.sweep.points import Point
 
 __all__ = ["Executor", "Local", "Measure", "Row"]
