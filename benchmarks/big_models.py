@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from pdsim.compute.roofline import ForwardTime, forward_time
+from pdsim.compute.forward import forward_time
+from pdsim.compute.roofline import ForwardTime
 from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.models.parallel import Side

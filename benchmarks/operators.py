@@ -19,10 +19,10 @@ from typing import Any
 
 from pdsim.calibration import kernel_fit, published
 from pdsim.cli.profile import errors
-from pdsim.compute.forward import OperatorForward, peaks
+from pdsim.compute.forward import OperatorForward, forward_time, peaks
 from pdsim.compute.kernels import Kernels
 from pdsim.compute.operators import Operators, read
-from pdsim.compute.roofline import forward_time, kv_shape
+from pdsim.compute.roofline import kv_shape
 from pdsim.compute.shapes import LayerShape
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError

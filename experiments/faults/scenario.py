@@ -41,7 +41,7 @@ from experiments.faults.circumstances import (
 )
 from experiments.faults.description import Scenario
 from experiments.faults.kinds import KINDS, RARE
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic

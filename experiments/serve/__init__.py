@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from experiments.serve import tables
-from experiments.serve.kv_paths import Paths, notes
 from pdsim.compute.forward import ForwardModel, forward
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
@@ -410,7 +409,7 @@ def result(
     requests = RequestTable.of(requests)
     columns = request_columns(requests, value)
     offered = offered or offered_load(what, requests)
-    paths = Paths(len(requests), outcome)
+    paths = tables.Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
     columns |= tables.cached(outcome, len(requests))
     if requests.priority is not None and requests.priority.any():
@@ -431,7 +430,7 @@ def result(
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failures,
-        notes=tables.notes(columns, config.workload, what, outcome) + notes(outcome),
+        notes=tables.notes(columns, config.workload, what, outcome) + tables.path_notes(outcome),
         outcome=outcome,
         offered_load=None if offered is None else offered.plain(config.workload),
         start=value["start"],

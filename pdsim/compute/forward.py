@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's forward: what serving asks for, and the sum of operators that answers it where they were measured.
+"""A rank's forward: what a configuration says of it, what serving asks for, and what answers.
 
-`forward` chooses: a configuration with `Compute.kernels` adds up operators, another has the roofline of
-`pdsim.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute
+`forward` chooses: a configuration with `Compute.kernels` adds up operators that were measured, another has the
+roofline of `pdsim.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute
 alike.
+
+With expert parallelism each rank of an engine holds whole experts.  In every layer that has experts a rank
+dispatches its tokens to the ranks whose experts they are routed to, and combines what comes back (`exchange`).  Two
+ways of it are modelled, those of DeepEP (https://github.com/deepseek-ai/DeepEP):
+
+* *by node*, as prefill does: a token crosses the network once for each other node with an expert of it, and is
+  passed on there over the interconnect to each rank that has one;
+* *direct*, as decode does: a token goes to each of its experts by itself, over the network to those on other nodes.
+
+Routing is taken to be even and independent.  Dispatched tokens are of one byte an element with a scale of four bytes
+for 128 of them where weights are of 8 bits, and of the type of the weights otherwise; what is combined has two
+bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +26,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
-from pdsim.compute.experts import Exchange
 from pdsim.compute.kernels import Kernels, Peaks, Roof
-from pdsim.compute.options import Compute
-from pdsim.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.compute.roofline import HOST_FLOPS, Exchange, ForwardTime, expert_parameters, kv_shape, weight_bytes
 from pdsim.compute.shapes import LayerShape, Product, layer_shape, products
 from pdsim.compute.tiles import (
     SORTED,
@@ -29,14 +39,66 @@ from pdsim.compute.tiles import (
     product,
     whole_sequences,
 )
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import Rate, Seconds, not_negative
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
 
+__all__ = ["Compute", "ForwardModel", "OperatorForward", "exchange", "forward", "forward_time", "nodes_hit", "peaks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration.
+
+    Shares are of the hardware's own peak and rate (`pdsim.hardware.machine.Gpu`), so that a profile of one GPU can
+    be used for another, as *assumed*.  Raise a `ValueError` for shares outside 0 to 1 and a *blend* outside 1 to 64.
+    """
+
+    flops_share: float = 0.55  # of the peak, that linear layers reach
+    attention_share: float = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
+    prefix_share: float = 0.0  # the same of attention to tokens of earlier chunks; 0 is as *attention_share*
+    attention_padded: bool = False  # of a batch, every sequence is computed up to the rows of the longest
+    memory_share: float = 0.8  # of the memory's rate, at which keys and values are read
+    sequence_share: float = 0.0  # of that rate, which one sequence of a decode batch reaches at most; 0 is no limit
+    weight_share: float = 0.0  # the same of weights; 0 is as *memory_share*
+    blend: float = 0.0  # the norm of the two roofs, 1 adds them; 0: the higher one counts alone
+    allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
+    allreduce_latency: Seconds = 12e-6
+    exchange_share: float = 1.0  # of a card's rate, that tokens on their way to experts reach
+    # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
+    exchange_latency: Seconds = 23e-6
+    exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
+    overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
+    scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
+    source: str = ""  # of the shares: "measured: …"; without one they are assumed
+    measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
+    kernels: Kernels | None = None  # times of operators, from pdsim profile, in place of the shares
+
+    def __post_init__(self) -> None:
+        for name in ("flops_share", "memory_share", "exchange_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}"
+                )
+        for name in ("attention_share", "prefix_share", "sequence_share", "weight_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"compute.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
+        if self.blend and not 1.0 <= self.blend <= 64.0:
+            raise ValueError(f"compute.blend must be 0 or from 1 to 64, got {self.blend}")
+        not_negative(
+            "compute",
+            allreduce_rate=self.allreduce_rate,
+            allreduce_latency=self.allreduce_latency,
+            exchange_latency=self.exchange_latency,
+            overhead=self.overhead,
+            scale=self.scale,
+        )
+
+
 _ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
 """Products of attention: of the tokens of one group; others are of those of all."""
-
-__all__ = ["ForwardModel", "OperatorForward", "forward", "peaks"]
 
 
 @runtime_checkable
@@ -68,7 +130,7 @@ class ForwardModel(Protocol):
 def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardModel:
     """Return the forward of *model* on an instance of *side*, whose ranks are on *machine*.
 
-    Tokens go to experts of other ranks *direct*, or by way of nodes (`pdsim.compute.experts`).
+    Tokens go to experts of other ranks *direct*, or by way of nodes (`exchange`).
 
     Raise a `ValueError` if *compute* has kernels, but not all that *model* needs.
     """
@@ -93,6 +155,71 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
     )
 
 
+def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
+    """Return the coefficients of *model* on an instance of *side*, whose ranks are on *machine*.
+
+    Stages and context-parallel ranks divide the work.  The groups are taken to be loaded alike, so that each has
+    its share of the engine's arithmetic; weights are read once for the tokens of all of them.
+
+    Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
+
+    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce
+    after the experts.  Raise a `ConfigError` where they cannot.
+    """
+    shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
+    peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
+    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
+    pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
+    if model.attention == "mla":
+        pairs = _mla_pairs(model)
+    memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
+    token_allreduce = allreduce = 0.0
+    reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
+    if ring > 1:
+        rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
+        # a ring moves 2 (n - 1) / n of the activations through each port
+        token_allreduce = reduced * model.layers * 2 * (ring - 1) / ring * model.hidden * model.dtype_bytes
+        token_allreduce = token_allreduce / rate / share
+        allreduce = reduced * model.layers * compute.allreduce_latency / side.pp
+    return ForwardTime(
+        token_flops=2 * model.active / group / share,
+        pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
+        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / group / share,
+        weight_bytes=weight_bytes(model, side),
+        token_weight_bytes=model.active * model.dtype_bytes / tp / side.pp,
+        expert_bytes=expert_parameters(model) * model.dtype_bytes / tp / side.pp,
+        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
+        groups=side.dp,
+        kv_bytes=shape.token_bytes(group) / share,
+        flops=linear * compute.flops_share,
+        attention_flops=peak * (compute.attention_share or compute.flops_share),
+        prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
+        padded=compute.attention_padded,
+        memory_rate=memory * compute.memory_share,
+        sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
+        weight_rate=memory * (compute.weight_share or compute.memory_share),
+        blend=compute.blend,
+        token_allreduce=token_allreduce,
+        allreduce=allreduce,
+        overhead=compute.overhead,
+        scale=compute.scale,
+        stages=side.pp,
+        exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
+    )
+
+
+def _mla_pairs(model: Llm) -> tuple[int, int]:
+    """Return the FLOPs of a head for a query and a key, in prefill and in decode.
+
+    Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
+    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
+    values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and
+    2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
+    """
+    prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
+    return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)
+
+
 def peaks(machine: Machine) -> Peaks:
     """Return the peaks that kernels have shares of: those of the GPU, or of a host where compute is emulated."""
     if machine.gpu is None:
@@ -103,7 +230,7 @@ def peaks(machine: Machine) -> Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorForward:
-    """The forward of a rank as the sum of its operators; the same interface as `roofline.ForwardTime`.
+    """The forward of a rank as the sum of its operators; the same interface as `pdsim.compute.roofline.ForwardTime`.
 
     Attention is divided among ``tp // dp`` ranks, everything else among *tp*, whose tokens are those of *dp* groups.
     Stages and context-parallel ranks, *share*, divide the work.
@@ -115,7 +242,7 @@ class OperatorForward:
     tp: int = 1
     dp: int = 1
     share: int = 1
-    stages: int = 1  # of a pipeline, see `roofline.ForwardTime.step`
+    stages: int = 1  # of a pipeline, see `pdsim.compute.roofline.ForwardTime.step`
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
     scale: float = 1.0
@@ -317,3 +444,65 @@ class OperatorForward:
             return 0.0
         ring = self.kernels.ring(self.tp)
         return ring.latency + 2.0 * tokens * self.model.hidden / ring.rate
+
+
+# --- experts on other ranks ----------------------------------------------------------------------------------------
+
+
+SCALES = 4 / 128
+"""Bytes of scales for each byte of an FP8 activation (DeepSeek-V3, arXiv 2412.19437, section 3.3: tiles of 128)."""
+
+
+def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups: int, direct: bool) -> Exchange:
+    """Return what *model* exchanges on *machine* with its experts spread over *ranks*, in *groups* attention groups.
+
+    The ranks of a group divide its tokens among them.  Raise a `ConfigError` for a model without experts, more ranks
+    than experts, and for GPUs or nodes that nothing joins.
+    """
+    key = f"parallel.{'decode' if direct else 'prefill'}.ep={ranks}"
+    if not model.experts:
+        raise ConfigError(f"{key} spreads experts, and model={model.name} has none; leave ep at 1")
+    if ranks > model.experts:
+        raise ConfigError(f"{key} is more than the {model.experts} experts of a layer; lower tp and ep")
+    near = min(ranks, machine.gpus)
+    nodes = -(-ranks // near) if near else ranks
+    if nodes > 1 and not machine.nic.count:
+        raise ConfigError(f"{key} needs {nodes} nodes, and hw={machine.name} has no cards between them")
+    if near > 1 and machine.interconnect.kind != "switch":
+        raise ConfigError(
+            f"{key}: experts are modelled over a switch between GPUs, and hw={machine.name} has "
+            f"interconnect.kind={machine.interconnect.kind}; leave ep at 1"
+        )
+    chosen = model.experts_per_token
+    if direct:
+        network, port = chosen * (1 - near / ranks), chosen * (near - 1) / ranks
+    else:
+        network = nodes_hit(model, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
+        port = ranks * (1 - (1 - 1 / ranks) ** chosen) * (near - 1) / near
+    width = model.hidden * ((1 + SCALES) if model.dtype_bytes == 1 else model.dtype_bytes) + 2 * model.hidden
+    layers, share = model.layers - model.dense_layers, groups / ranks
+    return Exchange(
+        network=layers * share * network * width,
+        port=layers * share * port * width,
+        network_rate=machine.nic.rate * machine.nic.count / machine.gpus * compute.exchange_share
+        if nodes > 1
+        else 1.0,
+        port_rate=machine.interconnect.rate if near > 1 else 1.0,
+        latency=2 * layers * compute.exchange_latency,
+        overlap=compute.exchange_overlap,
+    )
+
+
+def nodes_hit(model: Llm, nodes: int) -> float:
+    """Return on how many of *nodes*, in the mean, a token has an expert.
+
+    A router that is limited to g of G groups of experts (DeepSeek-V3: 4 of 8) chooses those first.  A node that
+    holds whole groups is missed if none of them is chosen; one of several that share a group, if its group is not
+    chosen or has none of the token's experts there.
+    """
+    total, limit, chosen = model.expert_groups, model.groups_per_token, model.experts_per_token
+    if not total:
+        return float(nodes * (1 - (1 - 1 / nodes) ** chosen))
+    if nodes <= total:
+        return float(nodes * (1 - (1 - limit / total) ** (total / nodes)))
+    return float(nodes * (limit / total) * (1 - (1 - total / nodes) ** (chosen / limit)))

@@ -3,23 +3,21 @@
 
 All quantities are of one tensor-parallel rank; the ranks of an instance compute alike.  `docs/model.md` derives the
 formulas and says what they leave out.
+
+Tokens that travel to experts on other ranks add an `Exchange`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdsim.compute.experts import Exchange, exchange, expert_parameters
-from pdsim.compute.options import Compute
-from pdsim.hardware.machine import Machine
 from pdsim.kv.layout import KvShape
 from pdsim.kv.state import StateShape, Tensor
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
 
-__all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape", "weight_bytes"]
+__all__ = ["HOST_FLOPS", "Exchange", "ForwardTime", "expert_parameters", "kv_shape", "weight_bytes"]
 
 HOST_FLOPS = 1e12
 """Assumed for a rank on a machine without GPUs, where compute is emulated anyway: `compute.scale` is the knob."""
@@ -38,11 +36,37 @@ def kv_shape(model: Llm) -> KvShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What the experts of other ranks add to a forward; without values, nothing.
+
+    >>> Exchange(network=1e6, port=2e6, network_rate=1e9, port_rate=1e10, latency=1e-3).seconds(10)
+    0.011
+    """
+
+    network: float = 0.0  # bytes that a token sends through its rank's card, in all layers; as many come in
+    port: float = 0.0  # the same through its rank's port of the interconnect
+    network_rate: float = 1.0  # bytes/s
+    port_rate: float = 1.0  # bytes/s
+    latency: float = 0.0  # seconds an iteration, of all its dispatches and combines
+    overlap: bool = False  # two halves of a batch take turns: one computes while the tokens of the other travel
+
+    def __bool__(self) -> bool:
+        """Return whether tokens travel at all."""
+        return bool(self.network or self.port)
+
+    def seconds(self, tokens: float) -> float:
+        """Return how long those of *tokens* of a rank take when nothing else uses the links."""
+        if not (self.network or self.port):
+            return 0.0
+        return max(tokens * self.network / self.network_rate, tokens * self.port / self.port_rate) + self.latency
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardTime:
     """The coefficients of a rank's forward.
 
-    They are made by `forward_time`. Times are affine in what a decode batch has of context, so that many steps have
-    a closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
+    `pdsim.compute.forward.forward_time` makes them.  Times are affine in what a decode batch has of context, so that
+    many steps have a closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
     """
 
     token_flops: float  # linear layers, a token
@@ -174,66 +198,11 @@ def weight_bytes(model: Llm, side: Side) -> float:
     return own * model.dtype_bytes / side.pp
 
 
-def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
-    """Return the coefficients of *model* on an instance of *side*, whose ranks are on *machine*.
+def expert_parameters(model: Llm) -> float:
+    """Return how many of the parameters of *model* are routed experts'.
 
-    Stages and context-parallel ranks divide the work.  The groups are taken to be loaded alike, so that each has
-    its share of the engine's arithmetic; weights are read once for the tokens of all of them.
-
-    Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
-
-    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce
-    after the experts.  Raise a `ConfigError` where they cannot.
+    Of E experts a token uses k, and all the rest: ``parameters - active`` are those of E - k experts of each layer.
     """
-    shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
-    peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
-    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
-    pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
-    if model.attention == "mla":
-        pairs = _mla_pairs(model)
-    memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
-    token_allreduce = allreduce = 0.0
-    reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
-    if ring > 1:
-        rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
-        # a ring moves 2 (n - 1) / n of the activations through each port
-        token_allreduce = reduced * model.layers * 2 * (ring - 1) / ring * model.hidden * model.dtype_bytes
-        token_allreduce = token_allreduce / rate / share
-        allreduce = reduced * model.layers * compute.allreduce_latency / side.pp
-    return ForwardTime(
-        token_flops=2 * model.active / group / share,
-        pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
-        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / group / share,
-        weight_bytes=weight_bytes(model, side),
-        token_weight_bytes=model.active * model.dtype_bytes / tp / side.pp,
-        expert_bytes=expert_parameters(model) * model.dtype_bytes / tp / side.pp,
-        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
-        groups=side.dp,
-        kv_bytes=shape.token_bytes(group) / share,
-        flops=linear * compute.flops_share,
-        attention_flops=peak * (compute.attention_share or compute.flops_share),
-        prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
-        padded=compute.attention_padded,
-        memory_rate=memory * compute.memory_share,
-        sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
-        weight_rate=memory * (compute.weight_share or compute.memory_share),
-        blend=compute.blend,
-        token_allreduce=token_allreduce,
-        allreduce=allreduce,
-        overhead=compute.overhead,
-        scale=compute.scale,
-        stages=side.pp,
-        exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
-    )
-
-
-def _mla_pairs(model: Llm) -> tuple[int, int]:
-    """Return the FLOPs of a head for a query and a key, in prefill and in decode.
-
-    Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
-    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
-    values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and
-    2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
-    """
-    prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
-    return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)
+    if not model.experts:
+        return 0.0
+    return (model.parameters - model.active) * model.experts / (model.experts - model.experts_per_token)

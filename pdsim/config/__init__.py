@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from typing import Any, Self
 
 from pdsim.calibration.definition import Calibration
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
 from pdsim.core.units import Seconds

@@ -19,7 +19,7 @@ class Side:
     SGLang: dp=4 with tp=4 is four groups of attention tp 1.
 
     With expert parallelism, *ep* equal to *tp*, each rank has whole experts and tokens travel to them
-    (`pdsim.compute.experts`); with 1, the experts are divided as other weights are.
+    (`pdsim.compute.forward`); with 1, the experts are divided as other weights are.
     """
 
     tp: int

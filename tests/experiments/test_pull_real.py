@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, job, run, specs
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.models.llm import Llm

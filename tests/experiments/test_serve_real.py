@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, run
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result

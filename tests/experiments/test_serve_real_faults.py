@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.serving.workload import Request

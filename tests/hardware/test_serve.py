@@ -11,7 +11,7 @@ import pytest
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
 from experiments.serve import ServeOptions, run
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
 from pdsim.models.parallel import Parallel, Side

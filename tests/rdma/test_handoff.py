@@ -10,7 +10,7 @@ import pytest
 from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.machine import PATIENCE
 from experiments.serve import ServeOptions, run
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.compute.options import Compute
-from pdsim.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.compute.forward import Compute, forward_time
+from pdsim.compute.roofline import HOST_FLOPS, kv_shape
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side

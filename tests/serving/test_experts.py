@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdsim.compute.experts import Exchange, exchange, nodes_hit
-from pdsim.compute.options import Compute
-from pdsim.compute.roofline import forward_time, weight_bytes
+from pdsim.compute.forward import Compute, exchange, forward_time, nodes_hit
+from pdsim.compute.roofline import Exchange, weight_bytes
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError

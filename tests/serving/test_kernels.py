@@ -12,10 +12,9 @@ from pdsim.calibration import kernel_fit as fit
 from pdsim.calibration import published
 from pdsim.calibration.roof_fit import fit_roof, row_seconds
 from pdsim.cli.profile import read
-from pdsim.compute.forward import OperatorForward, forward, peaks
+from pdsim.compute.forward import Compute, OperatorForward, forward, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.compute.operators import Operators
-from pdsim.compute.options import Compute
 from pdsim.compute.shapes import layer_shape, products
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.serve import ServeOptions, job, result, specs
-from pdsim.compute.options import Compute
+from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.results.statistics import half_width, trend

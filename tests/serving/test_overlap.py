@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.compute.options import Compute
-from pdsim.compute.roofline import forward_time
+from pdsim.compute.forward import Compute, forward_time
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
 from pdsim.models.parallel import Side
