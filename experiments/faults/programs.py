@@ -133,7 +133,7 @@ def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> 
     deployment = Deployment.from_plain(job)
     engine = decode_rank(rank, deployment, instance, index)
     if isinstance(engine.scheduler, DecodeScheduler):
-        engine.scheduler.held = partial(_held, deployment)
+        engine.scheduler.pages.held = partial(_held, deployment)
     return (yield from engine.run())
 
 

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from pdsim.kv.pages import Pages, Pool
+from pdsim.core.clock import Clock
+from pdsim.kv.layout import KvLayout
+from pdsim.kv.messages import Details, Submit
+from pdsim.kv.pages import Pages, Pool, after
 from pdsim.kv.pages import page_pool as in_order
 from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.state import StatePool
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED
 from pdsim.serving.settings import Cache
 
-__all__ = ["BlockManager", "page_keys", "page_pool"]
+__all__ = ["BlockManager", "DecodePages", "page_keys", "page_pool"]
 
 
 def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
@@ -47,7 +52,7 @@ class BlockManager:
     come back, until the scheduler has had them moved.
 
     A room that failed while its KV was on the way keeps its pages: they are in `quarantine` until it is proven that
-    nothing of it moves, and `release` follows.  This class knows nothing of messages, nor who proves what.
+    nothing of it moves, and `release` follows.  This class sends nothing, and does not know who proves what.
     """
 
     def __init__(self, pool: Pool, page_size: int, state: StatePool | None = None) -> None:
@@ -138,3 +143,61 @@ class BlockManager:
         moves = self.to_host, self.from_host
         self.to_host = self.from_host = 0
         return moves
+
+
+class DecodePages(BlockManager):
+    """The pages of a decode scheduler, which a request gets before its KV comes.
+
+    *held* says of a request how many of its first pages are here already, less than all; they are not moved.  The
+    hashes of its prompt may come apart, as `Details`.
+    """
+
+    def __init__(self, job: Deployment, layout: KvLayout, clock: Clock) -> None:
+        pool = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages)
+        super().__init__(pool, job.page_size, job.state_pool(layout))
+        self.held: Callable[[Submit], int] = self._cached
+        self.details: ExpiringMap[Details] = ExpiringMap(clock, OVER)
+        self._job = job
+        self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some
+
+    def known(self, request: Submit) -> Sequence[int]:
+        """Return the hashes of the pages of *request* that can be cached; none without a cache."""
+        if self._prefixes is None:
+            return ()
+        keys = self._keys.get(request.room)
+        if keys is None:
+            details = self.details.pop(request.room)
+            blocks = details.blocks if details is not None else ()
+            keys = self._keys[request.room] = page_keys(blocks, request.input, self._page_size)
+        return self.usable(keys, request.input)
+
+    def _cached(self, request: Submit) -> int:
+        return self.match(self.known(request))
+
+    def reserve(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages and the rows of state that *request* gets; None if there are too few.
+
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no
+        pages for the first *held*.
+        """
+        reserved = request.output if self._job.engine.memory == "reserve" else 0
+        count = self._job.page_count(request.input + reserved)
+        if self._prefixes is None:
+            given = self.allocate(request.room, count - held)
+            pages = None if given is None else given[0]
+        else:
+            given = self.allocate(request.room, count, self.known(request))
+            pages = None if given is None else after(given[0], held)
+        if pages is None:
+            return None
+        state = self.allocate_state(request.room, request.input, request.input + request.output, pages)
+        return None if state is None else (pages, state)
+
+    def arrived(self, room: int) -> None:
+        """Make the prompt of *room*, which is here, known to the prefix cache."""
+        if self._prefixes is not None:
+            self.commit(room, self._keys[room])
+
+    def forget(self, room: int) -> None:
+        """Forget the hashes of *room*, which is over."""
+        self._keys.pop(room, None)

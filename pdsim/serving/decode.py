@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from msgspec.structs import asdict
@@ -26,22 +26,21 @@ from pdsim.kv.messages import (
     Streamed,
     Submit,
 )
-from pdsim.kv.pages import Pages, after
-from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers, out_of_memory
-from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
+from pdsim.kv.pages import Pages
+from pdsim.kv.rooms import QuarantineStall, Timers, out_of_memory
+from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.decode_steps import (
     DecodeMover,
     DecodeRequest,
     DecodeWorker,
-    GrowingMemory,
-    Member,
+    Preemption,
     Retraction,
     RunningBatch,
 )
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.rank_process import EngineRank, Handler
 from pdsim.serving.scheduler_host import SchedulerHost
-from pdsim.serving.seams import Running, handoff_of, scheduler_of
+from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -136,8 +135,6 @@ class DecodeScheduler:
     The order between two steps is that of `_between_steps`: tokens counted, requests done, arrivals noticed, places
     filled, pages grown, requests admitted, KV of the retracted moved, and the next step begun.
 
-    *held* says of a request how many of its first pages are here already, less than all; they are not moved.
-
     Invariant: a page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays
     there, with its pages, until `Quiet` has come from every rank.
     """
@@ -150,39 +147,34 @@ class DecodeScheduler:
         self.clock = engine.clock
         self.rooms: dict[int, DecodeRequest] = {}
         self.complete: list[DecodeRequest] = []  # arrived, not noticed
-        pool = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages)
-        self.pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
+        self.pages = pages = DecodePages(job, mover.layout, engine.clock)
         self.policy = scheduler_of(job.engine)
         self.host = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
         self.batch = RunningBatch(
             job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
         )
-        self.held: Callable[[Submit], int] = self._cached_pages
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
-        self.preemptions = 0
         self.timers = Timers(engine.clock, job.waiting_timeout, self._expire)
         self.handoff = handoff.decode_leader(self)
-        self._details: ExpiringMap[Details] = ExpiringMap(engine.clock, OVER)
-        self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some
         self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet
         self._late: list[DecodeRequest] = []  # noticed while the next step was prepared already
         self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
-        self._preempted: deque[DecodeRequest] = deque()  # gave their pages up
-        self._recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
         self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
-        self._memory = GrowingMemory(job, pool, self.batch) if job.engine.memory == "grow" else None
-        self._retraction = Retraction(worker, self._go_on)
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
         self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
+        self._retraction = Retraction(worker, self._go_on)
+        self.preemption = Preemption(
+            self.rooms, self.batch, pages, self.policy, self._retraction, self._blocked, job
+        )
         self._stopping = False
-        engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
+        engine.rank.gauge("pages", instance, lambda: pages.pool.used / pages.pool.pages)
         handlers: dict[type[KvMessage], Handler] = {
             Submit: self.submit,
-            Details: lambda _, message: self._details.set(message.room, message),
+            Details: lambda _, message: pages.details.set(message.room, message),
             Quiet: self._quiet,
             Abort: self._abort,
         }
@@ -201,7 +193,7 @@ class DecodeScheduler:
             "ignored": self.engine.ignored + self.mover.ignored,
         }
         found |= {"hits": self.hits} if self.job.cache.decode else {}
-        return found | ({"preemptions": self.preemptions} if self.preemptions else {})
+        return found | ({"preemptions": self.preemption.count} if self.preemption.count else {})
 
     def working(self) -> bool:
         """Return whether it waits for what ends by itself: pages in quarantine, and KV that is retracted."""
@@ -252,7 +244,7 @@ class DecodeScheduler:
     def withdraw(self, number: int) -> bool:
         """Give a room up that has no pages; return whether it was waiting here."""
         waited = self.handoff.withdraw(number)
-        self._keys.pop(number, None)
+        self.pages.forget(number)
         waited = self._coming.pop(number, None) is not None or waited
         for request in [request for request in self._queue if request.room == number]:
             self._queue.remove(request)
@@ -321,7 +313,7 @@ class DecodeScheduler:
     def _drop(self, number: int) -> None:
         """Give the pages of a room back whose KV never became complete."""
         del self.rooms[number]
-        self._keys.pop(number, None)
+        self.pages.forget(number)
         self.pages.release(number)
         self.handoff.forget(number)
         self.end_if_drained()
@@ -357,8 +349,11 @@ class DecodeScheduler:
         """
         self.batch.advance(due)
         self._held_up = 0.0
-        if self._recomputing:
-            self._computed_again()
+        for room in self.preemption.computed():
+            if self.job.engine.recompute and room.steps == room.request.output:
+                room.first = self.clock.now + self.host.answer(room.request.input)
+            if not self.preemption.go_on(room):
+                self._done(room)
         for number in self.batch.finished():
             self._done(self.rooms[number])
         self._ripen()
@@ -366,8 +361,7 @@ class DecodeScheduler:
         if self._left:
             self._leave()
         self._join()
-        if self._memory is not None:
-            self._make_room(self._memory)
+        self._make_room()
         self._admit()
         if self._retraction:
             self._retraction.move()
@@ -401,8 +395,7 @@ class DecodeScheduler:
             if room.reason:
                 self._reject(room)
                 continue
-            if self.job.cache.decode:
-                self.pages.commit(room.request.room, self._keys[room.request.room])
+            self.pages.arrived(room.request.room)
             self._held_up += self.host.admit(room.request.input)
             room.first = room.polled + self._held_up + self.host.answer(room.request.input)
             if room_lag:
@@ -418,7 +411,7 @@ class DecodeScheduler:
         for number in self.batch.leave(lambda number: self.rooms[number].left):
             self._free(number)
         others: list[deque[DecodeRequest] | list[DecodeRequest]] = [
-            self._waiting, self._late, self._preempted, self._recomputing
+            self._waiting, self._late, self.preemption.waiting, self.preemption.recomputing
         ]  # fmt: skip
         for rooms in others:
             for room in [room for room in rooms if room.left]:
@@ -428,7 +421,7 @@ class DecodeScheduler:
     def _join(self) -> None:
         """Put requests whose KV is here into the batch, in the order of the policy, while there are places."""
         recompute = self.job.engine.recompute
-        while self._waiting and len(self.batch) + len(self._recomputing) < self.batch.limit:
+        while self._waiting and self.preemption.has_place:
             index = self.policy.join([room.request for room in self._waiting])
             room = self._waiting[index]
             del self._waiting[index]
@@ -452,13 +445,11 @@ class DecodeScheduler:
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds:
             start = self.batch.held(self.clock.now, max(start, self.handoff.posted()))
-        if pieces := self._pieces_again():
+        if pieces := self.preemption.pieces():
             end = self.batch.begin_mixed(start, pieces)
         else:
             most = 1.0 if self._late else math.inf
-            if self._memory is not None:
-                most = min(most, self._memory.steps())
-            end = self.batch.begin(start, most)
+            end = self.batch.begin(start, min(most, self.preemption.steps()))
         self._set(end)
         if self.job.decode_time.exchange:
             self._route(end, sum(new for _, new in pieces))
@@ -481,13 +472,22 @@ class DecodeScheduler:
 
     # --- pages ---
 
+    def _make_room(self) -> None:
+        """Give every request of the batch the pages of its next step, and preempted ones theirs if some are left.
+
+        One in whose way is nothing but quarantine fails as in `_admit`.
+        """
+        for room in self.preemption.make_room(self._joined, self.growing):
+            room.reason = out_of_memory(self.pages.pool, self.pages.pool.free + 1)
+            self._reject(room)
+
     def _admit(self) -> None:
         """Give pages to requests of the queue, in the order of the policy, until the next one finds none.
 
         If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds and
         then fails.
         """
-        while self._queue and not self._preempted:
+        while self._queue and not self.preemption.waiting:
             index = self.policy.admit(self._queue)
             request = self._queue[index]
             held, rows = self._find_memory(request) if self.handoff.has_slot() else (0, None)
@@ -498,7 +498,7 @@ class DecodeScheduler:
                 if not self._blocked.too_long():
                     return
                 del self._queue[index]
-                count = self.job.page_count(request.input + (0 if self._memory else request.output))
+                count = self.job.page_count(request.input + (0 if self.preemption.grows else request.output))
                 reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
                 self.engine.send(ROUTER, Failed(request.room, reason))
                 self.handoff.unadmitted(request.room)
@@ -517,50 +517,14 @@ class DecodeScheduler:
 
     def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
         """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""
-        held, memory = self.held(request), self._memory
-        if memory is not None and not memory.admits(request.input - self._shared(request), self.growing()):
-            return held, None
-        return held, self._allocate(request, held)
-
-    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages and the rows of state that *request* gets; None if there are too few.
-
-        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no
-        pages for the first *held*.
-        """
-        count = self.job.page_count(request.input + (0 if self._memory else request.output))
-        if self.job.cache.decode:
-            given = self.pages.allocate(request.room, count, self._known(request))
-            pages = None if given is None else after(given[0], held)
-        else:
-            given = self.pages.allocate(request.room, count - held)
-            pages = None if given is None else given[0]
-        if pages is None:
-            return None
-        state = self.pages.allocate_state(request.room, request.input, request.input + request.output, pages)
-        return None if state is None else (pages, state)
-
-    def _cached_pages(self, request: Submit) -> int:
-        """Return how many first pages of *request* the prefix cache has."""
-        return self.pages.match(self._known(request)) if self.job.cache.decode else 0
-
-    def _shared(self, request: Submit) -> int:
-        """Return how many tokens of *request* lie in pages of others, so that it needs none for them."""
-        return self.pages.shared(self._known(request)) if self.job.cache.decode else 0
-
-    def _known(self, request: Submit) -> Sequence[int]:
-        """Return the hashes of *request*'s full pages, that of its last token left out."""
-        keys = self._keys.get(request.room)
-        if keys is None:
-            details = self._details.pop(request.room)
-            blocks = details.blocks if details is not None else ()
-            keys = self._keys[request.room] = page_keys(blocks, request.input, self.job.page_size)
-        return self.pages.usable(keys, request.input)
+        held = self.pages.held(request)
+        fits = self.preemption.admits(request.input, request, self.growing())
+        return held, self.pages.reserve(request, held) if fits else None
 
     def _free(self, number: int) -> None:
         """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
         room = self.rooms.pop(number)
-        self._keys.pop(number, None)
+        self.pages.forget(number)
         self.pages.release(number, pages=room.has_pages)
         self.end_if_drained()
 
@@ -581,102 +545,3 @@ class DecodeScheduler:
             times = asdict(message) | {"finished": max(ended, room.first)}
             message = Streamed(**times, first=room.first, asked=room.asked)
         self.engine.send(ROUTER, message)
-
-    # --- requests that run out of pages ---
-
-    def _make_room(self, memory: GrowingMemory) -> None:
-        """Give every request of the batch the pages of its next step.
-
-        While there are too few, the policy's victim is preempted, of requests in the order in which they
-        joined.  What is left over then lets preempted ones go on, in their order, while each finds pages for its
-        whole context and its reserve.  One in whose way is nothing but quarantine fails as in `_admit`.
-        """
-        while memory.short():
-            running = [self._running(member) for member in self.batch]
-            running.sort(key=lambda one: self.rooms[one.room].joined)
-            self.preempt(running[self.policy.victim(running)].room)
-        memory.grow()
-        while self._preempted and len(self.batch) + len(self._recomputing) < self.batch.limit:
-            room = self._preempted[0]
-            others = self.growing() - len(self._preempted)
-            again = self.job.engine.preemption == "recompute"
-            if not memory.admits(room.context - (self._shared(room.request) if again else 0), others):
-                if others:
-                    self._blocked.clear()
-                elif self._blocked.too_long():
-                    self._preempted.popleft()
-                    room.reason = out_of_memory(self.pages.pool, self.pages.pool.free + 1)
-                    self._reject(room)
-                    continue
-                return
-            self._blocked.clear()
-            given = self.pages.allocate(
-                room.request.room,
-                self.job.page_count(room.context),
-                self._known(room.request) if again and self.job.cache.decode else (),
-            )
-            assert given is not None
-            room.recomputed = given[1] * self.job.page_size
-            room.has_pages = True
-            self._preempted.popleft()
-            if again:
-                self._recomputing.append(room)
-            else:
-                self._retraction.back(room.context)
-                self._rejoin(room)
-
-    def _running(self, member: Member) -> Running:
-        request = self.rooms[member.number].request
-        return Running(member.number, request.input, request.output - member.left)
-
-    def preempt(self, number: int) -> None:
-        """Take *number* out of the batch, and its pages."""
-        room = self.rooms[number]
-        member = next(member for member in self.batch if member.number == number)
-        self.batch.leave(lambda other: other == number)
-        self.pages.pool.release(number)
-        room.preempt(member)
-        if room in self._joined:
-            self._joined.remove(room)
-        self.preemptions += 1
-        if self.job.engine.preemption == "recompute":
-            self._preempted.appendleft(room)
-        else:
-            self._retraction.out(room.context)
-            self._preempted.append(room)
-
-    def _rejoin(self, room: DecodeRequest) -> None:
-        """Put a retracted request back into the batch, as it was."""
-        context, steps = room.context, room.steps
-        room.resume()
-        if not room.first or (self.job.engine.recompute and steps == room.request.output):
-            self._joined.append(room)
-        self.batch.join(room.request.room, context, steps)
-
-    def _computed_again(self) -> None:
-        """Let those go on whose last piece has been computed, which gave them a token."""
-        for room in [room for room in self._recomputing if room.recomputed == room.context]:
-            self._recomputing.remove(room)
-            context, steps = room.context + 1, room.steps - 1
-            if self.job.engine.recompute and room.steps == room.request.output:
-                room.first = self.clock.now + self.host.answer(room.request.input)
-            room.resume()
-            if steps:
-                self.batch.join(room.request.room, context, steps)
-            else:
-                self._done(room)
-
-    def _pieces_again(self) -> list[tuple[int, int]]:
-        """Return what the next step computes again, beside the batch, and count it as done.
-
-        A piece is ``(tokens computed before, tokens)``.
-        """
-        pieces, budget = [], self.job.chunk - len(self.batch)
-        for room in self._recomputing:
-            tokens = min(budget, room.context - room.recomputed)
-            if tokens <= 0:
-                break
-            pieces.append((room.recomputed, tokens))
-            room.recomputed += tokens
-            budget -= tokens
-        return pieces

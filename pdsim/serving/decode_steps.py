@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -19,10 +20,12 @@ from simpy.events import Event
 from pdsim.compute.forward import ForwardModel
 from pdsim.kv.messages import Abort, Arrival, Offload, Submit
 from pdsim.kv.pages import Pool
-from pdsim.kv.rooms import Consensus
+from pdsim.kv.rooms import Consensus, QuarantineStall
+from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.rank_process import EngineRank, Mover
 from pdsim.serving.scheduler_host import StepVariation
+from pdsim.serving.seams import Running, Scheduler
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 
@@ -33,6 +36,7 @@ __all__ = [
     "DecodeWorker",
     "GrowingMemory",
     "Member",
+    "Preemption",
     "Retraction",
     "RunningBatch",
     "steps_that_fit",
@@ -524,3 +528,150 @@ class Retraction:
     def _moved(self) -> None:
         news, self.under_way, self.news = self.news, False, False
         self._then(news)
+
+
+class Preemption:
+    """The requests of a *batch* that run out of pages as they grow, with ``memory: grow``; otherwise none does.
+
+    When the batch lacks pages, the policy's victim gives its own up.  It goes on when there are pages for its whole
+    context: its KV is computed again in the steps of the others, or comes back from host memory.
+    """
+
+    def __init__(
+        self,
+        rooms: Mapping[int, DecodeRequest],
+        batch: RunningBatch,
+        pages: DecodePages,
+        policy: Scheduler,
+        retraction: Retraction,
+        blocked: QuarantineStall,
+        job: Deployment,
+    ) -> None:
+        self.count = 0
+        self.waiting: deque[DecodeRequest] = deque()  # gave their pages up
+        self.recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
+        self._rooms = rooms
+        self._batch = batch
+        self._pages = pages
+        self._policy = policy
+        self._retraction = retraction
+        self._blocked = blocked
+        self._job = job
+        self._memory = GrowingMemory(job, pages.pool, batch) if job.engine.memory == "grow" else None
+        self._again = job.engine.preemption == "recompute"
+
+    @property
+    def grows(self) -> bool:
+        """Whether requests get pages as they grow."""
+        return self._memory is not None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more request may enter the batch: those that are computed again have their places."""
+        return len(self._batch) + len(self.recomputing) < self._batch.limit
+
+    def admits(self, tokens: int, request: Submit, others: int) -> bool:
+        """Return whether *request* may have pages for *tokens* beside *others* that have some and grow."""
+        memory = self._memory
+        return memory is None or memory.admits(tokens - self._pages.shared(self._pages.known(request)), others)
+
+    def steps(self) -> float:
+        """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
+        return math.inf if self._memory is None else self._memory.steps()
+
+    def make_room(self, joined: list[DecodeRequest], growing: Callable[[], int]) -> Iterator[DecodeRequest]:
+        """Give every request of the batch the pages of its next step, and yield those that must fail.
+
+        While there are too few, the policy's victim is preempted, of requests in the order in which they joined.
+        What is left over then lets preempted ones go on, in their order, while each finds pages for its whole
+        context and its reserve beside those that are *growing*.  Those whose first token comes with the next step
+        are *joined*.
+        """
+        memory = self._memory
+        if memory is None:
+            return
+        while memory.short():
+            running = [self._running(member) for member in self._batch]
+            running.sort(key=lambda one: self._rooms[one.room].joined)
+            room = self.preempt(running[self._policy.victim(running)].room)
+            if room in joined:
+                joined.remove(room)
+        memory.grow()
+        while self.waiting and self.has_place:
+            room = self.waiting[0]
+            others = growing() - len(self.waiting)
+            shared = self._pages.shared(self._pages.known(room.request)) if self._again else 0
+            if not memory.admits(room.context - shared, others):
+                if others:
+                    self._blocked.clear()
+                elif self._blocked.too_long():
+                    yield self.waiting.popleft()
+                    continue
+                return
+            self._blocked.clear()
+            self.waiting.popleft()
+            if self._resume(room):
+                joined.append(room)
+
+    def _running(self, member: Member) -> Running:
+        request = self._rooms[member.number].request
+        return Running(member.number, request.input, request.output - member.left)
+
+    def preempt(self, number: int) -> DecodeRequest:
+        """Take *number* out of the batch, and its pages."""
+        room = self._rooms[number]
+        member = next(member for member in self._batch if member.number == number)
+        self._batch.leave(lambda other: other == number)
+        self._pages.pool.release(number)
+        room.preempt(member)
+        self.count += 1
+        if self._again:
+            self.waiting.appendleft(room)
+        else:
+            self._retraction.out(room.context)
+            self.waiting.append(room)
+        return room
+
+    def _resume(self, room: DecodeRequest) -> bool:
+        """Give *room* pages for its context; return whether its first token comes with the next step."""
+        keys = self._pages.known(room.request) if self._again else ()
+        given = self._pages.allocate(room.request.room, self._job.page_count(room.context), keys)
+        assert given is not None
+        room.recomputed = given[1] * self._job.page_size
+        room.has_pages = True
+        if self._again:
+            self.recomputing.append(room)
+            return False
+        context, steps = room.context, room.steps
+        self._retraction.back(context)
+        room.resume()
+        self._batch.join(room.request.room, context, steps)
+        return not room.first or (self._job.engine.recompute > 0 and steps == room.request.output)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Return what the next step computes again, beside the batch, and count it as done.
+
+        A piece is ``(tokens computed before, tokens)``.
+        """
+        pieces, budget = [], self._job.chunk - len(self._batch)
+        for room in self.recomputing:
+            tokens = min(budget, room.context - room.recomputed)
+            if tokens <= 0:
+                break
+            pieces.append((room.recomputed, tokens))
+            room.recomputed += tokens
+            budget -= tokens
+        return pieces
+
+    def computed(self) -> list[DecodeRequest]:
+        """Return the requests whose last piece the step that has ended computed."""
+        return [room for room in self.recomputing if room.recomputed == room.context]
+
+    def go_on(self, room: DecodeRequest) -> bool:
+        """Let *room* go on, which got a token with its last piece; return False if that was its last token."""
+        self.recomputing.remove(room)
+        context, steps = room.context + 1, room.steps - 1
+        room.resume()
+        if steps:
+            self._batch.join(room.request.room, context, steps)
+        return steps > 0

@@ -43,7 +43,7 @@ from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["EngineRank", "Handler", "Mover", "RankProcess", "SideTraffic"]
+__all__ = ["EngineRank", "Handler", "LinkTraffic", "Mover", "RankProcess"]
 
 Handler = Callable[[str, Any], None]
 """Called with the rank that sent a message, and the message."""
@@ -182,7 +182,7 @@ class RankProcess:
         return False
 
 
-class SideTraffic(Protocol):
+class LinkTraffic(Protocol):
     """What else than KV the model puts on the links of one GPU: `pdsim.sim.side_traffic`."""
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
@@ -283,9 +283,9 @@ class EngineRank(RankProcess):
         self.handlers |= {Gone: self._gone, Meet: self._meet, Stop: self._stop}
 
     @property
-    def traffic(self) -> SideTraffic:
+    def traffic(self) -> LinkTraffic:
         """What else than KV this rank puts on the links of its GPU; of the model only (`experiments.serve`)."""
-        return cast("SideTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
+        return cast("LinkTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
 
     def run(self) -> Program:
         """As `RankProcess.run`, after enrolling."""

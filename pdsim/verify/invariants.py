@@ -125,7 +125,8 @@ class InvariantChecker:
             if isinstance(member.mover.receiver, KvReceiver):
                 scheduler.poll = partial(self._polled, member, scheduler.poll)
             scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
-            scheduler.preempt = partial(_note, self._preempted, scheduler.preempt)
+            preemption = scheduler.preemption
+            preemption.preempt = partial(_note, self._preempted, preemption.preempt)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
@@ -360,7 +361,7 @@ def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int)
     return ""
 
 
-def _note(rooms: set[int], call: Callable[[int], None], number: int) -> None:
+def _note(rooms: set[int], call: Callable[[int], Any], number: int) -> Any:
     """Add *number* to *rooms*, and *call* with it."""
     rooms.add(number)
-    call(number)
+    return call(number)

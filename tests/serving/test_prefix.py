@@ -30,7 +30,7 @@ def decode(rank: Rank, *, instance: str, index: int, job: Any, held: int) -> Pro
     """A decode rank whose scheduler has some pages of every request, as one with a cache of prefixes would have."""
     engine = decode_rank(rank, Deployment.from_plain(job), instance, index)
     if isinstance(engine.scheduler, DecodeScheduler):
-        engine.scheduler.held = lambda _: held
+        engine.scheduler.pages.held = lambda _: held
     return (yield from engine.run())
 
 
