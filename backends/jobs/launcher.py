@@ -30,11 +30,11 @@ from backends.jobs import supervision
 from backends.jobs.affinity import shares
 from backends.jobs.child_process import ChildProcess, Spawn, spawn
 from pdsim.core import errors
-from pdsim.core.errors import PdsimError, TransferError, TransferTimeout, ranks_named
+from pdsim.core.errors import PdsimError, TransferError, TransferTimeout
 from pdsim.core.units import positive
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import NetworkLink
-from pdsim.transfer.job import Outcome, RankSpec
+from pdsim.transfer.job import Outcome, RankSpec, ranks_named
 
 __all__ = ["SILENCE", "Processes"]
 

@@ -24,7 +24,7 @@ A test may therefore name one class and run against every implementation of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 __all__ = [
     "BackendUnavailable",
@@ -42,7 +42,6 @@ __all__ = [
     "TransferTimeout",
     "instead",
     "near",
-    "ranks_named",
 ]
 
 
@@ -157,20 +156,3 @@ def instead(word: str, known: Iterable[str], template: str = "{}") -> str:
     every = list(known)
     hint = near(word, every, template)
     return f"{hint}{'There' if hint else 'there'} are {', '.join(every)}"
-
-
-def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
-    """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
-
-    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the
-    start.
-    """
-    for name in ranks:
-        if ranks.count(name) > 1:
-            raise ConfigError(f"{ranks.count(name)} ranks are named {name!r}; give each a name of its own")
-    for what, moments in times.items():
-        for name, at in moments.items():
-            if name not in ranks:
-                raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(ranks)}")
-            if not at >= 0:
-                raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")

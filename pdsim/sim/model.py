@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from simpy.core import EmptySchedule
 
-from pdsim.core.errors import ConfigError, ranks_named
+from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.channel import SimChannel
 from pdsim.sim.collective import SimGroups
@@ -33,7 +33,7 @@ from pdsim.sim.sim_endpoint import SimEndpoint
 from pdsim.sim.topology import Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.compact import Compact, plain
-from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec
+from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec, ranks_named
 from pdsim.transfer.transfer_log import TransferLog, joined
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pdsim.core.clock import Clock
-from pdsim.core.errors import BackendUnavailable
+from pdsim.core.errors import BackendUnavailable, ConfigError
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
 from pdsim.transfer.group import Group
 
-__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
+__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target", "ranks_named"]
 
 
 SampleRow = tuple[str, str, float, float]
@@ -156,3 +156,20 @@ class Target(Protocol):
 
         Nothing is tried: a rank of a job fails with `BackendUnavailable` where the engine does not work.
         """
+
+
+def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
+    """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
+
+    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the
+    start.
+    """
+    for name in ranks:
+        if ranks.count(name) > 1:
+            raise ConfigError(f"{ranks.count(name)} ranks are named {name!r}; give each a name of its own")
+    for what, moments in times.items():
+        for name, at in moments.items():
+            if name not in ranks:
+                raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(ranks)}")
+            if not at >= 0:
+                raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")
