@@ -6,7 +6,6 @@ from typing import Literal
 
 import pytest
 
-from benchmarks.fuzz_inputs import CONFIG, ENGINE, MACHINE
 from experiments import transfer
 from pdsim.config import Config
 from pdsim.config.loading import ON_THE_COMMAND_LINE, UNSAID, defaults, load
@@ -17,6 +16,7 @@ from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine, Nic
 from pdsim.models.parallel import Parallel
 from pdsim.serving.settings import Kv, Workload
+from tools.fuzz_inputs import CONFIG, ENGINE, MACHINE
 
 
 def changed(values, key, value):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reference
+from tools import reference
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILT = ROOT / "docs" / "configuration.md"
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+    {*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "data/README.md"))}
+    | {ROOT / "tools" / "configuration.md", *ROOT.glob("docs/*.md")} - {BUILT}
 )
 WORDS = 12_100  # of all pages, without what a command writes into them
 LONGEST = 120
@@ -41,7 +43,18 @@ def commands(text: str):
 @pytest.mark.parametrize("part", reference.PARTS)
 def test_what_is_generated_is_current(part):
     page = ROOT / reference.PARTS[part][0]
-    assert reference.rewritten(part) == page.read_text(encoding="utf-8"), "run: python -m benchmarks.reference"
+    assert reference.rewritten(part) == page.read_text(encoding="utf-8"), "run: python -m tools.reference"
+
+
+def test_the_built_page_lists_keys_of_every_group(tmp_path):
+    text = reference.build(tmp_path).read_text(encoding="utf-8")
+    assert text.startswith((ROOT / "tools" / "configuration.md").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| `([^`]*)` \| [^|]+ \| [^|]+ \| ", text, re.MULTILINE)
+    assert {"target", "hw.nic.rate", "experiment.deployment"} <= set(rows)
+    groups = re.findall(r"^### `([\w=]+)`$", text, re.MULTILINE)
+    assert {"backend", "kv", "live", "workload", "experiment=serve", "experiment=validate"} <= set(groups)
+    assert len(rows) > 500
+    assert not LINK.findall(text)
 
 
 @pytest.mark.timeout(1800)
@@ -92,10 +105,10 @@ def headings(page: Path):
 
 
 def test_every_file_that_is_named_exists():
-    named = re.compile(r"`((?:pdsim|backends|experiments|benchmarks|tests|conf|data|docs)/[\w./-]+\.\w+)`")
+    named = re.compile(r"`((?:pdsim|backends|experiments|benchmarks|tools|tests|conf|data|docs)/[\w./-]+\.\w+)`")
     for page in PAGES:
-        missing = {name for name in named.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()}
-        assert missing == set(), page
+        found = {ROOT / name for name in named.findall(page.read_text(encoding="utf-8"))} - {BUILT}
+        assert {path for path in found if not path.exists()} == set(), page
 
 
 def test_walks_list_as_many_files_as_they_say():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults_model import Part, main, ranges, table
 from experiments.faults.shrink import CRASH, FaultTrial
+from tools.faults_model import Part, main, ranges, table
 
 
 def part(tmp_path: Path, name: str, *words: str) -> tuple[int, Part]:

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults_real import trial
-from benchmarks.faults_real.__main__ import main
-from benchmarks.faults_real.plan import KINDS, Plan, draw
-from benchmarks.faults_real.table import read, table
-from benchmarks.faults_real.trial import PAGE, Check
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.workload import Request
 from pdsim.sim.faults import Faults, Pause
@@ -20,6 +15,11 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankResult
 from tests.support.composed import composed
 from tests.support.engines import make_target
+from tools.faults_real import trial
+from tools.faults_real.__main__ import main
+from tools.faults_real.plan import KINDS, Plan, draw
+from tools.faults_real.table import read, table
+from tools.faults_real.trial import PAGE, Check
 
 FREE = {"pages": 320, "free_pages": 320, "used_pages": 0, "quarantined_pages": 0, "open_rooms": 0}
 BYTES = 2 * PAGE * (1 << 14)

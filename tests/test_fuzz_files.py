@@ -1,6 +1,6 @@
 """Whatever others write, or that was edited: what is raised is the documented error, and of one line a mistake.
 
-The inputs are the first of those that `benchmarks.fuzz` makes, with a seed of its own; that of a campaign is
+The inputs are the first of those that `tools.fuzz` makes, with a seed of its own; that of a campaign is
 another.
 """
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz, fuzz_inputs
 from pdsim.config import loading
 from pdsim.core.errors import ConfigError, TransferFailed
 from pdsim.kv import messages
@@ -21,6 +20,7 @@ from pdsim.results.store import FILES
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
 from pdsim.sweep import collect
+from tools import fuzz, fuzz_inputs
 
 INPUTS = {"messages": 1000, "wire": 1000, "results": 60}
 """Of a family, here; of the others 150."""

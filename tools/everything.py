@@ -30,10 +30,10 @@ import pdsim
 from benchmarks.fixed_runs import RUNS, SETTINGS
 from pdsim.calibration import importers
 from pdsim.cli import help as usage
-from pdsim.cli.refit import WHAT
 from pdsim.core import plugins
 from pdsim.results.kept import KeptRun
 from tools.everything_keys import Keys, known_keys
+from tools.refit import WHAT
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 300.0  # seconds of one command

@@ -48,7 +48,7 @@ __all__ = [
 
 BUSY = (1.8e-3, 5.5e-3)
 """Seconds of a blocking call of Mooncake beside a thread that computes in Python, as SGLang's scheduler does: as
-`benchmarks.mooncake_calls` measured over TCP: on two shared cores (1.8 to 3.2), on an idle machine (2.7 to 5.5)."""
+`tools.mooncake_calls` measured over TCP: on two shared cores (1.8 to 3.2), on an idle machine (2.7 to 5.5)."""
 
 PREPARING = (0.38e-6, 1.46e-6)
 """Seconds that preparing a descriptor of NIXL takes SGLang: 26406's 459 less 331 ms for 64 prompts, and its 63 less
@@ -402,7 +402,7 @@ REASONS = {
     "#7236, #9149": (
         "what a blocking call of Mooncake costs decides both, and that depends on how busy SGLang's scheduler is, "
         "which the reports leave out: idle, 15 us are assumed (21 measured over TCP); beside a thread that "
-        "computes in Python a call waits for the interpreter, 1.8 to 5.5 ms (`benchmarks.mooncake_calls`). With "
+        "computes in Python a call waits for the interpreter, 1.8 to 5.5 ms (`tools.mooncake_calls`). With "
         "1.8 ms #9149 takes 178 and 69 ms, with 67 us #7236 takes 781 and 70. In one piece a layer is as fast "
         "either way, as the author of #7236 says."
     ),

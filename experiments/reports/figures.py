@@ -4,7 +4,7 @@
 Reports leave much of their set-up out, so each figure states what was assumed, and factors are compared, before over
 after, not times.  What a report leaves open is simulated at its ends, too (`ReportFigure.ends`), which gives an
 interval.  A factor is *reached* within `CLOSE` of the one assumption, else *within what is open* if the interval has
-it, else *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference`` shows
+it, else *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m tools.reference`` shows
 it in docs/reports.md, which has the reasons (`REASONS`), too.
 
 Machines, models and engines of the figures are in ``conf/experiment/report_figures.yaml``: those of the reports, as

@@ -9,6 +9,4 @@ The way of a number from a measurement to a simulated microsecond:
    in flight tell, `read_overhead` what reads cost beyond writes; `noise_floor` says how much error is noise.
 4. `files` writes ``conf/calibration/NAME.yaml``, a `definition.Calibration`, and the samples beside it.
 5. `pdsim.config.loading` lays the calibration over machine and engine when a run is composed.
-
-`collective_fit`, `handoff_fit` and `link_fit` are fits of single parts of `conf` that have forms of their own.
 """

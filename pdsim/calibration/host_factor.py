@@ -22,7 +22,7 @@ from pdsim.hardware.costs import Engine, EngineModel
 __all__ = ["drawn", "measure", "on_host"]
 
 TURNS = 200_000
-"""Turns of the loop that `measure` times, as in the rows "host" of `benchmarks.probe`."""
+"""Turns of the loop that `measure` times, as in the rows "host" of `data/benchmarks/probe-*.parquet`."""
 
 
 def on_host(engine: Engine, factor: float) -> Engine:

@@ -212,7 +212,7 @@ usage: pdsim refit [published [NAME ...] | bare | options | collectives | handof
 
 Fit again, from the samples in data/ (in a checkout of the repository), and print the errors on what was left out:
   published      every calibration from published numbers, or those of these names (default)
-  bare           calibrations of bare libraries, from the pairs of benchmarks.probe
+  bare           calibrations of bare libraries, from pairs posted to them directly
   options        what NIXL's progress thread adds: by_option of conf/backend/nixl.yaml
   collectives    conf/collective: all-gathers over NCCL and symmetric memory
   handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
 from json import dumps
@@ -28,6 +29,7 @@ from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError, instead
+from pdsim.core.repository import data
 
 if TYPE_CHECKING:
     from pdsim.config import Config
@@ -376,12 +378,12 @@ def _calibrate(words: Sequence[str]) -> int:
 
 
 def _refit(words: Sequence[str]) -> int:
-    """Fit shipped calibrations again from the samples in ``data/``, and print their errors.  It needs SciPy."""
+    """Fit shipped numbers again from the samples in ``data/``, and print their errors.  It needs SciPy."""
     if find_spec("scipy") is None:
         raise ConfigError("refit needs scipy; pip install 'pdsim[calibrate]'")
-    from pdsim.cli.refit import refit
-
-    return refit(words)
+    if not data().is_dir():
+        raise ConfigError("refit needs a checkout of the repository: samples and fits are not installed")
+    return int(import_module("tools.refit").refit(words))
 
 
 def _profile(words: Sequence[str]) -> int:

@@ -5,9 +5,9 @@ They belong to one process at a time.  As long as it has something for them, oth
 slice (`Gpu.slice`); then the driver takes the engines away from it, in the middle of a copy if need be, and the
 next process has them.  Measured on 2 x H200: of two processes with two copies of 16 MiB queued each, most copies
 take as long as alone, and those that a slice interrupts 1.1 ms longer
-(`data/benchmarks/field-crossing-2xh200.csv`, `benchmarks/copy_engines.py`).  Of two streams of a process with
+(`data/benchmarks/field-crossing-2xh200.csv`).  Of two streams of a process with
 copies queued, one is served until it is empty: 2 and 4 of 16 MiB to each of two GPUs take 82 and 173 us each, as
-those to one GPU do (`data/benchmarks/crossing-4xh200.csv`).
+those to one GPU do (`data/benchmarks/crossing-4xh200.parquet`).
 """
 
 from __future__ import annotations

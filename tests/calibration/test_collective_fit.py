@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdsim.calibration.collective_fit import fit, host_times, points, seen
 from pdsim.config.compose import compose
+from tools.collective_fit import fit, host_times, points, seen
 
 EVERY = points()
 

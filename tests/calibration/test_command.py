@@ -11,11 +11,11 @@ from pdsim.calibration.definition import Calibration
 from pdsim.calibration.sample_grid import Cell, grid, reads, repeats, write
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
-from pdsim.cli.refit import published
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 from pdsim.results import environment
+from tools.refit import published
 
 OUTPUTS = Path(__file__).parent / "outputs"
 CALIBRATIONS = Path(conf.__file__).parent / "calibration"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdsim.calibration import handoff_fit
-from pdsim.calibration.handoff_fit import (
+from pdsim.config import Config
+from pdsim.hardware.machine import Copies
+from pdsim.sim.memory import LAUNCH
+from tools import handoff_fit
+from tools.handoff_fit import (
     FITTED,
     PIECE,
     CopySample,
@@ -20,10 +23,7 @@ from pdsim.calibration.handoff_fit import (
     times,
     waking,
 )
-from pdsim.cli.refit import handoff_config, served, with_idle_wake
-from pdsim.config import Config
-from pdsim.hardware.machine import Copies
-from pdsim.sim.memory import LAUNCH
+from tools.refit import handoff_config, served, with_idle_wake
 
 RATE = 1e12
 SIZES = (1 << 25, 1 << 27, 1 << 29)

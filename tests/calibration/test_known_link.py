@@ -4,9 +4,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks import known_link as link
-from benchmarks import known_link_model as model
 from pdsim.core.repository import data
+from tools import known_link as link
 
 SAMPLES = data("calibration")
 RESULTS = data("benchmarks", "known_link_validate.csv")
@@ -14,14 +13,14 @@ RESULTS = data("benchmarks", "known_link_validate.csv")
 
 def fitted(backend):
     rows = [row for row in link.read(SAMPLES / f"{backend}-link.csv") if float(row["gap"]) < link.LONG]
-    found = [(row, seconds, float(row["seconds"])) for row, seconds in model.pairs(rows)]
+    found = [(row, seconds, float(row["seconds"])) for row, seconds in link.pairs(rows)]
     return [(int(row["size"]), seconds, measured) for row, seconds, measured in found if row["blocks"] == "1"]
 
 
 def unseen(backend):
     rows = [row for row in link.read(RESULTS) if row["backend"] == backend]
     rows = [{"blocks": "1", "gap": "0", **row} for row in rows]
-    return [(int(row["size"]), seconds, float(row["measured"])) for row, seconds in model.pairs(rows)]
+    return [(int(row["size"]), seconds, float(row["measured"])) for row, seconds in link.pairs(rows)]
 
 
 @pytest.mark.parametrize("backend", link.BACKENDS)

@@ -4,9 +4,9 @@ import csv
 
 import pytest
 
-from benchmarks import kv_tables
-from benchmarks.kv_tables import H20, H800, calls, configuration, phases, served
 from pdsim.core.repository import data
+from tools import kv_tables
+from tools.kv_tables import H20, H800, calls, configuration, phases, served
 
 TABLES = data("kv_tables")
 PAGE = 16

@@ -9,13 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.calibration import option_fit
 from pdsim.calibration.forms import Form, Points, start_of
 from pdsim.config.compose import compose
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
+from tools import option_fit
 
 OFF = EngineModel(
     path="nvlink", call=0.0, descriptor=3.4e-6, overlap=True, latency=20e-6, rate=387e9, wire_descriptor=2.4e-6

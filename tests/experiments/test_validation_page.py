@@ -1,4 +1,4 @@
-"""What `benchmarks.validation` writes into docs/validation.md."""
+"""What `tools.validation` writes into docs/validation.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import live_page, validation
 from tests.experiments.test_validate_ahead import predict
+from tools import live_page, validation
 
 
 def test_the_page_is_what_the_committed_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,3 +61,9 @@ def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypat
 def test_the_table_of_serving_engines_is_what_the_sealed_files_say():
     assert live_page.rewritten() == live_page.PAGE.read_text(encoding="utf-8")
     assert live_page.FIGURE.is_file()
+
+
+def test_a_change_is_the_ratio_of_what_both_have():
+    one = {"loads": {"a": {"metrics": {"x": 2.0, "y": None}}, "b": {"metrics": {"x": 1.0}}}}
+    other = {"loads": {"a": {"metrics": {"x": 3.0, "y": 1.0}}, "c": {"metrics": {"x": 1.0}}}}
+    assert live_page.changed(one, other) == {"a": {"x": 1.5}}

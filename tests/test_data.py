@@ -1,0 +1,39 @@
+"""Sealed predictions stay as they were sealed."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+
+import pytest
+
+from pdsim.core.repository import data
+from pdsim.validation.verdicts import unseal
+from tools import tables
+
+SEALED = sorted(
+    path
+    for pattern in (
+        "live/**/expected-*.json",
+        "live/**/second-*.json",
+        "live/*.json",
+        "validation/*/expectations.json",
+    )
+    for path in data().glob(pattern)
+)
+PROBES = sorted(data("benchmarks").glob("probe-*.parquet"))
+
+
+@pytest.mark.parametrize("path", SEALED, ids=lambda path: str(path.relative_to(data())))
+def test_a_prediction_has_the_hash_of_its_content(path):
+    content = path.read_bytes()
+    assert unseal(content, path.name)["sha256"] == json.loads(content)["sha256"]
+
+
+@pytest.mark.parametrize("path", PROBES, ids=lambda path: path.stem)
+def test_a_probe_names_the_hash_of_its_predictions(path):
+    about = dict(line.split(": ", 1) for line in tables.comments(path))
+    name, _, sha256 = about["predictions"].split()
+    sealed = data("benchmarks", f"{name}.gz")
+    assert hashlib.sha256(gzip.decompress(sealed.read_bytes())).hexdigest() == sha256

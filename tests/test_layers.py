@@ -1,0 +1,114 @@
+"""Imports point down the table of rooms, nothing runs in circles, heavy libraries load late, classes stay flat."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT, PRODUCT = Path(__file__).resolve().parents[1], ("pdsim", "backends", "experiments")
+ROOMS = """
+waist: pdsim.core pdsim.hardware pdsim.transfer pdsim.version >
+sim: pdsim.sim > waist
+kv: pdsim.kv > waist
+models: pdsim.models > waist
+compute: pdsim.compute > kv models waist
+verify: pdsim.verify > kv waist
+serving: pdsim.serving > kv compute models waist
+records: pdsim.results.(record|statistics|environment|schema) > waist face
+calibration: pdsim.calibration > records compute models waist
+config: pdsim.config > calibration serving kv compute models waist
+composition: pdsim.config.(compose|rules) > registry live config serving compute calibration models waist
+results: pdsim.results > records config calibration waist face
+validation: pdsim.validation > results records config calibration waist
+execution: pdsim.run > registry live sim verify composition results records config waist
+sweep: pdsim.sweep > execution face results records config waist
+cli: pdsim.cli > face registry live profiling composition ALL
+face: pdsim$ pdsim.__main__ > cli composition ALL
+registry: backends.(registry|capabilities|diagnosis|jobs|emulation) > backends waist
+backends: backends > registry waist
+profiling: backends.profiling > compute models waist
+testing: pdsim.testing > registry kv sim waist
+live: backends.live > registry config serving models waist
+experiments: experiments > live ALL
+"""  # from the ground up: packages or modules > rooms that they may import
+ALL = "sweep execution validation results config calibration records serving verify kv compute models sim waist"
+HEAVY = "torch triton zmq mooncake nixl nixl_cu12 nixl_cu13 mori pyarrow plotly matplotlib ray scipy"
+DEEP = {  # classes deeper than three of the project; this list only shrinks
+    *("BlockManager", "PrefillBlockManager", "PrefillScheduler", "DecodeScheduler", "HoldingScheduler"),
+    *("PullPrefillScheduler", "PullDecodeScheduler", "PullPrefillWorker", "PullDecodeWorker"),
+    *("NcclWindow", "GuestUnavailable"),
+}
+LARGE = DEEP | {
+    "NixlEndpoint",
+    "MoriEndpoint",
+    "MooncakeEndpoint",
+}  # over 40 methods, inherited ones too; it shrinks
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = [path.relative_to(ROOT) for top in PRODUCT for path in (ROOT / top).rglob("*.py")]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return {name: ast.parse((ROOT / path).read_text("utf-8")) for name, path in zip(names, paths, strict=True)}
+
+
+def imported(node: ast.AST, late: bool = True) -> set[str]:
+    """Return what *node* imports; *late* counts functions and blocks for type checkers."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        return {name if name in trees() else str(node.module) for name in names}
+    if not late and (isinstance(node, ast.FunctionDef) or "TYPE_CHECKING" in ast.dump(node)[:60]):
+        return set()
+    return {name for child in ast.iter_child_nodes(node) for name in imported(child, late)}
+
+
+def graph() -> dict[str, set[str]]:
+    return {name: (imported(tree) & trees().keys()) - {name} for name, tree in trees().items()}
+
+
+def test_rooms_import_only_what_the_table_allows():
+    lines = [line.replace("ALL", ALL).replace(":", " >").split(" >") for line in ROOMS.strip().splitlines()]
+    may = {name: {name, *rooms.split()} for name, _, rooms in lines}
+    own = [(re.compile(rf"{part}(?=[.]|$)"), name) for name, parts, _ in lines for part in parts.split()]
+    fits = {
+        module: [(match.end(), name) for part, name in own if (match := part.match(module))] for module in trees()
+    }
+    home = {module: max(found)[1] for module, found in fits.items()}
+    assert [(a, b) for a, others in graph().items() for b in others if home[b] not in may[home[a]]] == []
+
+
+def test_no_modules_import_each_other():
+    assert len(list(TopologicalSorter(graph()).static_order())) == len(trees())
+
+
+def test_pdsim_imports_heavy_libraries_late():
+    found = {
+        (name, other) for name in trees() for other in imported(trees()[name], late=False) if name[:5] == "pdsim"
+    }
+    assert [(name, other) for name, other in found if other.partition(".")[0] in HEAVY.split()] == []
+
+
+def test_classes_are_flat_and_small():
+    nodes = {
+        node.name: node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }
+    own = {name: {m.name for m in node.body if isinstance(m, ast.FunctionDef)} for name, node in nodes.items()}
+
+    def chains(name: str) -> list[list[str]]:
+        bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in nodes[name].bases}
+        return [[name, *above] for base in bases & nodes.keys() - {name} for above in chains(base)] or [[name]]
+
+    assert {name for name in nodes if max(map(len, chains(name))) > 3} <= DEEP
+    assert {name for name in nodes if len({m for c in chains(name) for a in c for m in own[a]}) > 40} <= LARGE
+
+
+def test_no_file_and_no_line_is_too_long():
+    files = [path for top in (*PRODUCT, "benchmarks", "tools", "tests") for path in (ROOT / top).rglob("*.py")]
+    texts = {path.relative_to(ROOT): path.read_text("utf-8").splitlines() for path in files}
+    longest = {name: max(map(len, lines), default=0) for name, lines in texts.items() if name.parts[0] in PRODUCT}
+    assert [name for name, lines in texts.items() if len(lines) > 700 or longest.get(name, 0) > 117] == []

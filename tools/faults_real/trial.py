@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one job with its faults and check how everything ended."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from backends.jobs.launcher import Processes
+from experiments import serve
+from pdsim.config.compose import compose
+from pdsim.serving.deployment import ROUTER
+from pdsim.transfer.job import Outcome, RankResult, RankSpec
+from tools.faults_real.plan import DEADLINE, TIMEOUT, Plan
+
+__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt", "job"]
+
+LIMIT = 90.0
+"""Seconds after which a job that has not ended hangs; the longest is over after 25 on an idle machine."""
+
+LINGER = 2.0
+"""Seconds of rest before the probes, and again before the ranks are stopped."""
+
+RECOVERY = 30.0
+"""Seconds in which instances that were started again must be connected: on a busy machine a process takes ten."""
+
+CHECKS = ("violations", "bytes_lost", "leaks", "hangs", "crashes", "leftovers")
+"""What is counted, each of which must be 0; see `attempt`."""
+
+PAGE = 16
+"""Tokens of a page."""
+
+_TOKEN = 32 * 2 * 2 * 64 * 2
+"""Bytes of KV of a token: layers, K and V, heads, elements, bytes of an element."""
+
+_UNNOTICED = 0.5
+"""Seconds of a pause that cannot make a peer give up, or a transfer time out."""
+
+_AFTER = 15.0
+"""Seconds in which a fault that is over may still be the reason of a failure: what it held up goes on, and a process
+that was started again takes its time to connect on a busy machine."""
+
+PATIENCE = 20.0
+"""Seconds that what a job leaves behind may take to go."""
+
+_KINDS = ("PeerLost", "TransferTimeout", "TransferFailed")
+_UCX = re.compile(r"killed by signal (6|11)\n.*Connection reset by remote peer", re.DOTALL)
+
+
+@dataclass
+class Found:
+    """What a job showed: how its requests ended, and what must not be, by `CHECKS`, each with a line in *details*.
+
+    *suspected* counts failures by the silence of a peer that no fault reached: on a busy machine a rank may not get
+    the processor for `DEADLINE` seconds.  *engine* counts ranks that the engine ended, as
+    ``backends/engines/nixl.py`` says that UCX may.
+    """
+
+    ok: int
+    failed: int
+    nbytes: int
+    quarantined: int
+    probes: int
+    suspected: int
+    engine: int
+    seconds: float
+    injected: Counter[str]
+    counts: Counter[str]
+    details: list[str]
+
+
+def attempt(plan: Plan) -> Found:
+    """Run *plan* and check what `CHECKS` names.
+
+    - *violations*: each request has ended, by a reason that a fault on its own instances, the router or the link
+      explains, in its lifetime or shortly before; a probe through every pair of instances that lives succeeds;
+    - *bytes_lost*: no request is served with fewer bytes than its pages have, and all bytes that arrived, compared
+      with what was computed, are those;
+    - *leaks*: the pages of each instance that lives are free or in quarantine, and no room is open without pages
+      there;
+    - *hangs*: the job has ended within `LIMIT`;
+    - *crashes*: a rank ends by what was injected, or because its instance was given up;
+    - *leftovers*: no process, file in shared memory, network namespace or descriptor is left.
+    """
+    before, began = _machine(), time.monotonic()
+    target, specs = job(plan)
+    outcome = target.run(specs, plan.kill, plan.restart, plan.pause)
+    seconds = time.monotonic() - began
+    return Check(plan, outcome).found(seconds, _left(before))
+
+
+def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
+    """Return what *plan* is run on, and its ranks."""
+    words = [
+        "target=real",
+        f"hw={'link' if plan.link else 'loopback'}",
+        f"backend={plan.engine}",
+        f"parallel.prefill.instances={plan.prefill}",
+        f"parallel.decode.instances={plan.decode}",
+        f"engine.handoff={plan.handoff}",
+        "engine.lease=10s",
+        "engine.heartbeat=1s",
+        "experiment=serve",
+        f"experiment.deadline={DEADLINE}s",
+        "experiment.router=round_robin",
+        "model.layers=32",
+        "model.kv_heads=2",
+        "model.head_dim=64",
+        "kv.pool=80MiB",
+        f"kv.page_size={PAGE}",
+        "scheduler.chunk=512",
+        "compute.scale=0.001",
+    ]
+    config = compose(words)
+    if plan.link:
+        assert config.hw.link is not None
+        link = replace(config.hw.link, rate=60e6, changes=tuple(plan.changes))
+        config = replace(config, hw=replace(config.hw, link=link))
+    what = serve.job(config, serve.ServeOptions.of(config))
+    router, *others = serve.specs(config, what, plan.requests)
+    program = "experiments.faults.programs:router"
+    arguments = {"calm": plan.calm, "linger": LINGER, "expected": plan.expected, "patience": RECOVERY}
+    router = replace(router, program=program, arguments={**router.arguments, **arguments})
+    backend = replace(config.backend, timeout=TIMEOUT)
+    target = Processes(backend, deadline=LIMIT, device_capacity=1 << 28, link=config.hw.link, nodes=config.hw.nodes)
+    return target, [router, *others]
+
+
+class Check:
+    """The checks of one *outcome* of *plan*: `found` makes them, once."""
+
+    def __init__(self, plan: Plan, outcome: Outcome) -> None:
+        self._plan = plan
+        self._outcome = outcome
+        self._counts: Counter[str] = Counter()
+        self._details: list[str] = []
+        self._suspected = 0
+        self._engine = {name for name, rank in outcome.ranks.items() if self._ended_by_engine(name, rank)}
+        self._spans = {name: list(self._disturbed(name)) for name in outcome.ranks}
+        self._links = [(change.start, change.end + _AFTER) for change in plan.changes]
+
+    def found(self, seconds: float, left: list[str]) -> Found:
+        """Return what is found, of a job that took *seconds* and has *left* this on the machine."""
+        ranks, value = self._outcome.ranks, self._outcome.ranks[ROUTER].value
+        for name, rank in ranks.items():
+            self._rank(name, rank)
+            if rank.value is not None and "pages" in rank.value:
+                self._pages(name, rank.value)
+        rows: list[list[Any]] = (
+            value["rows"] if value else [["", "", 0, f"PeerLost: {ROUTER}"]] * len(self._plan.requests)
+        )
+        for number, row in enumerate(rows):
+            self._request(number, row, value["lives"][number] if value else [0.0, []])
+        probes: list[list[str]] = value["probes"] if value else []
+        for prefill, decode, status in probes:
+            if status != "ok" and not self._over(prefill) and not self._over(decode):
+                self._note("violations", f"the probe from {prefill} to {decode}, which live: {status}")
+        for what in left:
+            self._note("leftovers", what)
+        ok = sum(row[3] == "ok" for row in rows)
+        values = [rank.value for rank in ranks.values() if rank.value is not None]
+        return Found(
+            ok=ok,
+            failed=len(rows) - ok,
+            nbytes=sum(row[2] for row in rows if row[3] == "ok"),
+            quarantined=sum(each.get("quarantined_pages", 0) for each in values),
+            probes=[status for *_, status in probes].count("ok"),
+            suspected=self._suspected,
+            engine=len(self._engine),
+            seconds=seconds,
+            injected=self._plan.injected(self._outcome.seconds),
+            counts=self._counts,
+            details=self._details,
+        )
+
+    # --- what has a cause ------------------------------------------------------------------------------------------
+
+    def _ended_by_engine(self, name: str, rank: RankResult) -> bool:
+        """Return whether UCX ended a rank that was read from by one that was killed."""
+        reads = self._plan.engine == "nixl_tcp" and self._plan.handoff == "pull" and name.startswith("prefill")
+        return reads and any(other[0] == "d" for other in self._plan.kill) and bool(_UCX.match(rank.error))
+
+    def _disturbed(self, name: str) -> Iterator[tuple[float, float]]:
+        """Yield from when to when what was injected into rank *name* may be the reason of a failure."""
+        plan = self._plan
+        again = plan.restart.get(name, float("inf"))
+        if name in plan.kill:
+            yield plan.kill[name], again + _AFTER
+        for start, end in plan.pause.get(name, ()):
+            if end - start >= _UNNOTICED:
+                lost = bool(self._outcome.ranks[name].error)  # it was given up meanwhile, and is not back
+                yield start, float("inf") if lost else max(end, again if again < float("inf") else end) + _AFTER
+        if name in self._engine:
+            yield min(at for other, at in plan.kill.items() if other[0] == "d"), float("inf")
+
+    def _reached(self, names: Iterable[str], start: float, end: float) -> bool:
+        """Return whether the link, the router or a rank of *names* was disturbed between *start* and *end*."""
+        spans = [*self._links, *(span for name in [ROUTER, *names] for span in self._spans[name])]
+        return any(first <= end and start <= last for first, last in spans)
+
+    def _over(self, instance: str) -> bool:
+        return bool(self._outcome.ranks[f"{instance}.0"].error)
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _note(self, check: str, text: str) -> None:
+        self._counts[check] += 1
+        self._details.append(f"{check}: {text}"[:300])
+
+    def _rank(self, name: str, rank: RankResult) -> None:
+        first = rank.error.partition("\n")[0]
+        if not first or name in self._engine or (first.endswith("as was asked for") and name in self._plan.kill):
+            return
+        if first.startswith(("TransferTimeout: not done", "PeerLost: silent")):
+            self._note("hangs", f"{name}: {first}")
+        elif not first.startswith("PeerLost: "):
+            self._note("crashes", f"{name}: {rank.error}")
+        elif not self._reached(self._named(first) | {name}, 0.0, float("inf")):
+            self._suspect(first, f"{name}: {first}")
+
+    def _suspect(self, reason: str, text: str) -> None:
+        if "nothing from" in reason or "no " in reason or "given up" in reason or "is gone" in reason:
+            self._suspected += 1
+            self._details.append(f"suspected: {text}"[:300])
+        else:
+            self._note("violations", text)
+
+    def _named(self, text: str) -> set[str]:
+        return {f"{instance}.0" for instance in re.findall(r"\b(?:prefill|decode)\d+\b", text)} & set(self._spans)
+
+    def _pages(self, name: str, value: dict[str, Any]) -> None:
+        if value["free_pages"] + value["used_pages"] + value["quarantined_pages"] != value["pages"]:
+            self._note("leaks", f"{name}: pages {value}")
+        if value["used_pages"] or (value["open_rooms"] and not value["quarantined_pages"]):
+            self._note("leaks", f"{name}: {value}")
+
+    def _request(self, number: int, row: list[Any], life: list[Any]) -> None:
+        status, (ended, tries) = row[3], life
+        kind = status.partition(":")[0]
+        if status == "ok":
+            pages = -(-self._plan.requests[number].input // PAGE)
+            unknown = row[2] == 0 and self._reached([f"{row[0]}.0"], 0.0, float("inf"))  # prefill's account is lost
+            if row[2] < pages * PAGE * _TOKEN and not unknown:
+                self._note("bytes_lost", f"request {number}: {row[2]} bytes for {pages} pages")
+            return
+        if kind == "PeerLost" and ROUTER in self._plan.kill and not ended:
+            return
+        if not kind:
+            self._note("violations", f"request {number} has not ended")
+        elif kind.startswith("room "):
+            self._note("bytes_lost", f"request {number}: {status}")
+        elif kind not in _KINDS:
+            self._note("violations", f"request {number}: {status}")
+        else:
+            own = {f"{instance}.0" for *_, prefill, decode in tries for instance in (prefill, decode) if instance}
+            missing = re.search(r"no (\w+) instance is left", status)
+            if missing:  # all of a side, or one of each pair
+                own |= {name for name in self._spans if missing[1] == "connected" or name.startswith(missing[1])}
+            began = tries[0][0] if tries else ended
+            if not self._reached(sorted(own), began, ended):
+                self._suspect(status, f"request {number}: {status}")
+
+
+def _machine() -> dict[str, set[str]]:
+    """Return what a job may leave behind, by kind; a network namespace lives by a process or a descriptor."""
+    shared = Path("/dev/shm")
+    tasks = Path("/proc/self/task").iterdir()
+    opened = (path for path in Path("/proc/self/fd").iterdir())
+    return {
+        "process": {child for task in tasks for child in (task / "children").read_text().split()},
+        "file in /dev/shm": {path.name for path in shared.iterdir() if not path.name.startswith("sem.mp-")},
+        "descriptor": {path.name for path in opened if path.is_symlink()},
+    }
+
+
+def _left(before: dict[str, set[str]]) -> list[str]:
+    """Return what has come since *before* and stays; other work on the machine may have some files for a moment."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        left = [f"{kind} {name}" for kind, names in _machine().items() for name in sorted(names - before[kind])]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.2)

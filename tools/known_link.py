@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit and check engines over TCP on links of known rate and delay: `conf/calibration/*_tcp-link.yaml`.
+
+    python -m tools.known_link measure FILE          # both engines over the links that are fitted; needs root
+    python -m tools.known_link fit FILE              # parameters and their intervals
+    python -m tools.known_link validate FILE         # `pdsim validate` over links that no fit has seen; needs root
+    python -m tools.known_link validated FILE        # errors of those predictions, and of the model of today
+
+The fitted samples are `data/calibration/*_tcp-link.csv`, the validation `data/benchmarks/known_link_validate.csv`.
+A link is what `conf/hw/link.yaml` is changed by: ``"rate=200Mbps delay=1ms"``.  A point is *blocks* of *size* bytes,
+*gap* seconds after the one before.  Steady points have short gaps or none, and follow two that are not counted;
+those after a long gap begin with the window to which TCP has shrunk by then.  Medians of the repeats count.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pdsim.cli.main import main
+from pdsim.config import Config
+from pdsim.config.compose import compose
+from pdsim.results.record import Table
+from pdsim.results.terminal import show_table
+from pdsim.sim.model import Model
+from pdsim.transfer import Batch, Program
+from pdsim.transfer.job import Place, Rank, RankSpec
+
+BACKENDS = ("mooncake_tcp", "nixl_tcp")
+FITTED = [
+    "rate=100Mbps delay=3ms",
+    "rate=150Mbps delay=8ms",
+    "rate=400Mbps delay=1.5ms",
+    "rate=600Mbps delay=0.3ms",
+]
+VALIDATED = [
+    "rate=120Mbps delay=2ms",
+    "rate=280Mbps delay=3ms",
+    "rate=420Mbps delay=0.9ms",
+    "rate=750Mbps delay=1.6ms",
+    "rate=80Mbps delay=4ms",
+    "rate=180Mbps delay=10ms",
+    "rate=220Mbps delay=3.5ms",
+    "rate=350Mbps delay=0.8ms",
+    "rate=550Mbps delay=2ms",
+    "rate=700Mbps delay=1.2ms",
+    "rate=250Mbps delay=5ms",
+    "rate=320Mbps delay=0.6ms",
+    "rate=480Mbps delay=3ms",
+    "rate=650Mbps delay=1.8ms",
+]
+STEADY = [(1, 4 << 10 << shift) for shift in range(0, 14, 2)]  # 4 KiB to 16 MiB
+BLOCKS = [(4, 4 << 10), (16, 4 << 10), (64, 4 << 10), (16, 64 << 10), (16, 256 << 10)]
+COLD = [(1, 256 << 10), (1, 1 << 20), (1, 4 << 20)]
+GAPS, LONG = (5e-3, 0.0), 1.5  # seconds between
+AT = 1.0  # second of the job at which the first transfer begins
+LARGE = 1 << 20
+PARAMETERS = ("latency", "descriptor")
+"""What is fitted: seconds of an answer, and of a block beside the bytes; fields of
+`pdsim.hardware.costs.EngineModel`."""
+START = (6e-4, 1e-4)
+"""Where the search begins, in seconds."""
+COLUMNS = (
+    "backend", "link", "flow", "blocks", "size", "gap", "seconds", "low", "high", "repeats", "load", "late",
+)  # fmt: skip
+COMPARED = ("backend", "link", "size", "predicted", "measured", "predictions", "written", "began", "notes")
+DESIGN = [
+    "experiment=validate",
+    "experiment.classes=[pair]",
+    "experiment.size=[6KiB,24KiB,96KiB,384KiB,1536KiB,6MiB,16MiB]",
+    "experiment.blocks=[1]",
+    "experiment.repeat=15",
+    "experiment.volume=96MiB",
+    "experiment.jobs=1",
+    "experiment.bounds.large=1MiB",
+]
+Point = tuple[int, int, float, int]  # blocks, size, gap, transfers
+Rows = list[dict[str, str]]
+Pairs = list[tuple[Mapping[str, str], float]]
+
+
+class LinkParameter(NamedTuple):
+    """One parameter and its 95 % interval, in seconds."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+# --- transfers -----------------------------------------------------------------------------------------------------
+
+
+def points() -> list[Point]:
+    """Return what is measured on each link of `FITTED`."""
+    each = [(gap, count, size) for gap in GAPS for count, size in [*STEADY, *BLOCKS]]
+    steady = [(count, size, gap, 17 if count * size < LARGE else 11) for gap, count, size in each]
+    return [*steady, *((count, size, LONG, 5) for count, size in COLD)]
+
+
+def write(rank: Rank, points: Sequence[Point], taker: str) -> Program:
+    """Write every one of *points* to *taker*."""
+    region = rank.endpoint.register(rank.device.allocate(32 << 20), "all")
+    rank.channel.send(taker, b"")
+    _, address = yield rank.channel.receive()
+    peer = rank.endpoint.connect(address)
+    first = AT - rank.clock.now
+    for number, (blocks, size, gap, many) in enumerate(points):
+        offset = np.arange(blocks, dtype=np.int64) * size
+        batch = Batch(region, peer.regions["all"], offset, offset, np.full(blocks, size))
+        for _ in range(many):
+            yield rank.clock.timeout(max(0.0, gap + first))
+            first = 0.0
+            yield rank.endpoint.write(peer, batch, label=str(number))
+    rank.channel.send(taker, b"done")
+
+
+def take(rank: Rank) -> Program:
+    """Register memory and wait until the writer is done."""
+    rank.endpoint.register(rank.device.allocate(32 << 20), "all")
+    writer, _ = yield rank.channel.receive()
+    rank.channel.send(writer, rank.endpoint.address())
+    yield rank.channel.receive()
+
+
+def times(config: Config, every: Sequence[Point]) -> tuple[list[list[float]], float]:
+    """Return the seconds of each transfer of each point, and the share of packets that a real link delayed."""
+    target = _target(config)
+    outcome = target.run(
+        [
+            RankSpec("writer", f"{__spec__.name}:write", Place(0), {"points": every, "taker": "taker"}),
+            RankSpec("taker", f"{__spec__.name}:take", Place(1), {}),
+        ]
+    )
+    if errors := [result.error for result in outcome.ranks.values() if result.error]:
+        raise SystemExit("\n".join(errors))
+    found: list[list[float]] = [[] for _ in every]
+    for record in outcome.ranks["writer"].transfers:
+        found[int(record.label)].append(record.seen - record.submitted)
+    late = target.lateness[-1] if config.target == "real" else None
+    return found, late.late / max(1, late.packets) if late else 0.0
+
+
+def _target(config: Config) -> Any:
+    if config.target == "model":
+        return Model(config.hw, config.backend)
+    from backends.jobs.launcher import Processes
+
+    return Processes(config.backend, deadline=600, link=config.hw.link, nodes=config.hw.nodes)
+
+
+def _counted(point: Point, seconds: Sequence[float]) -> Sequence[float]:
+    return seconds[2:] if point[2] < LONG else seconds
+
+
+def _words(backend: str, link: str) -> list[str]:
+    return [f"backend={backend}", "hw=link", *(f"hw.link.{word}" for word in link.split())]
+
+
+@cache
+def _modelled(backend: str, link: str) -> Config:
+    return compose(["target=model", *_words(backend, link)])
+
+
+# --- measurements --------------------------------------------------------------------------------------------------
+
+
+def measure(path: Path) -> None:
+    """Add to *path* what the engines take on each link of `FITTED`."""
+    have = {(row["backend"], row["link"]) for row in read(path)}
+    for link in FITTED:
+        for backend in BACKENDS:
+            if (backend, link) not in have:
+                every = points()
+                found, late = times(compose(["target=real", *_words(backend, link)]), every)
+                _append(path, [[*row, f"{late:.4f}"] for row in _rows(backend, link, every, found)], COLUMNS)
+
+
+def _rows(backend: str, link: str, every: Sequence[Point], found: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
+    for point, seconds in zip(every, found, strict=True):
+        own = _counted(point, seconds)
+        numbers = [f"{value:.6g}" for value in (statistics.median(own), min(own), max(own))]
+        yield [backend, link, "0>1", *point[:3], *numbers, len(own), f"{os.getloadavg()[0]:.1f}"]
+
+
+def validate(path: Path) -> None:
+    """Add to *path* what ``pdsim validate`` predicts and measures on each link of `VALIDATED`."""
+    have = {(row["backend"], row["link"]) for row in read(path)}
+    for link in VALIDATED:
+        for backend in BACKENDS:
+            if (backend, link) not in have:
+                _append(path, [[backend, link, *row] for row in _validated(backend, link)], COMPARED)
+
+
+def _validated(backend: str, link: str) -> list[list[Any]]:
+    """Return size, predicted and measured seconds of each point, and hash and times of the predictions."""
+    with tempfile.TemporaryDirectory() as folder:
+        main(["run", "-q", *DESIGN, "target=real", *_words(backend, link), f"output={folder}"])
+        (made,) = Path(folder).iterdir()
+        names = ("expectations", "measurements", "summary")
+        expected, found, summary = (json.loads((made / f"{name}.json").read_text()) for name in names)
+    assert found["expectations"] == expected["sha256"]
+    seconds = {value["label"]: value["value"] for value in found["measured"]}
+    about = [expected["sha256"][:16], expected["written"], found["began"]]
+    about.append("; ".join(note for note in summary["notes"] if note.startswith("the link was late")))
+    return [
+        [each["nbytes"], f"{each['value']:.6g}", f"{seconds[each['label']]:.6g}", *about]
+        for each in expected["expected"]
+    ]
+
+
+def _append(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if fresh:
+            writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def read(path: Path) -> Rows:
+    """Return the rows of *path* without comments; none if it is not there."""
+    if not path.exists():
+        return []
+    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def pairs(rows: Iterable[dict[str, str]], change: Callable[[Config], Config] = lambda config: config) -> Pairs:
+    """Return each of *rows* with the seconds of the model, whose configuration is *change*d first."""
+    found: Pairs = []
+    for (backend, link), own in _by_link(rows):
+        ends = [(int(row["blocks"]), int(row["size"]), float(row["gap"])) for row in own]
+        every = [(*point, 1 if point[2] == LONG else 3) for point in ends]
+        modelled, _ = times(change(_modelled(backend, link)), every)
+        seconds = (min(_counted(point, own)) for point, own in zip(every, modelled, strict=True))
+        found += zip(own, seconds, strict=True)
+    return found
+
+
+def _by_link(rows: Iterable[dict[str, str]]) -> Iterator[tuple[tuple[str, str], Rows]]:
+    for key, group in groupby(rows, lambda row: (row["backend"], row["link"])):
+        yield key, list(group)
+
+
+def fit(path: Path) -> None:
+    """Print the costs of an answer and of a block that bring the model nearest to the medians in *path*."""
+    for backend in BACKENDS:
+        own = [row for row in read(path) if row["backend"] == backend]
+        if not own:
+            continue
+
+        def predicted(latency: float, descriptor: float, own: Rows = own) -> list[float]:
+            return [seconds for _, seconds in pairs(own, lambda config: _changed(config, latency, descriptor))]
+
+        for name, value, low, high in nearest(predicted, [float(row["seconds"]) for row in own]):
+            interval = f"95 % {low * 1e6:.1f}us to {high * 1e6:.1f}us"
+            print(f"{backend}: {name} {value * 1e6:.1f}us, {interval}, {len(own)} points")
+
+
+def nearest(predicted: Callable[[float, float], Sequence[float]], measured: Sequence[float]) -> list[LinkParameter]:
+    """Return the `PARAMETERS` that bring *predicted* nearest to *measured*, in relative terms.
+
+    *predicted* returns the seconds of each sample from latency and descriptor.  Outliers count less (scipy's
+    ``soft_l1`` from 2 % on).  Intervals are those of linear least squares at the solution: 1.96 standard errors of
+    the logarithms.  Needs at least three samples, and scipy.
+    """
+    from scipy.optimize import least_squares
+
+    seconds = np.asarray(measured)
+
+    def residuals(logs: Any) -> Any:
+        latency, descriptor = np.exp(logs)
+        return np.log(np.asarray(predicted(latency, descriptor)) / seconds)
+
+    found = least_squares(residuals, np.log(START), loss="soft_l1", f_scale=0.02, diff_step=1e-2)
+    variance = 2.0 * found.cost / (len(seconds) - len(START))
+    spread = np.exp(1.96 * np.sqrt(np.diag(np.linalg.pinv(found.jac.T @ found.jac)) * variance))
+    values = np.exp(found.x)
+    return [
+        LinkParameter(name, float(value), float(value / by), float(value * by))
+        for name, value, by in zip(PARAMETERS, values, spread, strict=True)
+    ]
+
+
+def _changed(config: Config, latency: float, descriptor: float) -> Config:
+    assert config.backend.inter is not None
+    model = replace(config.backend.inter, latency=latency, descriptor=descriptor)
+    return replace(config, backend=replace(config.backend, inter=model))
+
+
+def validated(path: Path) -> None:
+    """Print the errors of the predictions that were written before *path* was measured, and of today's model."""
+    rows = [{"blocks": "1", "gap": "0", **row} for row in read(path)]
+    found = [(key, pairs(own)) for key, own in _by_link(rows)]
+    for backend in BACKENDS:
+        found.append(((backend, "all"), [pair for key, own in found if key[0] == backend for pair in own]))
+    table = []
+    for key, own in found:
+        before = [(row, float(row["predicted"])) for row, _ in own]
+        table.append([*key, *_large_and_small(own), *_large_and_small(before), own[0][0]["notes"]])
+    errors = {"large %": "median error of 1 MiB and more", "worst %": "", "small ms": "of less", "worst ms": ""}
+    columns = {"backend": "", "link": "", **errors, **{f"{name} before": text for name, text in errors.items()}}
+    show_table(Table(f"{path.name}: the model, and predictions of before", columns | {"notes": ""}, table))
+
+
+def _large_and_small(found: Pairs) -> list[float]:
+    large = [abs(p / float(row["measured"]) - 1.0) * 100.0 for row, p in found if int(row["size"]) >= LARGE]
+    small = [abs(p - float(row["measured"])) * 1e3 for row, p in found if int(row["size"]) < LARGE]
+    return [round(n, 2) for n in (statistics.median(large), max(large), statistics.median(small), max(small))]
+
+
+if __name__ == "__main__":
+    {"measure": measure, "fit": fit, "validate": validate, "validated": validated}[sys.argv[1]](Path(sys.argv[2]))

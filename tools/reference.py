@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the generated parts of the documentation: ``python -m tools.reference``.
+
+docs/configuration.md is built whole and not committed: `tools/configuration.md`, then every configuration key with
+its type, default and meaning, from the dataclasses that type it.  ``python -m tools.reference FOLDER`` writes only
+this page, into FOLDER.
+
+The other parts stand each between two HTML comments of their page:
+
+- docs/reports.md: figures of reports and of big models, from `data/reports`.
+- docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
+- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
+  laws of simulation; docs/faults.md: the kinds of faults and the invariants.
+- README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
+
+`tests/test_docs.py` compares all of them with what is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tokenize
+import typing
+from ast import AnnAssign, ClassDef, Name, parse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
+from experiments.reports.figures import REASONS, kept
+from pdsim.config import Config, ExperimentOptions
+from pdsim.core import plugins
+from pdsim.core.repository import data
+from pdsim.core.units import format_rate, format_size, format_time
+from pdsim.kv.policy import Policy
+from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
+from pdsim.verify.invariants import INVARIANTS
+from pdsim.verify.laws import LAWS
+from tools import faults_model
+from tools.big_models import CAUSES
+from tools.faults_real import table as faults_real
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {"Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "str": "text"}
+FORMATS: dict[str, Callable[[Any], str]] = {"time": format_time, "size": format_size, "rate": format_rate}
+ELSEWHERE = ("experiment", "policy", "calibration", "sources")
+"""Fields without rows: experiments and policies have sections of their own, the others are written by programs."""
+HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
+OUTPUT_LINES = 16
+
+
+def configuration() -> Iterator[str]:
+    """Yield the tables of docs/configuration.md."""
+    groups: dict[str, list[str]] = {}
+    for cls, keys in _classes().items():
+        if rows := list(_rows(cls, _joined(keys))):
+            groups.setdefault(keys[0].partition(".")[0], []).extend(rows)
+    for group in sorted(groups):
+        yield from (f"### `{group}`" if group else "### Keys without a group", "", *HEAD, *groups[group], "")
+    for name in plugins.names(plugins.EXPERIMENTS):
+        if name.startswith("seed_"):
+            continue  # docs/reports.md
+        options = ExperimentOptions.class_for({"name": name})
+        yield from (f"### `experiment={name}`", "", *HEAD, *_options(options, "experiment"), "")
+
+
+def columns() -> Iterator[str]:
+    """Yield the lines of the tables of docs/results.md."""
+    tables = (
+        *(("`transfers.parquet`", TRANSFERS), ("`requests.parquet`", REQUESTS)),
+        *(
+            ("`target=model` and `real` add", INSTANTS),
+            ("`cache=` and `workload.priority` add", OPTIONAL),
+            ("`target=live` adds", LIVE),
+            ("`samples.parquet`", SAMPLES),
+        ),
+    )
+    for name, of in tables:
+        yield f"### {name}"
+        yield ""
+        yield from _columns(of)
+
+
+def output() -> Iterator[str]:
+    """Yield the lines of the block in README.md: a modelled run, the time in the folder's name left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pdsim", "run", "hw=8xh20"]
+        environment = {**os.environ, "COLUMNS": "120"}
+        printed = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+    lines = [re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip() for line in printed.splitlines()]
+    yield "```text"
+    yield from lines[:OUTPUT_LINES]
+    yield "```"
+
+
+def figures() -> Iterator[str]:
+    """Yield the lines of the table of docs/reports.md, and why its figures are missed."""
+    yield "| report | figure, a factor | reported | simulated | error | interval | verdict | assumed | left open |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in kept():
+        numbers = (
+            f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%} | {row.lowest:.3g} to {row.highest:.3g}"
+        )
+        yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} | {row.open} |"
+    yield ""
+    for report, reason in REASONS.items():
+        yield from textwrap.wrap(f"- {report}: {reason}", 116, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def big_models() -> Iterator[str]:
+    """Yield the table of docs/reports.md on models whose experts lie on many nodes."""
+    yield "| deployment | side | published, tokens/s a node | modelled | error | all of the exchange hidden |"
+    yield "|---|---|---|---|---|---|"
+    with data("reports", "big_models.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            told, found, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
+            numbers = f"{told:,.0f} | {found:,.0f} | {found / told - 1:+.0%} | {hidden:,.0f}"
+            yield f"| {row['source']} | {row['side']} | {numbers} |"
+    yield ""
+    for name, cause in CAUSES.items():
+        yield from textwrap.wrap(f"- {name}: {cause}", 116, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def kinds() -> Iterator[str]:
+    """Yield the table of what a scenario of `experiment=faults` may have."""
+    yield from (
+        "| kind | effect |",
+        "|---|---|",
+        *(f"| {name} | {effect} |" for name, effect in KINDS_OF_FAULTS.items()),
+    )
+
+
+def invariants() -> Iterator[str]:
+    """Yield the table of the invariants of the protocol."""
+    yield from ("| invariant | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in INVARIANTS.items()))
+
+
+def laws() -> Iterator[str]:
+    """Yield the table of the laws of simulation."""
+    yield from (
+        "| law | rule | test |",
+        "|---|---|---|",
+        *(f"| {name} | {rule} | `{test}` |" for name, rule, test in LAWS),
+    )
+
+
+PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "faults-real": ("docs/reliability.md", faults_real.table),
+    "faults-model": ("docs/reliability.md", faults_model.table),
+    "kinds": ("docs/faults.md", kinds),
+    "invariants": ("docs/faults.md", invariants),
+    "laws": ("docs/reliability.md", laws),
+    "columns": ("docs/results.md", columns),
+    "figures": ("docs/reports.md", figures),
+    "big models": ("docs/reports.md", big_models),
+    "output": ("README.md", output),
+}
+
+
+def rewritten(part: str) -> str:
+    """Return the page that has *part*, one of `PARTS`, with that part as it is now.
+
+    Raise a `ValueError` if the page lacks one of the two comments ``<!-- generated PART ... -->`` and
+    ``<!-- end of PART -->``.
+    """
+    page, lines = PARTS[part]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- generated {part}:[^>]*-->\n).*?(<!-- end of {part} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"{page} lacks the comments around {part!r}; see tools/reference.py")
+    body = "\n" + "\n".join(lines()).strip() + "\n\n"
+    return pattern.sub(lambda found: found[1] + body + found[2], text)
+
+
+def _classes() -> dict[type, list[str]]:
+    """Return the dataclasses of the configuration, each with the keys that it is under, in the order of `Config`."""
+    found: dict[type, list[str]] = {Config: [""]}
+    waiting: list[tuple[type, str]] = [(Config, "")]
+    while waiting:
+        cls, prefix = waiting.pop(0)
+        for field, kind in _fields(cls):
+            key = f"{prefix}.{field.name}".strip(".")
+            for each in _dataclasses(kind):
+                found.setdefault(each, []).append(key)
+                waiting.append((each, key))
+    found[Policy] = ["backend.policy"]
+    return found
+
+
+def _options(cls: type, prefix: str) -> Iterator[str]:
+    """Yield the rows of *cls*, options of an experiment, and of the dataclasses in it; its name is the heading."""
+    yield from (row for row in _rows(cls, prefix) if not row.startswith("| `experiment.name`"))
+    for field, kind in _fields(cls):
+        for each in _dataclasses(kind):
+            yield from _options(each, f"{prefix}.{field.name}")
+
+
+def _fields(cls: type) -> Iterator[tuple[Field[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    yield from ((field, hints[field.name]) for field in fields(cls) if field.name not in ELSEWHERE)
+
+
+def _dataclasses(kind: Any) -> list[type]:
+    """Return the dataclasses in the annotation *kind*, such as that of ``Gpu | None``."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return [kind]
+    return [each for argument in typing.get_args(kind) for each in _dataclasses(argument)]
+
+
+def _joined(keys: Sequence[str]) -> str:
+    """Return *keys* as one, ``backend.{intra,inter}``, or a list of them where their lengths differ."""
+    if len({key.count(".") for key in keys}) > 1:
+        return ", ".join(keys)
+    parts = zip(*(key.split(".") for key in keys), strict=True)
+    return ".".join(each[0] if len(set(each)) == 1 else f"{{{','.join(each)}}}" for each in parts)
+
+
+def _rows(cls: type, prefix: str) -> Iterator[str]:
+    meanings = _comments(cls)
+    for field, kind in _fields(cls):
+        if _dataclasses(kind):
+            continue
+        shown = _kind(field)
+        key = f"{prefix}.{field.name}".lstrip(".")
+        cells = (f"`{key}`", shown, _default(field, shown), meanings.get(field.name, ""))
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _kind(field: Field[Any]) -> str:
+    """Return the type of *field* in a user's words."""
+    name = str(field.type).removesuffix(" | None")
+    if name.startswith(("tuple", "Mapping")):
+        return "list" if name.startswith("tuple") else "mapping"
+    return KINDS.get(name, name)
+
+
+def _default(field: Field[Any], kind: str) -> str:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value is MISSING:
+        return "required"
+    if kind in FORMATS and isinstance(value, int | float):
+        return "unlimited" if value == float("inf") else FORMATS[kind](value)
+    if isinstance(value, tuple | dict):
+        return f"`[{','.join(map(str, value))}]`" if value else "empty"
+    if value is None or value == "":
+        return "`null`" if value is None else '`""`'
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Return the comment of each field of *cls*, its bases included: beside it, or the lines right above it."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not is_dataclass(each):
+            continue
+        source = inspect.cleandoc(inspect.getsource(each))
+        comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
+        alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
+        body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
+        for node in body:
+            if isinstance(node, AnnAssign) and isinstance(node.target, Name):
+                lines = list(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                above = node.lineno - 1
+                while above in alone:
+                    lines.insert(0, above)
+                    above -= 1
+                found[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return found
+
+
+def _columns(of: Sequence[Column]) -> Iterator[str]:
+    yield "| column | type | unit | definition |"
+    yield "|---|---|---|---|"
+    for column in of:
+        yield f"| `{column.name}` | {column.type} | {column.unit} | {column.definition} |"
+    yield ""
+
+
+def build(folder: Path) -> Path:
+    """Write configuration.md into *folder* and return its path."""
+    head = Path(__file__).with_name("configuration.md").read_text(encoding="utf-8")
+    page = folder / "configuration.md"
+    page.write_text(head + "\n" + "\n".join(configuration()).strip() + "\n", encoding="utf-8")
+    return page
+
+
+def main(words: Sequence[str]) -> None:
+    """Write all pages, or only configuration.md into the folder that *words* name."""
+    if words:
+        build(Path(words[0]))
+        return
+    build(ROOT / "docs")
+    for part, (page, _) in PARTS.items():
+        (ROOT / page).write_text(rewritten(part), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
