@@ -25,7 +25,7 @@ from typing import NamedTuple
 __all__ = ["MENDINGS", "ROOT", "Mending", "main"]
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("pdsim", "backends", "experiments", "benchmarks", "conf", "tests")
+COPIED = ("pdsim", "backends", "experiments", "benchmarks", "tools", "conf", "tests")
 """What a mending may be taken out of; all else is linked to."""
 
 
