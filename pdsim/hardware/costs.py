@@ -316,7 +316,7 @@ class Engine:
     inter: EngineModel | None
     timeout: Seconds = 30.0  # deadline of a transfer
     threads: int = 1  # of each rank that post
-    serial: float = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting_threads`
+    serial: float = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting`
     between: float = 0.0  # the same of the processes that post to one GPU
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     # for the real engine: environment variables and the like

@@ -236,7 +236,7 @@ class KvSender(SenderRooms):
         if chunk.last and target.part.aux and target.metadata == "control":
             pieces.append(None)
             if target.fallback:
-                self._note(target.fallback)
+                self.fallbacks[target.fallback] = self.fallbacks.get(target.fallback, 0) + 1
         if not pieces:
             return []
         name = target.peer.name
@@ -400,20 +400,11 @@ class KvSender(SenderRooms):
             return
         self._broken(delivery, error)
 
-    def _hold(self, state: SenderRoom, failed: Transfer | None) -> None:
-        """Keep the room from its end until nothing of a write that *failed* moves any more."""
-        if failed is None or failed.settled.triggered:
-            state.moving -= 1
-        else:
-            failed.settled.callbacks.append(partial(self._settled, state))
-
     def _retry(self, delivery: ChunkTransfer, event: Transfer, error: Exception) -> None:
         """Send metadata as a message whose write failed, once no byte of that can arrive any more."""
-        self._note(f"{type(error).__name__} over the data path")
+        reason = f"{type(error).__name__} over the data path"
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if event.settled.triggered:
             self._queues.put(0, delivery._replace(piece=None))
         else:
             event.settled.callbacks.append(lambda _: self._queues.put(0, delivery._replace(piece=None)))
-
-    def _note(self, reason: str) -> None:
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
 from pdsim.kv.paths import DecodePeer, StagedPiece
 from pdsim.kv.policy import Policy
 from pdsim.kv.rooms import Status, advance
-from pdsim.transfer import WriteSequence
+from pdsim.transfer import Transfer, WriteSequence
 from pdsim.transfer.job import Rank
 
 __all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
@@ -166,6 +167,13 @@ class SenderRooms:
         for name in state.writes:
             arrival = replace(last, count=1 + state.controls.get(name, 0))
             self._rank.channel.send(name, encode(arrival))
+
+    def _hold(self, state: SenderRoom, failed: Transfer | None) -> None:
+        """Keep the room from its end until nothing of a write that *failed* moves any more."""
+        if failed is None or failed.settled.triggered:
+            state.moving -= 1
+        else:
+            failed.settled.callbacks.append(partial(self._settled, state))
 
     def _settled(self, state: SenderRoom, _: Event) -> None:
         state.moving -= 1

@@ -29,16 +29,15 @@ from pdsim.core.errors import (
     TransferTimeout,
 )
 from pdsim.core.units import format_size
+from pdsim.sim.endpoint import DETECTION, Fabric
 from pdsim.sim.memory import SimBuffer
-from pdsim.sim.shared import Fabric
-from pdsim.sim.sim_endpoint import DETECTION
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.group import check_gather, is_symmetric
 
 if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, CollectiveModel
     from pdsim.sim.flows.network import Flow, Path
-    from pdsim.sim.job_clock import RankClock
+    from pdsim.sim.hosts import RankClock
     from pdsim.sim.memory import SimDevice, SymmetricPool
     from pdsim.transfer import Buffer, Recorder
 

@@ -10,7 +10,7 @@ A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineMode
 
 The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
-*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.sim.copy_engine`.
+*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.sim.posting`.
 A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
 A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
 
@@ -37,14 +37,17 @@ if TYPE_CHECKING:
 
     from pdsim.core.clock import Clock
     from pdsim.hardware.costs import EngineModel
-    from pdsim.sim.copy_engine import CopyEngine
+    from pdsim.sim.faults import Draws
     from pdsim.sim.flows.foreseen import Steps
     from pdsim.sim.flows.network import Flow, Link, Network, Path
-    from pdsim.sim.jitter import Draws
-    from pdsim.sim.posting import PostingThread
+    from pdsim.sim.posting import CopyEngine, PostingThread
     from pdsim.sim.topology import Route
 
-__all__ = ["SendQueue", "SeriesSteps"]
+__all__ = [
+    "SendQueue",
+    "SeriesSteps",
+]
+
 
 Times = npt.NDArray[np.float64]
 Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete

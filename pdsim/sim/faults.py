@@ -18,9 +18,11 @@ import numpy as np
 
 if TYPE_CHECKING:
     from pdsim.core.clock import Clock
+    from pdsim.core.units import Seconds
+    from pdsim.hardware.costs import Jitter
     from pdsim.transfer import Batch
 
-__all__ = ["Chance", "Faults", "Observer", "Pause", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
+__all__ = ["Chance", "Draws", "Faults", "Observer", "Pause", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
 
 
 class Slow(NamedTuple):
@@ -236,3 +238,20 @@ def uniforms(seed: int, name: str) -> Iterator[float]:
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
     while True:
         yield from random.random(64).tolist()
+
+
+class Draws:
+    """The delays of one job: a stream of *seed* for each source, so that one seed gives one run."""
+
+    def __init__(self, jitter: Jitter, seed: int) -> None:
+        self._jitter = jitter
+        self._starts = uniforms(seed, "fabric.starts")
+        self._copies = uniforms(seed, "fabric.copies")
+
+    def start(self) -> Seconds:
+        """Return by how much the next transfer is posted later."""
+        return self._jitter.starts * next(self._starts) if self._jitter.starts else 0.0
+
+    def copy(self) -> Seconds:
+        """Return by how much a copy engine begins its next transfer later."""
+        return self._jitter.copies * next(self._copies) if self._jitter.copies else 0.0

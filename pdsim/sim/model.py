@@ -7,7 +7,7 @@ import gc
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -18,19 +18,13 @@ from simpy.core import EmptySchedule
 
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Jitter
-from pdsim.sim.channel import SimChannel
 from pdsim.sim.collective import SimGroups
-from pdsim.sim.faults import Chance, Faults, Observer
+from pdsim.sim.endpoint import Fabric, SimEndpoint
+from pdsim.sim.faults import Chance, Draws, Faults, Observer
 from pdsim.sim.flows.network import Network
-from pdsim.sim.host_latency import HostLatency
-from pdsim.sim.jitter import Draws
-from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
-from pdsim.sim.sampling import Sampling
-from pdsim.sim.shared import Fabric
-from pdsim.sim.side_traffic import SideTraffic
-from pdsim.sim.sim_endpoint import SimEndpoint
-from pdsim.sim.topology import Site, Topology
+from pdsim.sim.topology import SideTraffic, Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.compact import Compact, plain
 from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec, ranks_named
@@ -39,12 +33,15 @@ from pdsim.transfer.transfer_log import TransferLog, joined
 if TYPE_CHECKING:
     from simpy.events import Event
 
+    from pdsim.core.clock import Clock
     from pdsim.hardware.costs import Collective, Engine
     from pdsim.hardware.machine import LinkChange, Machine
     from pdsim.sim.flows.network import Link
+    from pdsim.transfer.job import SampleRow
     from pdsim.transfer.record_runs import Spill
 
-__all__ = ["JobJournal", "Model"]
+__all__ = ["JobJournal", "Model", "Sampling"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -472,3 +469,83 @@ def _plain(value: Any) -> Any:
 
 def _crossed(value: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=plain))
+
+
+FIRST = 1e-4
+"""Seconds between samples at first."""
+
+
+class Sampling:
+    """Keeps *count* to twice as many instants of a job, evenly spread.
+
+    *clock* is the job's.  Links are sampled by what they have carried, so a sample is the mean since the one
+    before and no burst is missed between two; gauges (the share of a memory, a pool of pages, a ring in use) are
+    read at the instant.  Halving keeps every sample before it exact: bytes carried are sums since the start.
+    """
+
+    def __init__(self, clock: Clock, network: Network, count: int) -> None:
+        self._clock = clock
+        self._network = network
+        self._most = 2 * count
+        self._interval = FIRST
+        self._times: list[float] = []
+        self._carried: list[list[float]] = []  # by instant, of every link: bytes until then
+        self._gauges: dict[tuple[str, str], Callable[[], float]] = {}
+        self._values: dict[tuple[str, str], list[float | None]] = {}
+        self._tick(None)
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Sample what *read* returns, a share from 0 to 1; a later one of the same *kind* and *name* replaces it."""
+        self._gauges[kind, name] = read
+
+    def memory(self, memory: DeviceMemory) -> None:
+        """Sample the use of *memory*, all pools together."""
+        self.gauge("pool", memory.name, lambda: memory.used / memory.capacity)
+
+    def _tick(self, _: object) -> None:
+        """Read everything, halve what is kept if there is too much of it, and come back an interval later.
+
+        Once nothing else is scheduled it does not come back: its own events must not keep a job alive.
+        """
+        self._read()
+        if len(self._times) >= self._most:
+            self._interval *= 2.0
+            for kept in (self._times, self._carried, *self._values.values()):
+                del kept[1::2]  # type: ignore[attr-defined]
+        if self._clock.peek() < inf or len(self._times) == 1:  # else nothing happens any more, which must be noticed
+            self._clock.call_at(self._clock.now + self._interval, self._tick, None)
+
+    def _read(self) -> None:
+        for key, read in self._gauges.items():
+            self._values.setdefault(key, [None] * len(self._times)).append(read())
+        self._times.append(self._clock.now)
+        self._carried.append(self._network.carried())
+
+    def rows(self) -> Iterator[SampleRow]:
+        """Yield kind, name, time and value of every sample; of a link the mean since the one before.
+
+        Kinds are ``link`` and those of gauges; times are seconds on the job's clock, values shares of capacity
+        from 0 to 1.  Links that carried nothing have no rows, gauges none from before they were made.
+        """
+        if self._clock.now > self._times[-1]:
+            self._read()
+        for index, link in enumerate(self._network.links):
+            carried = [each[index] if index < len(each) else 0.0 for each in self._carried]
+            if carried[-1] and link.nominal:
+                yield from self._of_link(link.name, link.nominal, carried)
+        for (kind, name), values in self._values.items():
+            missing = len(self._times) - len(values)
+            for time, value in zip(self._times, [*values, *[None] * missing], strict=True):
+                if value is not None:
+                    yield kind, name, time, value
+
+    def _of_link(self, name: str, capacity: float, carried: Iterable[float]) -> Iterator[SampleRow]:
+        """Yield the samples of a link, whose bytes *carried* until each instant are given.
+
+        The share is of the nominal *capacity* in bytes/s, also while a fault has the link squeezed.
+        """
+        before, last = 0.0, 0.0
+        for time, total in zip(self._times, carried, strict=True):
+            share = (total - last) / (capacity * (time - before)) if time > before else 0.0
+            yield "link", name, time, max(share, 0.0)
+            before, last = time, total

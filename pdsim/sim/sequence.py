@@ -18,7 +18,7 @@ from simpy.events import NORMAL
 
 from pdsim.core.clock import LAST, Alarm
 from pdsim.sim.flows.foreseen import Plan
-from pdsim.sim.host_latency import Coming
+from pdsim.sim.hosts import Coming
 from pdsim.transfer import WriteSequence
 
 if TYPE_CHECKING:

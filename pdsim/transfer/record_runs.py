@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 class RecordRun(NamedTuple):
     """So many records, one after the other, that differ in nothing but their times.
 
-    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.sim.series`).
+    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.sim.sequence`).
     """
 
     kind: Kind

@@ -136,7 +136,7 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
     end the run: the recorder has it.
 
-    Its life, with the names that `pdsim.sim.posted` and `backends` use for the transitions::
+    Its life, with the names that `pdsim.sim.inflight` and `backends` use for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐

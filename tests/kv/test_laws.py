@@ -18,8 +18,8 @@ from pdsim.kv.pages import PagePool
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
 from pdsim.sim.flows.links import Link
+from pdsim.sim.inflight import Payload
 from pdsim.sim.model import Model
-from pdsim.sim.payload import Payload
 from pdsim.transfer.job import Outcome
 from pdsim.verify.laws import LAWS, LawChecker, broken
 

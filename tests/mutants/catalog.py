@@ -31,7 +31,7 @@ from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.prefill_worker import PrefillWorker
 from pdsim.serving.rank_process import EngineRank
-from pdsim.sim.sim_endpoint import SimEndpoint
+from pdsim.sim.endpoint import SimEndpoint
 from tests.mutants.defects import (
     ELEVEN,
     PULLED,

@@ -16,7 +16,7 @@ from backends.base.zmq_channel import ZmqChannel
 from pdsim.core.clock import WallClock
 from pdsim.models.parallel import Side
 from pdsim.serving.workload import Request
-from pdsim.sim.sim_endpoint import SimEndpoint
+from pdsim.sim.endpoint import SimEndpoint
 from tests.serving.test_faults import serve, statuses
 
 

@@ -17,7 +17,7 @@ from pdsim.hardware.machine import Nic
 from pdsim.models.parallel import Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.sim.flows.network import Network
-from pdsim.sim.side_traffic import RATES, SideTraffic
+from pdsim.sim.topology import RATES, SideTraffic
 from tests.serving.test_compute import MACHINE, MODEL
 from tests.support.configs import EIGHT, ENGINE
 from tests.support.serving import GQA, configured, serve

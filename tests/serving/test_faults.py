@@ -16,8 +16,8 @@ from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.membership import Bootstrap
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
-from pdsim.sim.sim_endpoint import DETECTION
 from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT
 from tests.support.serving import GQA, ONE, POOL, configured

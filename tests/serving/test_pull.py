@@ -16,8 +16,8 @@ from pdsim.models.parallel import Side
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
+from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
-from pdsim.sim.sim_endpoint import DETECTION
 from pdsim.transfer.job import Outcome
 from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
 from tests.support.serving import GQA, MLA, ONE, configured

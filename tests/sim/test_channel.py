@@ -6,8 +6,7 @@ import pytest
 
 from pdsim.core.clock import Clock
 from pdsim.hardware.machine import Host
-from pdsim.sim.channel import SimChannel
-from pdsim.sim.host_latency import HostLatency
+from pdsim.sim.hosts import HostLatency, SimChannel
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
 

@@ -12,8 +12,8 @@ import pytest
 
 from pdsim.core.errors import ConfigError, OutOfMemory, TransferError
 from pdsim.hardware.costs import Collective, CollectiveModel, DeviceLine
+from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
-from pdsim.sim.sim_endpoint import DETECTION
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Outcome, Place, Rank, RankSpec

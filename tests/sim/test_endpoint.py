@@ -17,12 +17,10 @@ from pdsim.core.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from pdsim.sim.endpoint import DETECTION, Fabric, SimEndpoint
 from pdsim.sim.flows.network import Network
-from pdsim.sim.host_latency import HostLatency
-from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.hosts import HostLatency, JobClock, RankClock
 from pdsim.sim.memory import DeviceMemory, SimDevice
-from pdsim.sim.shared import Fabric
-from pdsim.sim.sim_endpoint import DETECTION, SimEndpoint
 from pdsim.sim.topology import Topology
 from pdsim.transfer import Batch, Notification
 from pdsim.transfer.job import Place

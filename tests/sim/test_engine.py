@@ -7,10 +7,9 @@ import pytest
 from pdsim.core.clock import Clock
 from pdsim.core.errors import SendQueueFull
 from pdsim.hardware.costs import Ramp
-from pdsim.sim.copy_engine import CopyEngine
 from pdsim.sim.engine import SendQueue
 from pdsim.sim.flows.network import Network
-from pdsim.sim.posting import PostingThread
+from pdsim.sim.posting import CopyEngine, PostingThread
 from pdsim.sim.topology import Route
 from tests.support.machines import cost, machine
 

@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from pdsim.core.errors import ConfigError, PeerLost, TransferError
-from pdsim.sim.connections import part_of
 from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
-from pdsim.sim.job_clock import JobClock, RankClock
+from pdsim.sim.hosts import JobClock, RankClock
+from pdsim.sim.inflight import part_of
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run

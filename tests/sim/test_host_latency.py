@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdsim.hardware.machine import Host, Machine
-from pdsim.sim.host_latency import HostLatency
+from pdsim.sim.hosts import HostLatency
 from pdsim.sim.model import Model
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank, RankSpec

@@ -4,11 +4,10 @@ import pytest
 
 from pdsim.core.clock import Clock
 from pdsim.hardware.costs import Jitter
-from pdsim.sim.copy_engine import CopyEngine
 from pdsim.sim.engine import SendQueue
+from pdsim.sim.faults import Draws
 from pdsim.sim.flows.network import Network
-from pdsim.sim.jitter import Draws
-from pdsim.sim.posting import PostingThread
+from pdsim.sim.posting import CopyEngine, PostingThread
 from pdsim.sim.topology import Route
 from tests.support.machines import cost
 

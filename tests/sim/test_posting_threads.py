@@ -9,8 +9,7 @@ from pdsim.core.clock import Clock
 from pdsim.sim.engine import SendQueue
 from pdsim.sim.flows.network import Network
 from pdsim.sim.model import Model
-from pdsim.sim.posting import PostingThread
-from pdsim.sim.posting_threads import PostingShare, PostingThreads
+from pdsim.sim.posting import PostingShare, PostingThread, PostingThreads
 from pdsim.sim.topology import Route
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec

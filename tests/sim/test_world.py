@@ -3,8 +3,8 @@
 import pytest
 
 from pdsim.core.errors import ConfigError
+from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import STRIDE, Model
-from pdsim.sim.sim_endpoint import DETECTION
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec
 from tests.support.machines import cost, engine, machine, run

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hosts of ranks do on the model: their clocks, their sockets, and when a program acts upon what comes.
+
+**Control messages** go over a TCP socket from every rank to every other.  A message of *n* bytes leaves when those
+before it to the same receiver have left, takes ``n / tcp_rate`` to leave and ``tcp_latency`` to arrive, the *delay*
+of the links between the nodes, and then as long as the receiver takes to act on it.  It costs one event, or two
+where that takes time.  A faulty network holds messages up (`pdsim.sim.faults`), but never lets one overtake another
+on the same socket.  Not modelled: that control messages and data share the node's TCP link, and a sender that is
+slowed down by a receiver that does not read.
+
+**A program acts** upon a message, a notification or the end of a computation *wake* later
+(`pdsim.hardware.machine.Host`), and *idle_wake* more if it has had nothing to act upon for longer than *idle_after*:
+its thread sleeps by then, the processor with it, and other work has taken the caches.  Nothing overtakes what came
+before it.  A rank's own timers, the steps of decode among them, do not keep it from going idle here.
+
+**All ranks** of a job live in one process and on one queue of events.  Each gets a `RankClock`: the same time and
+the same queue, but its events can be told from those of others.  So an exception that nobody handles ends the rank
+whose event it was, and to end a rank by force is to drop its events.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sized
+from itertools import count
+from math import inf, nextafter
+from typing import TYPE_CHECKING, Any, Final
+
+from simpy.events import URGENT
+
+from pdsim.core.clock import Clock, process_event
+from pdsim.core.mailbox import Mailbox
+from pdsim.sim.faults import Ties
+from pdsim.transfer import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from simpy.events import Event
+
+    from pdsim.hardware.machine import Host
+    from pdsim.transfer import Notification
+
+__all__ = ["Coming", "HostLatency", "JobClock", "NotificationInbox", "RankClock", "SimChannel"]
+
+
+_new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
+
+
+class SimChannel:
+    """One rank's sockets: the simulated `pdsim.transfer.Channel`.
+
+    *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
+    *hold*, if given, is asked when a message arrives: with sender, receiver and the time at which it would without
+    faults.  *watch* is told of every message, *delay* asked how long the links between sender and receiver take one
+    way, and *host_latency* when the rank acts on a message.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        job: Clock,
+        clock: Clock,
+        ranks: dict[str, SimChannel],
+        hold: Callable[[str, str, float], float] | None = None,
+        watch: Callable[[str, str, bytes], None] | None = None,
+        delay: Callable[[str, str], float] | None = None,
+        host_latency: HostLatency | None = None,
+    ) -> None:
+        self.name = name
+        self._rate, self._latency = host.tcp_rate, host.tcp_latency
+        self._job = job
+        self._ranks = ranks
+        self._clock = clock
+        self._inbox = Mailbox(clock)
+        self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
+        self._hold = hold
+        self._watch = watch
+        self._delay = delay
+        self._host_latency = host_latency or HostLatency()
+        self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
+        self.dropped: set[SimChannel] = set()  # those of senders that were refused
+        self.refused = 0
+        self.closed = False
+        ranks[name] = self
+
+    def send(self, receiver: str, payload: bytes) -> None:
+        """Send *payload* to rank *receiver* without waiting.
+
+        Messages to one receiver arrive in the order in which they were sent. A message to a rank that is gone, or
+        from a rank that has closed, is lost without a sign, as over a socket whose other end has died. Raise a
+        `KeyError` for a rank that is not of this job.
+        """
+        channel = self._ranks.get(receiver)
+        if channel is None:
+            raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
+        if self.closed or channel.closed or self in channel.dropped:
+            return
+        if self._watch is not None:
+            self._watch(self.name, receiver, payload)
+        job = self._job
+        sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
+        self._free[receiver] = sent
+        message: Message = _new(Message, (self.name, payload))
+        latency = self._latency
+        if self._delay is not None:
+            latency += self._delay(self.name, receiver)
+        at = sent + latency
+        if self._hold is not None:
+            at = self._arrival(receiver, at, self._hold)
+        job.call_at(at, channel.arrive, message)
+
+    def receive(self) -> Event:
+        """Return an event that succeeds with the next `Message`.  Yield it at once."""
+        return self._inbox.get()
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused; what it sends from now on is lost."""
+        self.refused += 1
+        self.dropped.add(self._ranks[sender])
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler* with every `Message` from now on, instead of `receive`."""
+        self._inbox.listen(handler)
+
+    def close(self) -> None:
+        """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
+        self.closed = True
+
+    def _arrival(self, receiver: str, at: float, hold: Callable[[str, str, float], float]) -> float:
+        """Return when a message arrives that would at *at*: later where *hold* says so, never before another."""
+        after = nextafter(self._arrivals.get(receiver, 0.0), inf)
+        at = self._arrivals[receiver] = max(hold(self.name, receiver, at), after)
+        return at
+
+    def arrive(self, message: Message) -> None:
+        """Take *message*, which arrives now."""
+        if self._host_latency.instant:
+            self._deliver(message)
+        elif not self.closed:
+            self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
+
+    def _deliver(self, message: Message) -> None:
+        """Give *message* to its receiver, unless the channel is closed by now; later if the rank is paused."""
+        if self.closed:
+            return
+        if self._clock.paused:
+            self._clock.put_off(self._deliver, message)
+        else:
+            self._inbox.deliver(message)
+
+
+MANY = 8
+"""How many have to have come before it pays to look for those that leave no trace."""
+
+APART = 1e-9
+"""Seconds between two that come one after the other and not, but for rounding, together."""
+
+
+class Coming:
+    """What comes at times that are known, without an event for each."""
+
+    __slots__ = ("acted", "met", "times")
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        """When, in order."""
+        self.met = 0
+        """How many of them the rank has acted upon, or will."""
+        self.acted = 0.0
+        """When it acts upon the last of those."""
+
+
+class HostLatency:
+    """One life of one rank; a rank that has just started is not idle."""
+
+    __slots__ = ("_coming", "_idle_after", "_idle_wake", "_last", "_wake", "instant")
+
+    def __init__(self, host: Host | None = None, now: float = 0.0) -> None:
+        self._wake, self._idle_wake, self._idle_after = (
+            (host.wake, host.idle_wake, host.idle_after) if host is not None else (0.0, 0.0, 0.0)
+        )
+        self._last = now  # when it acted, or will have acted, upon all that has come
+        self._coming: list[Coming] = []
+        self.instant = not (self._wake or self._idle_wake)
+        """Whether it acts upon everything at once."""
+
+    def acts(self, now: float) -> float:
+        """Return when it acts upon what comes at *now*; calls are in the order of time."""
+        if self._coming:
+            self._meet(now)
+        return self._acts_at(now)
+
+    def _acts_at(self, now: float) -> float:
+        """Act upon what comes at *now*, all before being done."""
+        last = self._last
+        late = self._idle_wake if now - last > self._idle_after else 0.0
+        at = now + self._wake + late
+        self._last = at = at if at > last else nextafter(last, inf)
+        return at
+
+    def expect(self, series: Coming) -> None:
+        """Act upon what *series* says at its times, until `conclude`."""
+        self._coming.append(series)
+
+    def conclude(self, series: Coming, count: int, now: float) -> float:
+        """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
+        self._meet(now)
+        self._coming.remove(series)
+        while series.met < count:
+            self._act(series)
+        return series.acted
+
+    def _meet(self, now: float) -> None:
+        """Act upon all that has come before *now*, in the order of time."""
+        waiting, many = [], 0
+        for series in self._coming:
+            end, met = bisect_left(series.times, now, series.met), series.met
+            if end > met:
+                waiting.append((series, end))
+                many += end - met
+        if many > MANY:
+            self._skip(waiting)
+        if len(waiting) == 1:
+            series, end = waiting[0]
+            while series.met < end:
+                self._act(series)
+            return
+        while waiting:
+            first, at = None, now
+            for series, _ in waiting:
+                if series.met < len(series.times) and series.times[series.met] < at:
+                    first, at = series, series.times[series.met]
+            if first is None:
+                return
+            self._act(first)
+
+    def _skip(self, waiting: Sequence[tuple[Coming, int]]) -> None:
+        """Skip what leaves no trace: all but the last few of each series, if none of it finds the rank asleep.
+
+        *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
+        as it takes to wake from the cold, on the first.
+        """
+        kept, ends, last = inf, [], -inf  # *last*: of those skipped
+        for series, end in waiting:
+            kept = min(kept, series.times[max(end - 2, series.met)])
+        for series, end in waiting:
+            skipped = bisect_left(series.times, kept, series.met, end)
+            ends.append((series, skipped))
+            if skipped > series.met:
+                last = max(last, series.times[skipped - 1])
+        if kept - last < APART or last == -inf:
+            return
+        if self._idle_wake:
+            begun = waiting[0][0]
+            for series, _ in waiting:
+                if series.times[series.met] < begun.times[begun.met]:
+                    begun = series
+            pause = begun.times[1] - begun.times[0] if len(begun.times) > 1 else inf
+            if pause > self._idle_after or kept - begun.times[begun.met] < self._idle_wake + APART:
+                return
+        for series, end in ends:
+            series.met = end
+        self._last = max(self._last, last + self._wake)
+
+    def _act(self, series: Coming) -> None:
+        series.acted = self._acts_at(series.times[series.met])
+        series.met += 1
+
+
+class NotificationInbox:
+    """The notifications of one rank, in order of arrival, delivered when its host acts upon them.
+
+    *hardware* is the job's clock, on which they arrive; *clock* is the rank's own, which may be paused: then they
+    are put off until it goes on.  *host_latency* says how long after its arrival the rank acts upon one.  Once the
+    inbox is closed, because the endpoint has ended, what still arrives is dropped.
+    """
+
+    def __init__(self, hardware: Clock, clock: Clock, host_latency: HostLatency) -> None:
+        self.mailbox = Mailbox(clock)
+        self.host_latency = host_latency
+        self._hardware = hardware
+        self._clock = clock
+        self._closed = False
+
+    def notify(self, notification: Notification) -> None:
+        """Deliver *notification*, which arrives now, when the rank acts upon it."""
+        if self.host_latency.instant:
+            self._wake_with(notification)
+        else:
+            self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._wake_with, notification)
+
+    def notify_at(self, at: float, notification: Notification) -> None:
+        """Deliver *notification* at the time *at* in seconds, when the rank acts upon it; now if that is past."""
+        if at > self._hardware.now:
+            self._hardware.call_at(at, self._wake_with, notification)
+        else:
+            self.mailbox.deliver(notification)
+
+    def close(self) -> None:
+        """Drop whatever is not delivered yet, and all that comes."""
+        self._closed = True
+
+    def _wake_with(self, notification: Notification) -> None:
+        if self._closed:
+            return
+        if self._clock.paused:
+            self._clock.put_off(self._wake_with, notification)
+        else:
+            self.mailbox.deliver(notification)
+
+
+class RankClock(Clock):
+    """What the rank *name* sees of *job*'s clock."""
+
+    def __init__(self, job: JobClock, name: str) -> None:
+        super().__init__(job.queue)
+        self.name = name
+        self.job = job
+        self._put_off: list[tuple[Callable[[Any], None] | None, Any]] = []
+        if job.ties is not None:
+            self.numbers = Ties(job, job.ties, job.counted)
+
+    def stop(self) -> None:
+        """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
+        self.stopped = self.halted = True
+
+    def pause(self, end: float) -> None:
+        """Process no event of this rank until the time *end*, as if its process were stopped and went on.
+
+        What comes meanwhile happens then, in the order in which it came.  What the hardware does for it goes on.
+        """
+        if not self.halted:
+            self.paused = self.halted = True
+            self._queue.add(end, URGENT, self.numbers, self.job, self._resume, None)
+
+    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+        """Keep a call or an event, which is due, until the end of the pause; drop it if the rank has ended."""
+        if not self.stopped:
+            self._put_off.append((function, argument))
+        elif function is None:
+            argument.callbacks = None  # "processed"
+
+    def _resume(self, _: Any) -> None:
+        self.paused, self.halted = False, self.stopped
+        put_off, self._put_off = self._put_off, []
+        for function, argument in put_off:
+            self.call_at(self.now, function, argument)
+
+
+class JobClock(Clock):
+    """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
+
+    def __init__(self, ties: Iterator[float] | None = None) -> None:
+        super().__init__()
+        self.queue = self._queue
+        """Shared with the clocks of the ranks."""
+        self.ties = ties
+        """Draws, if what is due at one instant on several ranks is to happen in any order."""
+        self.counted = count()
+        if ties is not None:
+            self.numbers = Ties(self, ties, self.counted, each=True)
+        self.events = 0
+        """Events processed until now."""
+
+    def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
+        """Process at most *limit* events, until *live* is empty.
+
+        Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
+        raised.  Raise `EmptySchedule` if nothing is scheduled any more.
+        """
+        queue = self._queue
+        for _ in range(limit):
+            if not live:
+                return
+            due = queue.take()
+            self.events += 1
+            clock: Clock = due[3]
+            function = due[4]
+            if clock.halted:
+                clock.put_off(function, due[5])
+            elif function is not None:  # more than half of them
+                function(due[5])
+            elif (error := process_event(due[5])) is not None:
+                if not isinstance(clock, RankClock):
+                    raise error
+                crashed(clock, error)
