@@ -8,7 +8,7 @@ import pytest
 
 from pdsim.kv.messages import Finished, Streamed
 from pdsim.serving.requests import Request, RequestLog, RequestTable
-from pdsim.transfer.compact import ArrayColumn, plain, rows
+from pdsim.transfer.log import ArrayColumn, plain, rows
 
 REQUESTS = [
     Request(0.0, 5, 2),

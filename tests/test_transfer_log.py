@@ -11,9 +11,9 @@ import pytest
 
 from pdsim.results.schema import transfers_table, transfers_tables
 from pdsim.results.store import JournalFile, entries
-from pdsim.transfer import TransferRecord, transfer_log
-from pdsim.transfer.record_runs import Kind, RecordRun
-from pdsim.transfer.transfer_log import TransferLog, joined, shapes
+from pdsim.transfer import TransferRecord
+from pdsim.transfer import log as transfer_log
+from pdsim.transfer.log import Kind, RecordRun, TransferLog, joined, shapes
 
 
 def record(number: int, **changes: object) -> TransferRecord:

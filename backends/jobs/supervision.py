@@ -18,7 +18,7 @@ from backends.base.authentication import Keys
 from backends.collectives.base import Settings
 from pdsim.core.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.compact import plain
+from pdsim.transfer.log import plain
 
 __all__ = [
     "Alive",

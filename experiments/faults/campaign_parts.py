@@ -25,7 +25,6 @@ _CODE = (
     "pdsim/core/clock.py",
     "pdsim/hardware/costs.py",
     "pdsim/transfer/batch.py",
-    "pdsim/core/event_queue.py",
     "pdsim/transfer/group.py",
     "pdsim/hardware/machine.py",
     "pdsim/transfer/job.py",

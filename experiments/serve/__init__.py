@@ -40,9 +40,8 @@ from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import draw
-from pdsim.transfer.compact import ArrayColumn, rows
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
-from pdsim.transfer.transfer_log import TransferLog, joined
+from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
 
 __all__ = ["SERVES", "TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
 
@@ -132,7 +131,7 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
     Requests are those that had ended by then, transfers those of ranks that stood for others once.
     The workload is drawn again from the seed, so that rows have their arrivals and lengths.
     *ended* and *transfers* are the records that `pdsim.serving.requests` and
-    `pdsim.transfer.transfer_log` had written.
+    `pdsim.transfer.log` had written.
     """
     log = RequestLog.read(ended)
     drawn = draw(config.workload, config.seed, config.model.context)

@@ -30,10 +30,8 @@ from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload
-from pdsim.transfer.compact import ArrayColumn, rows
 from pdsim.transfer.job import Outcome
-from pdsim.transfer.record_runs import RecordRun
-from pdsim.transfer.transfer_log import joined, logs
+from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
 __all__ = [
     "PHASES",

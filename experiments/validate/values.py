@@ -12,7 +12,7 @@ import numpy as np
 from pdsim.calibration import noise_floor
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.transfer_log import endpoints
+from pdsim.transfer.log import endpoints
 from pdsim.validation.verdicts import Value
 
 __all__ = ["mean", "values"]

@@ -23,7 +23,7 @@ from pdsim.config import Config
 from pdsim.core.units import format_rate, format_size
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.transfer_log import endpoints, shapes
+from pdsim.transfer.log import endpoints, shapes
 
 __all__ = ["Evidence", "HostSpread", "extrapolations", "gather", "host_note", "host_spread"]
 

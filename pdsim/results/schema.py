@@ -28,9 +28,8 @@ import numpy.typing as npt
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.compact import ArrayColumn
 from pdsim.transfer.job import SampleRow
-from pdsim.transfer.transfer_log import logs
+from pdsim.transfer.log import ArrayColumn, logs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -194,7 +193,7 @@ def _schema(columns: tuple[Column, ...]) -> pa.Schema:
 def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
     """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given.
 
-    It is made from the columns of `pdsim.transfer.transfer_log` where records are kept in logs, without an object
+    It is made from the columns of `pdsim.transfer.log` where records are kept in logs, without an object
     for each.
     """
     import pyarrow as pa

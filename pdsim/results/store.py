@@ -18,7 +18,7 @@ and source tree leave the same bytes: the date is in the folder's name only.
 `pdsim.results.schema` types what is in these files and reads it again.
 
 Journals hold what a run need not keep in memory, and what is left if it is killed.  ``transfers.journal`` has blocks
-of the records of a rank (`pdsim.transfer.transfer_log.LogBlock`), ``requests.journal`` rows of requests that are
+of the records of a rank (`pdsim.transfer.log.LogBlock`), ``requests.journal`` rows of requests that are
 over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its length in eight
 bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.
 """
@@ -43,7 +43,7 @@ from pdsim.results import evidence, schema
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
 from pdsim.transfer.job import Outcome
-from pdsim.transfer.transfer_log import shapes
+from pdsim.transfer.log import shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -183,7 +183,7 @@ class RankProcess:
 
 
 class LinkTraffic(Protocol):
-    """What else than KV the model puts on the links of one GPU: `pdsim.sim.side_traffic`."""
+    """What else than KV the model puts on the links of one GPU: `pdsim.sim.topology.SideTraffic`."""
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
         """Move *size* bytes to host memory, or *back*, at *rate* bytes/s at most; the event is the end of it."""

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.kv.messages import Finished, Streamed
-from pdsim.transfer.compact import ArrayColumn, Compact
-from pdsim.transfer.record_runs import Spill
+from pdsim.transfer import Spill
+from pdsim.transfer.log import ArrayColumn, Compact
 
 __all__ = [
     "HASHED",

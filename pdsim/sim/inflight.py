@@ -19,7 +19,7 @@ import numpy as np
 from pdsim.core.clock import Alarm, Clock, fire
 from pdsim.sim.memory import copy_bytes, read_pieces, write_pieces
 from pdsim.transfer import Batch, Region, TransferRecord
-from pdsim.transfer.record_runs import Kind, RecordRun
+from pdsim.transfer.log import Kind, RecordRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,9 +26,8 @@ from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.topology import SideTraffic, Site, Topology
 from pdsim.transfer import Program
-from pdsim.transfer.compact import Compact, plain
 from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec, ranks_named
-from pdsim.transfer.transfer_log import TransferLog, joined
+from pdsim.transfer.log import Compact, TransferLog, joined, plain
 
 if TYPE_CHECKING:
     from simpy.events import Event
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, Engine
     from pdsim.hardware.machine import LinkChange, Machine
     from pdsim.sim.flows.network import Link
+    from pdsim.transfer import Spill
     from pdsim.transfer.job import SampleRow
-    from pdsim.transfer.record_runs import Spill
 
 __all__ = ["JobJournal", "Model", "Sampling"]
 

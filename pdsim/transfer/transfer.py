@@ -24,16 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from simpy.events import Event
 
 from pdsim.core.clock import Clock, fire
 from pdsim.core.mailbox import Mailbox
 from pdsim.transfer.batch import Batch, Buffer, Region
-
-if TYPE_CHECKING:
-    from pdsim.transfer.record_runs import Spill
 
 __all__ = [
     "Batch",
@@ -48,6 +45,7 @@ __all__ = [
     "Program",
     "Recorder",
     "Region",
+    "Spill",
     "Transfer",
     "TransferRecord",
     "WriteSequence",
@@ -428,6 +426,19 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Close the sockets.  May be called twice."""
+
+
+class Spill(Protocol):
+    """Where rows are left that need not stay in memory: see `pdsim.results.journal`.
+
+    It is append-only, so a run that is killed leaves what it had written so far.
+    """
+
+    def append(self, payload: bytes) -> int:
+        """Keep *payload*, and return where."""
+
+    def read(self, position: int) -> bytes:
+        """Return what was kept at *position*."""
 
 
 class Recorder(Protocol):

@@ -1,37 +1,272 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many `TransferRecord`s in little memory: columns that make records when they are read.
+"""Many `TransferRecord`s, and other tables, in little memory: columns that make rows when they are read.
 
 What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
-they are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of
-transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them
-in a file.
+they are a *run* (`RecordRun`).  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of
+millions of transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may
+leave them in a file (`Spill`), as blocks of runs (`LogBlock`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import eq
 from struct import pack
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.transfer import TransferRecord
-from pdsim.transfer.compact import ArrayColumn
-from pdsim.transfer.record_runs import TIMES, Kind, LogBlock, RecordRun, Runs, Spill, TransferShape
+from pdsim.transfer import Spill, TransferRecord
 
 __all__ = [
+    "TIMES",
+    "ArrayColumn",
+    "Compact",
+    "Kind",
+    "LogBlock",
+    "RecordRun",
+    "Runs",
     "TransferLog",
+    "TransferShape",
     "joined",
     "logs",
+    "plain",
     "shapes",
 ]
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class Compact:
+    """Data of columns that a program is given or returns: it stays as it is where ranks share a process.
+
+    Across the boundary of a process it goes as `plain`.  Nobody changes it once it has been passed on.
+    """
+
+    @abstractmethod
+    def plain(self) -> Any:
+        """Return the same as lists, numbers and text."""
+
+
+def plain(value: object) -> Any:
+    """Return what msgspec is to encode of *value*, which it does not know.  Raise a `TypeError` if nobody does."""
+    if isinstance(value, Compact):
+        return value.plain()
+    raise TypeError(f"{type(value).__name__} is not plain data, which can cross a process boundary")
+
+
+class ArrayColumn(Sequence[Any]):
+    """Values of one column in an array: integers, floats with NaN for None, or numbers of *words*.
+
+    It reads as a sequence of `int`, `float` or None, or `str` or None, and equals any sequence of equal values.
+
+    >>> list(ArrayColumn(np.array([1.5, np.nan]))), ArrayColumn(np.array([1, 0, 1]), ("a", "b")) == ["b", "a", "b"]
+    ([1.5, None], True)
+    """
+
+    __slots__ = ("values", "words")
+
+    def __init__(self, values: npt.NDArray[Any], words: Sequence[str | None] | None = None) -> None:
+        self.values = values
+        self.words = words
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> ArrayColumn:
+        """Return the column of *values*, seconds or the like; None where there is none."""
+        return cls(np.array([np.nan if value is None else value for value in values], dtype=np.float64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ArrayColumn]) -> ArrayColumn:
+        """Return the values of *parts*, all of them with words or none, one part after the other."""
+        if parts[0].words is None:
+            return cls(np.concatenate([part.values for part in parts]))
+        words: list[str | None] = []
+        codes = []
+        for part in parts:
+            codes.append(part.values + len(words))
+            words += part.words or ()
+        return cls(np.concatenate(codes), words)
+
+    def known(self) -> Floats:
+        """Return the numbers of the column without those that are None."""
+        if self.values.dtype.kind == "f":
+            return np.asarray(self.values[~np.isnan(self.values)], dtype=np.float64)
+        return self.values.astype(np.float64)
+
+    def taken(self, which: npt.NDArray[Any]) -> ArrayColumn:
+        """Return the values in these places, or those for which *which* is true."""
+        return ArrayColumn(self.values[which], self.words)
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the values as Python objects."""
+        numbers = self.values.tolist()
+        if self.words is not None:
+            return map(self.words.__getitem__, numbers)
+        return (None if one != one else one for one in numbers) if self.values.dtype.kind == "f" else iter(numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a value, or a list of them."""
+        if isinstance(index, slice):
+            return list(ArrayColumn(self.values[index], self.words))
+        one = self.values[index].item()
+        if self.words is not None:
+            return self.words[one]
+        return None if one != one else one
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with any sequence, value by value."""
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # an array can change
+
+    def __repr__(self) -> str:
+        return f"<ArrayColumn of {len(self)} values>"
+
+
+def rows(columns: Mapping[str, Sequence[Any]], which: npt.NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
+    """Return the rows of *columns* for which *which* is true."""
+    places = np.flatnonzero(which)
+    return {
+        name: values.taken(places)
+        if isinstance(values, ArrayColumn)
+        else [values[place] for place in places.tolist()]
+        for name, values in columns.items()
+    }
+
+
+TIMES = ("submitted", "prepared", "posted", "completed", "seen")
+"""Fields of `pdsim.transfer.TransferRecord` that are times."""
+
+
+class Kind(NamedTuple):
+    """What few values of a `TransferRecord` are the same in nearly all of a rank.
+
+    A rank has a handful of them, and a log keeps each once: its runs have their numbers, in 16 bits.
+    """
+
+    engine: str
+    operation: str
+    source: str
+    target: str
+    status: str
+
+
+class RecordRun(NamedTuple):
+    """So many records, one after the other, that differ in nothing but their times.
+
+    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.sim.sequence`).
+    """
+
+    kind: Kind
+    label: str
+    nbytes: int
+    descriptors: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples that nobody calls
+
+
+class TransferShape(NamedTuple):
+    """What a transfer looks like to its engine.
+
+    Calibrations cover shapes, so results say how many of theirs lie outside.
+    """
+
+    engine: str
+    operation: str
+    descriptors: int
+    nbytes: int
+
+
+class LogBlock(msgspec.Struct, array_like=True, gc=False):
+    """Records of *rank* that are kept together: arrays as bytes, in the order of this machine."""
+
+    rank: str
+    kinds: list[Kind]
+    of: bytes  # by run: uint16, its kind
+    labels: list[str]
+    nbytes: bytes  # int64
+    descriptors: bytes  # int64
+    ends: bytes  # int64: how many records of the block there are up to its end
+    times: list[bytes]  # of `TIMES`: float64
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> LogBlock:
+        """Return what `pack` was made of."""
+        return _decode(payload)
+
+    def pack(self) -> bytes:
+        """Return the block as bytes."""
+        return _encode(self)
+
+
+class Runs(NamedTuple):
+    """Records one after the other, as arrays: runs, and the times of each record."""
+
+    of: Sequence[int]
+    labels: Sequence[str]
+    nbytes: Sequence[int]
+    descriptors: Sequence[int]
+    ends: Sequence[int]
+    times: Sequence[Sequence[float]]
+
+    @classmethod
+    def read(cls, payload: bytes) -> Runs:
+        """Return those of a packed block."""
+        return cls.of_block(LogBlock.unpack(payload))
+
+    @classmethod
+    def of_block(cls, block: LogBlock) -> Runs:
+        """Return those of *block*."""
+        nbytes, descriptors, ends = (_array("q", part) for part in (block.nbytes, block.descriptors, block.ends))
+        times = [_array("d", part) for part in block.times]
+        return cls(_array("H", block.of), block.labels, nbytes, descriptors, ends, times)
+
+    def columns(self, kinds: Sequence[Kind], first: int, end: int) -> dict[str, ArrayColumn]:
+        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log.
+
+        Columns that few values fill are codes and their words, as Arrow's dictionaries, so that no string is made
+        for a record.
+        """
+        low = bisect_right(self.ends, first)
+        high = bisect_left(self.ends, end) + 1
+        ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
+        counts = ends - np.concatenate(([first], ends[:-1]))
+        codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
+        found = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
+        found["label"] = ArrayColumn(
+            np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high]
+        )
+        found["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
+        found["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
+        times = zip(TIMES, self.times, strict=True)
+        return found | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
+
+
+def _array(kind: str, content: bytes) -> array[Any]:
+    found: array[Any] = array(kind)
+    found.frombytes(content)
+    return found
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(LogBlock).decode
+
 
 NEW = 64
 """Records that are appended before they are put into columns."""
@@ -65,7 +300,7 @@ class _RecordSequence(Sequence[TransferRecord]):
 
     def __eq__(self, other: object) -> bool:
         """Compare with any sequence, record by record."""
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # records are appended
 
@@ -325,10 +560,6 @@ class _Joined(_RecordSequence):
 def _extend(column: array[Any], values: Collection[float]) -> None:
     """Append *values* to *column*, in a third of the time that `array.extend` takes."""
     column.frombytes(pack(f"{len(values)}{column.typecode}", *values))
-
-
-def _equal(one: TransferRecord, other: object) -> bool:
-    return one == other
 
 
 def joined(parts: Iterable[Sequence[TransferRecord]]) -> Sequence[TransferRecord]:
