@@ -10,7 +10,7 @@ MODULES = (
     *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
     *(
         "pdsim.cli.main",
-        "pdsim.cli.option_values",
+        "pdsim.cli.options",
         "pdsim.config.compose",
         "pdsim.results.report.movement",
         "pdsim.results.report.request_figures",

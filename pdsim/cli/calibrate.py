@@ -23,7 +23,7 @@ from pdsim.calibration import files, host_factor, importers, sample_grid, summar
 from pdsim.calibration import samples as points
 from pdsim.calibration.from_samples import base_of, fitted
 from pdsim.calibration.samples import Samples
-from pdsim.cli import option_values
+from pdsim.cli import options
 from pdsim.config import Config
 from pdsim.core.progress import within
 from pdsim.core.units import parse_size
@@ -102,7 +102,7 @@ def calibrate(words: Sequence[str]) -> int:
 
 def _asked(words: Sequence[str]) -> _Asked:
     """Return what *words* ask for.  Raise a `ConfigError` for an unknown option and a value that it cannot have."""
-    overrides, found = option_values.parse(
+    overrides, found = options.parse(
         "calibrate",
         words,
         {

@@ -284,7 +284,7 @@ def _explained(words: Sequence[str]) -> int:
     Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N*
     alone. Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
     """
-    from pdsim.cli.what_bounds import explain_one, explain_two
+    from pdsim.cli.explain import explain_one, explain_two
 
     number, rest = _value("--request", words, "explain")
     if number and not number.isdecimal():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdsim.calibration import importers
 from pdsim.calibration import samples as points
-from pdsim.cli import option_values
+from pdsim.cli import options
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
@@ -73,9 +73,9 @@ def _transfers(path: Path, tool: str, to: Path) -> int:
 
 def _asked(words: Sequence[str]) -> tuple[Path, str, Path, list[str]]:
     """Return the log, its kind, the folder for the trace, and the overrides."""
-    rest, options = option_values.parse("observe", words, {"--format": ("kind", str), "--to": ("to", Path)})
+    rest, asked = options.parse("observe", words, {"--format": ("kind", str), "--to": ("to", Path)})
     files = [word for word in rest if "=" not in word]
     if len(files) != 1:
         raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
     overrides = [word for word in rest if "=" in word]
-    return Path(files[0]), options.get("kind", ""), options.get("to", Path()), overrides
+    return Path(files[0]), asked.get("kind", ""), asked.get("to", Path()), overrides

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdsim.calibration import kernel_fit as fits
-from pdsim.cli import option_values
+from pdsim.cli import options
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, loading
@@ -152,7 +152,7 @@ def errors(found: fits.KernelFit) -> Table:
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:
     """Return what *words* ask for; ``model=NAME`` among the overrides stands for ``--models NAME``."""
-    overrides, found = option_values.parse(
+    overrides, found = options.parse(
         "profile",
         words,
         {

@@ -2,7 +2,7 @@
 """``pdsim report`` and ``pdsim timeline``: files to look at, of what a run, a sweep or a validation left behind.
 
 Which of the three a folder is, its files say.  What a page says is made by the room that knows the
-matter (`pdsim.results.report.of_run`, `pdsim.sweep.pareto`, `pdsim.validation.agreement`); this
+matter (`pdsim.results.report.run_report`, `pdsim.sweep.pareto`, `pdsim.validation.agreement`); this
 module chooses and writes.
 """
 
@@ -65,7 +65,7 @@ def _content(folder: Path, slo: SloLimits | None) -> Content:
         from pdsim.validation import agreement as of_validation
 
         return of_validation.content(folder)
-    from pdsim.results.report import of_run as run
+    from pdsim.results.report import run_report as run
 
     return run.content(folder)
 

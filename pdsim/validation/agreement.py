@@ -20,7 +20,7 @@ from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import terminal
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
-from pdsim.results.report import of_run
+from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
 from pdsim.validation import load_errors
@@ -104,7 +104,7 @@ def content(folder: Path) -> Content:
     about = f"{expected['backend']} on {expected['hw']}" if "hw" in expected else folder.name
     title = f"{about}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
-        base = of_run.content(folder, figures(found))
+        base = run_report.content(folder, figures(found))
         facts |= {"status": base.facts["status"]}
         provenance = {**kept, **base.provenance}
         page = replace(base, title=title, facts=facts, tiles=tiles, shown=1, provenance=provenance)

@@ -104,6 +104,6 @@ def test_ctrl_c_in_explain_speaks_of_no_run(monkeypatch, capsys, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pdsim.cli.what_bounds.explain_one", interrupted)
+    monkeypatch.setattr("pdsim.cli.explain.explain_one", interrupted)
     assert main(["explain", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "pdsim: interrupted; nothing was kept\n"

@@ -15,7 +15,7 @@ from pdsim.cli.main import main
 from pdsim.results.drawing import interactive, static
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, prefixed, ticks
 from pdsim.results.kept import KeptRun
-from pdsim.results.report import of_run
+from pdsim.results.report import run_report
 from pdsim.results.report.request_figures import mean_level
 from pdsim.sweep import pareto as of_sweep
 from pdsim.validation import agreement as of_validation
@@ -185,7 +185,7 @@ def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
 
 
 def test_every_figure_is_a_file_the_same_each_time(folders):
-    drawn = [of_run.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
+    drawn = [run_report.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
     drawn += [
         of_sweep.figures(folders["sweep"]),
         of_validation.figures(of_validation.found_in(folders["validation"])[2]),
