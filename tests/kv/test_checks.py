@@ -35,13 +35,17 @@ def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
 # --- whose memory is whose -----------------------------------------------------------------------------------------
 
 
+def scheduling() -> Any:
+    pages, handoff = SimpleNamespace(pool=PagePool(8)), SimpleNamespace(slots=SlotPool(2))
+    return SimpleNamespace(pages=pages, handoff=handoff, rooms={})
+
+
 def leader(life: str) -> Any:
-    part = SimpleNamespace(layout=LAYOUT)
-    return member("decode0.0", life=life, receiver=part, pages=PagePool(8), slots=SlotPool(2))
+    return member("decode0.0", life=life, mover=SimpleNamespace(layout=LAYOUT), scheduler=scheduling())
 
 
 def follower(life: str) -> Any:
-    return member("decode0.1", life=life, receiver=SimpleNamespace(layout=LAYOUT))
+    return member("decode0.1", life=life, mover=SimpleNamespace(layout=LAYOUT))
 
 
 def landed(owners: OwnershipChecker, room: int, offset: int) -> None:
@@ -60,8 +64,8 @@ def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
     """Return the owners of a group whose leader, in its first life, gave page 0 and slot 1 to room 7 and died."""
     owners = ownership(found)
     first = leader("decode0@1")
-    first.pages.allocate(7, 1)
-    first.slots.allocate(7)
+    first.scheduler.pages.pool.allocate(7, 1)
+    first.scheduler.handoff.slots.allocate(7)
     for rank in (first, follower("decode0@1"), leader("")):
         owners.joined(rank)
     return owners
@@ -100,9 +104,10 @@ def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(
 
 def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     owners = ownership(found)
-    prefill = member("prefill0.0", life="prefill0@1", pages=PagePool(8), slots=SlotPool(2), _rooms={})
-    prefill.sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
-    prefill.pages.allocate(7, 1)
+    sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
+    mover = SimpleNamespace(layout=LAYOUT, sender=sender)
+    prefill = member("prefill0.0", life="prefill0@1", mover=mover, scheduler=scheduling())
+    prefill.scheduler.pages.pool.allocate(7, 1)
     owners.joined(prefill)
     pool, block = (
         Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0"),
@@ -110,7 +115,7 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     )
     for page in (0, 1):
         batch = Batch(pool, block, [page * LAYOUT.item], [0], [16])
-        prefill.sender._gather(SimpleNamespace(room=7), batch)
+        sender._gather(SimpleNamespace(room=7), batch)
         owners.copied(batch)
     assert found == [("I3", "room 7 gathered from kv row 1 of prefill0.0, which is nobody's")]
 
