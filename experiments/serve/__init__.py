@@ -345,7 +345,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
         ranks = what.prefill_instances * config.parallel.prefill.tp
         gpus = [*chain(*places(config.parallel, config.hw))][:ranks]
         own = {"job": plain, "requests": requests, "places": [[one.node, one.gpu] for one in gpus], **more}
-        return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), own)]
+        return [RankSpec(ROUTER, "pdsim.serving.colocated:program", Place(), own)]
     waits = () if requests.patience is None else enumerate(requests.patience.tolist())
     leaves = [[number, patience] for number, patience in waits if not isnan(patience)]
     arguments = {"job": plain, "requests": requests, "leaves": leaves, **more}

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with chunked prefill: each step decodes all running requests and fills up with pieces of prompts.
+"""Serving without disaggregation: engines that prefill and decode, chunks and tokens in the same steps.
 
-A step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order
-of `engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode
-longer. Steps without prompts are in closed form, as in `pdsim.serving.decode_steps`.
+The whole job is one rank, whose `program` lets requests arrive, has a router policy choose the engine, and returns
+their times.  No KV is handed over, so nothing needs ranks or messages of its own.
+
+An engine has the parts of a disaggregated one: block manager, running batch, policy, host costs, forward times.  A
+step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order of
+`engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode
+longer.  Steps without prompts are in closed form, as in `pdsim.serving.decode_steps`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +23,134 @@ from simpy.events import Event
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.kv.messages import Submit
-from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.serving.block_manager import page_keys, page_pool
+from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.seams import Running, scheduler_of
+from pdsim.serving.rank_process import LinkTraffic
+from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.seams import RoutingQuery, Running, route, router_policy, scheduler_of
 from pdsim.transfer import Program
+from pdsim.transfer.job import Place, Rank
 
-__all__ = ["ColocatedEngine", "ColocatedRequest"]
+__all__ = ["ColocatedEngine", "ColocatedRequest", "instances", "program"]
+
+
+def instances(job: Deployment) -> tuple[str, ...]:
+    """Return the names of the engines of *job*: as many as it has prefill instances."""
+    return tuple(f"colocated{number}" for number in range(job.prefill_instances))
+
+
+def program(
+    rank: Rank,
+    *,
+    job: Mapping[str, Any],
+    requests: Sequence[Sequence[float]],
+    blocks: Sequence[Sequence[int]] = (),
+    after: Sequence[int] = (),
+    priorities: Sequence[int] = (),
+    places: Sequence[Sequence[int | None]],
+) -> Program:
+    """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
+
+    *job* is `Deployment.plain`; *blocks*, *after* and *priorities* are as there.  *places* are node and GPU of each
+    rank, engine by engine.  Fields of a row that belong to a handoff repeat the times beside them, and bytes are 0.
+    """
+    service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities, places)
+    return (yield from service.run())
+
+
+class _Service:
+    """The engines of the job, the requests, and who is served where.
+
+    Requests arrive by callbacks of the clock; the service ends when the last one has finished.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        job: Deployment,
+        requests: Sequence[Sequence[float]],
+        blocks: Sequence[Sequence[int]],
+        after: Sequence[int],
+        priorities: Sequence[int],
+        places: Sequence[Sequence[int | None]],
+    ) -> None:
+        self.clock = rank.clock
+        self.job = job
+        self.requests = requests
+        self.blocks, self.priorities = blocks, priorities
+        self.arrivals = [float(row[0]) for row in requests]
+        self.waiting: dict[int, list[int]] = {}  # by the request whose end they come after
+        for number, earlier in enumerate(after):
+            if earlier >= 0:
+                self.waiting.setdefault(earlier, []).append(number)
+        self.closed = {number for numbers in self.waiting.values() for number in numbers}
+        self.load = dict.fromkeys(instances(job), 0)
+        self.policy = router_policy(job.policy)
+        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, "colocated")
+        device: Any = rank.device  # of the model: `experiments.serve` refuses others
+        traffic: list[LinkTraffic] = [device.traffic.of(Place(node or 0, gpu)) for node, gpu in places]
+        ranks = len(traffic) // len(self.load)
+        self.engines = {
+            name: ColocatedEngine(self.clock, job, self._finished, traffic[number * ranks : (number + 1) * ranks])
+            for number, name in enumerate(self.load)
+        }
+        self.where: dict[int, str] = {}
+        self.ended: dict[int, ColocatedRequest] = {}
+        self.all_done = self.clock.event()
+        self.start = self.clock.now
+
+    def run(self) -> Program:
+        """Run all engines, let the requests come, and return their rows once the last has finished."""
+        for engine in self.engines.values():
+            self.clock.process(engine.run())
+        for number, arrival in enumerate(self.arrivals):
+            if number not in self.closed:
+                self.clock.call_at(self.start + arrival, self._arrive, number)
+        yield self.all_done
+        found: dict[str, Any] = {
+            "start": self.start,
+            "rows": [self._row(number) for number in range(len(self.requests))],
+        }
+        if self.closed:
+            found["arrivals"] = self.arrivals
+        if self.job.cache.prefill:
+            found["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
+            found["host_hits"] = {number + 1: one.loaded for number, one in self.ended.items() if one.loaded}
+        return found
+
+    def _arrive(self, number: int) -> None:
+        """Choose the engine of a request and submit it, once its host has made it known."""
+        given, wanted = map(int, self.requests[number][1:3])
+        blocks = tuple(self.blocks[number]) if self.blocks else ()
+        name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
+        self.where[number] = name
+        self.load[name] += given + wanted
+        request = Submit(number, given, wanted, name, name)
+        priority = self.priorities[number] if self.priorities else 0
+        seconds = self.host.arrive(given, self.clock.now)
+        if seconds:
+            later = self.clock.now + seconds
+            self.clock.call_at(later, lambda one: self.engines[name].submit(one, blocks, priority), request)
+        else:
+            self.engines[name].submit(request, blocks, priority)
+
+    def _finished(self, one: ColocatedRequest) -> None:
+        """Keep *one*, and let those arrive whose users waited for it, each after its think time."""
+        request = one.request
+        self.load[request.prefill] -= request.input + request.output
+        self.ended[request.room] = one
+        for number in self.waiting.pop(request.room, ()):
+            self.arrivals[number] += self.clock.now - self.start
+            self.clock.call_at(self.start + self.arrivals[number], self._arrive, number)
+        if len(self.ended) == len(self.requests):
+            self.all_done.succeed()
+
+    def _row(self, number: int) -> list[Any]:
+        """Return the row of a request; times of a handoff that there is none of are those of its neighbours."""
+        one, name = self.ended[number], self.where[number]
+        begin, first = one.started, one.prefilled
+        return [name, name, 0, "ok", begin, begin, begin, first, first, first, first, one.finished]
 
 
 @dataclass(slots=True)
@@ -69,23 +193,23 @@ class ColocatedEngine:
         clock: Clock,
         job: Deployment,
         finished: Callable[[ColocatedRequest], None],
-        traffic: Sequence[Any],  # `SideTraffic` of the model's GPUs
+        traffic: Sequence[LinkTraffic],  # of the model's GPUs
     ) -> None:
         self.clock = clock
         self.job = job
         self.traffic = traffic
-        self.pages = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
+        pool = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
+        self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
         self.preemptions = 0
         self._finished = finished
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
-        self._memory = GrowingMemory(job, self.pages, self._batch) if job.engine.memory == "grow" else None
+        self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
         self._open: dict[int, ColocatedRequest] = {}  # have begun
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
         self._moving = [0, 0]  # tokens that go to host memory, and back, before the next step
-        self._prefixes = [0, 0]  # likewise pages of prefixes
         self._news: Event | None = None
 
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
@@ -110,7 +234,7 @@ class ColocatedEngine:
             if self._memory is not None:
                 self._make_room(self._memory)
             pieces, ends = self._pieces()
-            moves = any(self._moving) or any(self._prefixes)
+            moves = any(self._moving) or self.pages.to_host or self.pages.from_host
             if moves:
                 yield from self._move()
             if pieces:
@@ -127,8 +251,9 @@ class ColocatedEngine:
                 continue
             for number in self._batch.finished():
                 self._end(self._open[number])
-            if self.job.cache.found == "computed":
-                self._cache()
+            if self.job.cache.prefill and self.job.cache.found == "computed":
+                for one in self._open.values():
+                    self._commit(one)
             for one in ends:
                 self._next_token(one)
 
@@ -192,23 +317,19 @@ class ColocatedEngine:
         tokens = one.total
         if self._memory is None:
             tokens += request.output
-        elif not self._memory.admits(tokens - self._shared(one), self._holders()):
+        elif not self._memory.admits(tokens - self.pages.shared(self._known(one)), self._holders()):
             return False
         count = self.job.page_count(tokens)
-        if isinstance(self.pages, PrefixPagePool):
-            found = self.pages.reuse(request.room, count, self._known(one))
-            if found is None:
-                return False
-            one.done = found[1] * self.job.page_size
-            self._prefixes[1] += self.pages.loaded
-            one.loaded = one.loaded if again else self.pages.loaded * self.job.page_size
-        elif self.pages.allocate(request.room, count) is None:
+        given = self.pages.allocate(request.room, count, self._known(one))
+        if given is None:
             return False
+        one.done = given[1] * self.job.page_size
         one.has_pages = True
         if not again:
             self._open[request.room] = one
             self.peak_batch = max(self.peak_batch, len(self._open))
             one.cached, one.started = one.done, self.clock.now
+            one.loaded = self.pages.loaded * self.job.page_size
         return True
 
     def _holders(self) -> int:
@@ -287,7 +408,7 @@ class ColocatedEngine:
         """
         rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
-        (kept, found), self._prefixes = self._prefixes, [0, 0]
+        kept, found = self.pages.moves()
         if kept:
             self._offload(kept * self.job.page_size)
         for tokens, returns, most in (
@@ -307,22 +428,9 @@ class ColocatedEngine:
 
     def _known(self, one: ColocatedRequest) -> Sequence[int]:
         """Return the hashes of *one*'s full pages, that of its last token left out: a step has to compute that."""
-        return one.keys[: (one.request.input - 1) // self.job.page_size]
-
-    def _shared(self, one: ColocatedRequest) -> int:
-        """Return how many tokens of *one* lie in pages of others."""
-        if not isinstance(self.pages, PrefixPagePool):
-            return 0
-        keys = self._known(one)
-        return self.pages.in_use(keys[: self.pages.match(keys)]) * self.job.page_size
-
-    def _cache(self) -> None:
-        """Make known what the step that has ended computed."""
-        if isinstance(self.pages, PrefixPagePool):
-            for one in self._open.values():
-                self._commit(one)
+        return self.pages.usable(one.keys, one.request.input)
 
     def _commit(self, one: ColocatedRequest) -> None:
         """Make the full pages of *one* that steps have covered known to the prefix cache."""
-        if isinstance(self.pages, PrefixPagePool) and one.has_pages:
-            self._prefixes[0] += self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])
+        if one.has_pages:
+            self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])
