@@ -416,24 +416,31 @@ def _list(words: Sequence[str]) -> int:
     Without a group it also names the implementations that packages register, with the package of those that are not
     pdsim's.
     """
-    from pdsim.config import compose
-
-    line = compose.read(words, "list")
-    own = line.folders
+    chosen, own = _chosen("list", words)
     known = plugins.groups(own)
-    if wrong := [word for word in line.words if word not in known]:
+    if wrong := [word for word in chosen if word not in known]:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
-    for group in line.words or known:
+    for group in chosen or known:
         _say(f"{group}=")
         names = plugins.options(group, own)
         width = max(16, *map(len, names))
         for name in names:
             _say(f"  {name:<{width}} {plugins.describe(group, name, own)}")
-    if not line.words:
+    if not chosen:
         for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
             found = (f"{name}{_from(group, name)}" for name in plugins.names(group))
             _say(f"implementations of {what} for target=real: {', '.join(found)} (pdsim doctor: which work here)")
     return 0
+
+
+def _chosen(command: str, words: Sequence[str]) -> tuple[Sequence[str], Sequence[Path]]:
+    """Return *words* without their options, and the folders of ``--config-dir``."""
+    if not any(word.startswith("-") for word in words):
+        return words, ()  # and pdsim.config is not imported, which takes longer than to list all groups
+    from pdsim.config import compose
+
+    line = compose.read(words, command)
+    return line.words, line.folders
 
 
 def _from(group: str, name: str) -> str:
@@ -444,14 +451,12 @@ def _from(group: str, name: str) -> str:
 
 def _doctor(words: Sequence[str]) -> int:
     """Print which engines and devices work here, or with ``--host`` how quick this host's Python is."""
-    from pdsim.config import compose
-
-    line = compose.read([word for word in words if word != "--host"], "doctor")
-    if line.words:
-        raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {line.words[0]!r}")
+    chosen, own = _chosen("doctor", [word for word in words if word != "--host"])
+    if chosen:
+        raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {chosen[0]!r}")
     from pdsim.cli.doctor import host, report
 
-    return _say(host() if "--host" in words else report(line.folders))
+    return _say(host() if "--host" in words else report(own))
 
 
 def _completion(words: Sequence[str]) -> int:
