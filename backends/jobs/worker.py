@@ -180,8 +180,14 @@ def main() -> None:
 def _open(rank: Rank, uris: Mapping[str, str]) -> None:
     """Tell *rank* where others are, or are now that they were started again: what is held against them is over."""
     rank.channel.open(uris)  # type: ignore[attr-defined]
-    for name in uris:
-        rank.endpoint.control.welcome(name)  # type: ignore[attr-defined]
+    control = _control(rank)
+    for name in uris if control is not None else ():
+        control.welcome(name)
+
+
+def _control(rank: Rank) -> Any:
+    """Return the control connections of a `RealEndpoint`; None of an endpoint that makes do without."""
+    return getattr(rank.endpoint, "control", None)
 
 
 def _die_with(parent: int) -> None:
@@ -281,7 +287,8 @@ def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: su
     device = rank.device
     peaks = device.peak.items()  # type: ignore[attr-defined]
     pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in peaks if peak}
-    refused = rank.channel.refused + rank.endpoint.control.refused  # type: ignore[attr-defined]
+    control = _control(rank)
+    refused = rank.channel.refused + (control.refused if control is not None else 0)
     return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, clock.scheduled(), refused)
 
 

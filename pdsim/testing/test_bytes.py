@@ -6,6 +6,8 @@ import pytest
 from pdsim.testing import programs
 from pdsim.testing.programs import KiB, MiB
 
+pytestmark = pytest.mark.core
+
 SHAPES = [
     pytest.param({"count": 1, "size": 1, "region": 4096}, id="one byte"),
     pytest.param({"count": 1, "size": 4 * KiB, "region": 64 * KiB}, id="one page"),

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`close` gives everything back, and may be called twice."""
 
+import pytest
+
 from pdsim.testing import programs
+
+pytestmark = pytest.mark.core
 
 
 def test_closing_twice_releases_everything(job):

@@ -6,6 +6,8 @@ import pytest
 from pdsim.testing import programs
 from pdsim.testing.programs import KiB
 
+pytestmark = pytest.mark.core
+
 
 def run(job, payloads):
     """Have one rank write once for each payload; return the payloads that arrived."""

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several peers at once, and connecting again."""
 
+import pytest
+
 from pdsim.testing import programs
 from pdsim.testing.programs import KiB
+
+pytestmark = pytest.mark.core
 
 
 def test_one_rank_writes_to_several_at_once(job):

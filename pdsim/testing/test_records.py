@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A transfer's record says what it was, and its times are in order."""
 
+import pytest
+
 from pdsim.testing import programs
 from pdsim.testing.programs import KiB
+
+pytestmark = pytest.mark.core
 
 
 def test_the_record_describes_the_transfer(job):

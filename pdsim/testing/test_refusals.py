@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch that breaks a rule is refused before anything moves."""
 
+import pytest
+
 from pdsim.testing import programs
+
+pytestmark = pytest.mark.core
 
 
 def test_bad_batches_are_refused_and_nothing_is_written(job):

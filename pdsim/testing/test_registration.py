@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Only registered memory takes part in transfers."""
 
+import pytest
+
 from pdsim.testing import programs
+
+pytestmark = pytest.mark.core
 
 
 def test_names_and_buffers_are_registered_once(job):

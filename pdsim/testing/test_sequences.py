@@ -3,8 +3,12 @@
 
 from itertools import pairwise
 
+import pytest
+
 from pdsim.testing import programs
 from pdsim.testing.programs import KiB
+
+pytestmark = pytest.mark.core
 
 PARTS = {"count": 40, "size": 16 * KiB}
 
