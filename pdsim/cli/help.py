@@ -222,6 +222,7 @@ usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
 
   pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
   pdsim profile --from data/compute/h100.csv hw=8xh100    fit what was measured before
+  pdsim profile --from DIR/h100_sxm --tables vllm:0.24.0 --compact h200_torch hw=8xh100 --name h100_vllm
 
 Matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps in CUDA graphs and
 without, as PyTorch runs them.  Every second size and the whole steps are held out of the fit.  hw= names the peaks.
@@ -233,6 +234,7 @@ Options:
   --limit TIME      for all measurements, most valuable first (default: 110s)
   --from FILE       fit these rows instead of measuring; or a GPU's folder of aiconfigurator's operator tables
   --tables E:V      engine and version of those tables (default: sglang:0.5.10)
+  --compact NAME    keep the tables themselves, thinned; norms and launches, which they lack, are as in compute=NAME
   --name NAME       of the two files (default: the GPU's)
   --to DIR          where they are written (default: here; conf/compute makes the YAML a choice)"""
 

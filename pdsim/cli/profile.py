@@ -7,7 +7,7 @@ fits them elsewhere.
 Two files come of it: ``NAME.csv``, the rows of `backends.profiling.inventory` below comments that
 say where and how they were measured, and ``NAME.yaml``, a choice for ``compute=`` once it lies in
 ``conf/compute``.  With a folder of tables that others published (``--from DIR``) only the second is
-written.
+written, or with ``--compact`` the table itself, thinned, and a choice for ``compute=`` that names it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class _ProfileCommand:
         models: Model, tensor-parallel ranks, and layers of the whole forward that is timed; 0
             layers are all.
         tables: Engine and version whose tables to take from a folder.
+        compact: A choice of ``compute``, whose operators that no table has, norms and launches, go
+            with a compact table.
         device: "cuda", or "cpu" to try the command where there is no GPU.
         gpus: How many GPUs measure at the same time; 0: all that are visible.
         limit: Seconds that measuring may take; what is not reached by then is left out.
@@ -68,6 +70,7 @@ class _ProfileCommand:
     source: Path | None = None  # --from
     models: tuple[tuple[str, int, int], ...] = _MODELS  # --models
     tables: tuple[str, str] = ("sglang", "0.5.10")  # --tables: engine and version of a folder of tables
+    compact: str = ""  # --compact
     device: str = "cuda"  # --device
     gpus: int = 0  # --gpus; 0: all
     limit: float = 110.0  # --limit: seconds
@@ -85,10 +88,14 @@ def profile(words: Sequence[str]) -> int:
         PdsimError: nothing could be measured.
     """
     asked = _asked(words)
+    if asked.compact and (asked.source is None or not asked.source.is_dir()):
+        raise ConfigError("--compact needs --from DIR, a folder of systems/data of aiconfigurator-core")
     config = compose([*asked.overrides, "experiment=serve"])
     where = None if asked.source else _device_found(asked.device)
     store.make(asked.to, "--to ")
     name = asked.name or (config.hw.gpu.name.lower() if config.hw.gpu else config.hw.name)
+    if asked.compact:
+        return _compacted(asked, config, name, shlex.join(["pdsim", "profile", *words]))
     if asked.source and asked.source.is_dir():
         return _from_tables(asked, config, name)
     if where is None:
@@ -138,6 +145,73 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
     return 0
 
 
+def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) -> int:
+    """Write the tables that others published as one compact file, and the choice for ``compute=`` that names it.
+
+    What no table has, norms, activations, rotary embeddings and launches, is that of the choice ``--compact``.
+    """
+    from pdsim.calibration import compaction
+    from pdsim.compute import tables
+
+    assert asked.source is not None
+    engine, version = asked.tables
+    grids, summaries = {}, []
+    for kind, used, columns in compaction.tables_of(asked.source, engine, version):
+        grids[kind.name], summary = compaction.compact(kind, columns, used)
+        summaries.append(summary)
+    gpu = config.hw.gpu.name if config.hw.gpu else config.hw.name
+    source = {
+        "gpu": gpu, "engine": engine, "version": version, "licence": "Apache-2.0",
+        "source": f"aiconfigurator-core{_release(asked.source)}, systems/data/{asked.source.name}",
+        "command": command.replace(str(asked.source), f"systems/data/{asked.source.name}"),
+    }  # fmt: skip
+    path = asked.to / f"{name}{tables.SUFFIX}"
+    tables.write(path, compaction.about(source, summaries), grids)
+    heads = {"what": "", "rows": "", "values": "", "held out": "rows", "median %": "", "p95 %": "",
+             "disturbed %": "rows far off from all neighbours", "p95 of others %": ""}  # fmt: skip
+    shown = [[one.kind, one.rows, one.kept, one.held, 100 * one.median, 100 * one.p95, 100 * one.disturbed,
+              100 * one.quiet] for one in summaries]  # fmt: skip
+    terminal.show_table(Table("Held out", heads, shown))
+    with initialized(nothing := CommandLine(words=())):
+        base = loading.load(plain(nothing, [f"compute={asked.compact}"])).compute
+    if base.kernels is None:
+        raise ConfigError(f"--compact {asked.compact} has no kernels; choose a profile, such as h200_torch")
+    shipped = path.resolve().parent == tables.FOLDER
+    kept = {
+        each: getattr(base.kernels, each)
+        for each in ("norm", "activation", "rotary", "layer_launch", "mixed_launch")
+    }
+    kernels = Kernels(
+        gpu=gpu,
+        table=name if shipped else str(path.resolve()),
+        absorbed_prefill="mla_prefill" in grids and "mla_prefill_module" not in grids and engine == "sglang",
+        **kept,
+    )
+    lines = [
+        f"# {engine} {version} on {gpu}: a table of operators published by AIConfigurator, written by pdsim profile",
+        "overhead: 0s", "kernels:", *_block(kernels), "source: >-",
+        *_wrapped(
+            f"published: {source['source']}, {engine} {version} (Apache-2.0), "
+            f"{sum(one.rows for one in summaries)} rows; rows, and median and p95 of the error in % of those held "
+            "out (in brackets the p95 without disturbed ones, which are far off from all their neighbours): "
+            + "; ".join(f"{one.kind} {one.rows}, {100 * one.median:.1f} and {100 * one.p95:.1f}"
+                        + (f" ({100 * one.quiet:.1f})" if one.disturbed else "") for one in summaries)
+            + f". Norms, activations, rotary embeddings and launches are assumed as in {asked.compact}"
+        ),
+    ]  # fmt: skip
+    path = asked.to / f"{name}.yaml"
+    with whole_file(path, "--to") as file:
+        file.write(("\n".join(lines) + "\n").encode())
+    print(f"compute: {path}")  # noqa: T201
+    return 0
+
+
+def _release(folder: Path) -> str:
+    """Return " VERSION" of the installed aiconfigurator-core that *folder* belongs to, "" of a checkout."""
+    found = [each.name for parent in folder.parents for each in parent.glob("aiconfigurator_core-*.dist-info")]
+    return f" {found[0].split('-')[1].removesuffix('.dist')}" if found else ""
+
+
 def errors(found: fits.KernelFit) -> Table:
     """Return how far off *found* is, in per cent.
 
@@ -162,6 +236,7 @@ def _asked(words: Sequence[str]) -> _ProfileCommand:
             "--models": ("models", _models),
             "--device": ("device", _device),
             "--tables": ("tables", _engine_and_version),
+            "--compact": ("compact", _plain_name),
             "--gpus": ("gpus", int),
             "--limit": ("limit", parse_time),
         },
@@ -297,6 +372,8 @@ def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -
 def _block(kernels: Kernels) -> Iterable[str]:
     """Yield the lines of ``kernels:``, without what has its default: zeros, factors of one, absent operators."""
     yield f"  gpu: {kernels.gpu}"
+    if kernels.table:
+        yield f"  table: {kernels.table}"
     for field in fields(kernels):
         value = getattr(kernels, field.name)
         if isinstance(value, Roof):

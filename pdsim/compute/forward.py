@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+from pdsim.compute import tables
 from pdsim.compute.kernels import Kernels, Peaks, Roof
+from pdsim.compute.lookup import Lookup
 from pdsim.compute.roofline import HOST_FLOPS, Exchange, ForwardTime, expert_parameters, kv_shape, weight_bytes
 from pdsim.compute.shapes import LayerShape, Product, layer_shape, products
 from pdsim.compute.tiles import (
@@ -270,8 +272,11 @@ class OperatorForward:
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
         part = -(-batch // self.stages)
-        roof = self._decode_roof()
-        attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
+        if self._table is not None:
+            attention = self._table.decode(part)[0]
+        else:
+            roof = self._decode_roof()
+            attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
         device = (self._linear(part, part, absorbed=True) + self._layers() * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
@@ -285,6 +290,8 @@ class OperatorForward:
     @cached_property
     def context(self) -> float:
         """The most seconds that a token of context adds to a decode iteration, of whatever batch."""
+        if self._table is not None:
+            return max(self._token(2**power) for power in range(10))
         heads, processors = self._kv_heads, self.peaks.processors
         # the fewest sequences that are not split, and that take three turns
         whole = [math.ceil(SPLIT * processors / heads), 2 * processors // heads + 1] if processors else []
@@ -296,6 +303,8 @@ class OperatorForward:
 
         Tiles of a split sequence are added up one after the other, so a few sequences leave memory idle.
         """
+        if self._table is not None:
+            return 0.0
         roof = self._decode_roof()
         return self.scale * self._layers() * roof.walk if self.model.attention != "mla" else 0.0
 
@@ -305,6 +314,14 @@ class OperatorForward:
         return Exchange()
 
     # --- parts -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _table(self) -> Lookup | None:
+        """The operators of the kernels' table, if they have one."""
+        if not self.kernels.table:
+            return None
+        table = tables.read(self.kernels.table)
+        return Lookup(table, self.model, self._heads, self._kv_heads, self.kernels.imbalance)
 
     @cached_property
     def _launching(self) -> float:
@@ -327,6 +344,8 @@ class OperatorForward:
 
     def _attention(self, pieces: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of one layer's attention of *pieces*: new tokens to themselves and earlier ones."""
+        if self._table is not None:
+            return self._table.prefill(pieces)
         model, heads = self.model, self._heads
         if model.attention == "mla":
             width, shared, name = 2 * model.head_dim + model.rope_dim, heads, "mla_prefill"
@@ -349,6 +368,8 @@ class OperatorForward:
 
     def _token(self, sequences: int) -> float:
         """Return the seconds that a token of context adds to a decode iteration of so many *sequences*."""
+        if self._table is not None:
+            return self.scale * self._layers() * self._table.decode(sequences)[1] / self.share
         roof, layers, model = self._decode_roof(), self._layers(), self.model
         if model.attention == "gqa":
             rows = decode_rows(sequences, self._kv_heads, roof.tile, self.peaks.processors)
@@ -384,8 +405,12 @@ class OperatorForward:
     @cached_property
     def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
         """The products of a prefill (False) and of a step (True), and whether they are of 8-bit elements."""
-        narrow = self.model.dtype_bytes == 1 and self.kernels.gemm_fp8 is not None
-        found = {each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)}
+        narrow = self.model.dtype_bytes == 1 and (self._table is not None or self.kernels.gemm_fp8 is not None)
+        found: dict[bool, Iterable[Product]] = {
+            each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
+        }
+        if self._table is not None and self._table.module:
+            found = {each: [one for one in found[each] if one.name not in _ATTENTION] for each in found}
         # the head and the router stay in bf16
         return {
             each: [(one, narrow and one.name not in ("head", "router")) for one in found[each]] for each in found
@@ -393,6 +418,8 @@ class OperatorForward:
 
     def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
         """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
+        if self._table is not None:
+            return self._table.gemm(rows, n, k, narrow)
         narrow = narrow and self.kernels.gemm_fp8 is not None
         roof = self.kernels.roof("gemm_fp8" if narrow else "gemm", self.model.name)
         work = product(rows, n, k, 1 if narrow else 2, roof.tile, roof.columns, self.peaks.processors)
@@ -401,6 +428,8 @@ class OperatorForward:
 
     def experts(self, tokens: int, hit: float, width: int) -> float:
         """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
+        if self._table is not None:
+            return self._table.experts(tokens, width)
         model = self.model
         routed = tokens * model.experts_per_token
         narrow = model.dtype_bytes == 1 and self.kernels.experts_fp8 is not None
@@ -420,6 +449,8 @@ class OperatorForward:
         return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
 
     def _absorb(self, tokens: int) -> float:
+        if self._table is not None:
+            return self._table.absorb(tokens)
         model, rank = self.model, self.model.latent_dim - self.model.rope_dim
         elements = self._heads * model.head_dim * rank
         nbytes = 4 * elements + 4 * tokens * self._heads * (rank + model.head_dim)
@@ -442,6 +473,8 @@ class OperatorForward:
     def _allreduce(self, tokens: int) -> float:
         if self.tp == 1:
             return 0.0
+        if self._table is not None:
+            return self._table.allreduce(tokens, self.tp)
         ring = self.kernels.ring(self.tp)
         return ring.latency + 2.0 * tokens * self.model.hidden / ring.rate
 

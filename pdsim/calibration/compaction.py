@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compact tables of operators (`pdsim.compute.tables`), made of aiconfigurator's, and how far off they are.
+
+A kind of operator is a grid: rows that differ in what `Kind.columns` names are curves of their own, the sizes of
+`Kind.axes` are interpolated.  Of the sizes of an axis as many are kept as it takes until rows of the sizes that were
+removed are within a bound.  Half of those rows choose what is kept, the other half are *held out*: the errors in a
+table are theirs.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.compute.tables import Grid, Key
+from pdsim.core.errors import ConfigError
+
+__all__ = ["KINDS", "Kind", "Summary", "compact", "tables_of"]
+
+Columns = dict[str, npt.NDArray[Any]]
+Floats = npt.NDArray[np.float64]
+BOUND = 0.13
+"""Of the 95th percentile of the relative error, of the rows that choose what is kept."""
+SPIKE = 0.10
+"""Logarithm of times: what is so much longer than both neighbours was disturbed while it was measured."""
+DISTURBED = 0.2
+"""The same of a row and the median of what its neighbours along each axis say."""
+SHORTEST = 1e-6
+"""Seconds; a shorter time counts as so much, since the tables have differences of two measurements."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of operator stands in aiconfigurator's tables.
+
+    *files* are patterns below a GPU's folder; *read* makes columns of a file's, which have ``seconds``.
+    """
+
+    name: str
+    files: tuple[str, ...]  # with {engine} and {version}; an older version stands in for one that is missing
+    columns: tuple[str, ...]
+    axes: tuple[str, ...]  # the last one or two are tokens, batch or context: times never fall along them
+    read: Callable[[Columns], Columns]
+    monotone: tuple[str, ...] = ()
+    bound: float = BOUND
+    noisy: bool = False  # rows that are far off from all their neighbours are not fitted to
+    apart: bool = False  # a grid for each of the first column, each of sizes of its own: "gemm.bfloat16"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a kind: rows read, sizes kept, and the errors of the rows held out (absolute, relative)."""
+
+    kind: str
+    version: str
+    rows: int
+    kept: int  # values in the table
+    held: int  # rows that neither are kept nor chose what is
+    median: float
+    p95: float
+    disturbed: float  # share of the rows held out that are far off from all their neighbours: `DISTURBED`
+    quiet: float  # the 95th percentile of the others
+
+
+# --- what the files say --------------------------------------------------------------------------------------------
+
+
+def _plain(*names: str, **renamed: str) -> Callable[[Columns], Columns]:
+    """Return a reader of the columns *names*, and of those *renamed*, with latencies of milliseconds."""
+
+    def read(table: Columns) -> Columns:
+        found = {name: table[name] for name in names} | {new: table[old] for new, old in renamed.items()}
+        return {**found, "seconds": table["latency"] * 1e-3}
+
+    return read
+
+
+def _gemm(table: Columns) -> Columns:
+    """Return columns of products, of whole sizes: a row more than a tile, as 129, costs up to a tile more."""
+    m = table["m"].astype(int)
+    keep = (m % 16 == 0) | np.isin(m, (1, 2, 4, 8))
+    return {
+        "dtype": table["gemm_dtype"][keep], "n": table["n"][keep], "k": table["k"][keep], "tokens": m[keep],
+        "seconds": table["latency"][keep] * 1e-3,
+    }  # fmt: skip
+
+
+def _attention(table: Columns) -> Columns:
+    """Return columns of attention; as many KV heads as heads are 0, so that heads can be interpolated."""
+    heads, kv = table["num_heads"].astype(int), table["num_key_value_heads"].astype(int)
+    window = table.get("window_size", np.zeros(len(heads), int))
+    return {
+        "dtype": table["attn_dtype"], "kv_dtype": table["kv_cache_dtype"], "head_dim": table["head_dim"],
+        "window": window, "kv_heads": np.where(heads == kv, 0, kv), "heads": heads, "batch": table["batch_size"],
+        "tokens": table["isl"], "context": table["step"] + 1, "seconds": table["latency"] * 1e-3,
+    }  # fmt: skip
+
+
+def _mla(table: Columns) -> Columns:
+    heads = table["num_heads"].astype(int)
+    return {
+        "dtype": table.get("gemm_type", table["mla_dtype"]), "kv_dtype": table["kv_cache_dtype"], "heads": heads,
+        "batch": table["batch_size"], "tokens": table["isl"], "context": table["step"] + 1,
+        "seconds": table["latency"] * 1e-3,
+    }  # fmt: skip
+
+
+def _moe(table: Columns) -> Columns:
+    tp, ep = table["moe_tp_size"].astype(int), table["moe_ep_size"].astype(int)
+    return {
+        "dtype": table["moe_dtype"], "distribution": table["distribution"], "hidden": table["hidden_size"],
+        "width": table["inter_size"].astype(int) // tp, "top_k": table["topk"],
+        "experts": table["num_experts"], "ep": ep, "tokens": table["num_tokens"],
+        "seconds": table["latency"] * 1e-3,
+    }  # fmt: skip
+
+
+def _allreduce(table: Columns) -> Columns:
+    """Return columns of all-reduces in a CUDA graph, or of those there are."""
+    kind = table.get("backend", table["kernel_source"]).astype(str)
+    graph = np.char.find(kind, "graph") >= 0
+    keep = graph if graph.any() else np.ones(len(kind), bool)
+    return {
+        "gpus": table["num_gpus"][keep], "elements": table["message_size"][keep],
+        "seconds": table["latency"][keep] * 1e-3,
+    }  # fmt: skip
+
+
+def _deepep(table: Columns) -> Columns:
+    """Return columns of both halves of an exchange by DeepEP: dispatch and combine, of all SMs that were tried."""
+    name = "num_token" if "num_token" in table else "num_tokens"
+    both: list[Columns] = []
+    for half in ("dispatch", "combine"):
+        if "dispatch_transmit_us" in table:
+            seconds = (table[f"{half}_transmit_us"] + table[f"{half}_notify_us"]) * 1e-6
+        else:
+            seconds = table[f"{half}_avg_t_us"] * 1e-6
+        count = len(seconds)
+        mode = "normal" if "dispatch_sms" in table else "low_latency"
+        both.append({
+            "mode": np.full(count, mode), "half": np.full(count, half),
+            "dtype": np.full(count, "default"), "nodes": table["node_num"],
+            "hidden": table["hidden_size"], "top_k": table["num_topk"], "experts": table["num_experts"],
+            "ranks": 8 * table["node_num"], "tokens": table[name], "seconds": seconds,
+        })  # fmt: skip
+    return {name: np.concatenate([one[name] for one in both]) for name in both[0]}
+
+
+def _alltoall(table: Columns) -> Columns:
+    """Return columns of exchanges of tokens among experts' ranks, as vLLM and TensorRT-LLM have them."""
+    return {
+        "mode": table.get("comm_backend", table["kernel_source"]).astype(str), "half": table["phase"].astype(str),
+        "dtype": table.get("comm_dtype", np.full(len(table["latency"]), "default")),
+        "nodes": table.get("node_num", np.ones(len(table["latency"]), int)), "hidden": table["hidden_size"],
+        "top_k": table["topk"], "experts": table["num_experts"],
+        "ranks": table["ep_size"], "tokens": table["num_tokens"], "seconds": table["transmit_us"] * 1e-6,
+    }  # fmt: skip
+
+
+def _quantize(table: Columns) -> Columns:
+    op = "static" if str(table["op_name"][0]) == "scale_matrix" else "scale"
+    count = len(table["latency"])
+    return {
+        "op": np.full(count, op), "dtype": table["quant_dtype"], "width": table["k"], "tokens": table["m"],
+        "seconds": table["latency"] * 1e-3,
+    }  # fmt: skip
+
+
+_ATTENTION = ("dtype", "kv_dtype", "head_dim", "window", "kv_heads")
+_EXCHANGE = ("mode", "half", "dtype", "nodes", "ranks", "hidden", "top_k", "experts")
+KINDS = (
+    Kind("gemm", ("gemm/{engine}/{version}/gemm_perf.parquet",), ("dtype",), ("n", "k", "tokens"), _gemm,
+         ("tokens",), 0.115, noisy=True, apart=True),
+    Kind("prefill", ("attention/{engine}/{version}/context_attention_perf.parquet",), _ATTENTION,
+         ("heads", "batch", "tokens"), _attention, ("batch", "tokens")),
+    Kind("decode", ("attention/{engine}/{version}/generation_attention_perf.parquet",), _ATTENTION,
+         ("heads", "batch", "context"), _attention, ("batch", "context")),
+    Kind("mla_prefill", ("mla/{engine}/{version}/context_mla_perf.parquet",), ("dtype", "kv_dtype"),
+         ("heads", "batch", "tokens"), _mla, ("batch", "tokens"), 0.09),
+    Kind("mla_decode", ("mla/{engine}/{version}/generation_mla_perf.parquet",), ("dtype", "kv_dtype"),
+         ("heads", "batch", "context"), _mla, ("batch", "context"), 0.09),
+    Kind("mla_prefill_module", ("mla/{engine}/{version}/mla_context_module_perf.parquet",), ("dtype", "kv_dtype"),
+         ("heads", "batch", "tokens"), _mla, ("batch", "tokens"), 0.09),
+    Kind("mla_decode_module", ("mla/{engine}/{version}/mla_generation_module_perf.parquet",), ("dtype", "kv_dtype"),
+         ("heads", "batch", "context"), _mla, ("batch", "context"), 0.09),
+    Kind("mla_absorb", ("mla_bmm/{engine}/{version}/mla_bmm_perf.parquet",), ("op", "dtype"), ("heads", "tokens"),
+         _plain(op="op_name", dtype="bmm_dtype", heads="num_heads", tokens="num_tokens"), ("tokens",), 0.05),
+    Kind("moe", ("moe/{engine}/{version}/moe_perf.parquet",),
+         ("dtype", "distribution", "hidden", "width", "top_k", "experts", "ep"), ("tokens",), _moe, ("tokens",),
+         0.11),
+    Kind("allreduce", ("comm/{engine}/{version}/custom_allreduce_perf.parquet",), ("gpus",), ("elements",),
+         _allreduce, ("elements",), 0.06),
+    Kind("alltoall", ("comm/{engine}/{version}/moe_a2a_perf.parquet",), _EXCHANGE, ("tokens",), _alltoall,
+         ("tokens",), noisy=True),
+    Kind("deepep", ("comm/{engine}/{version}/wideep_deepep_normal_perf.parquet",
+                    "comm/{engine}/{version}/wideep_deepep_ll_perf.parquet"), _EXCHANGE, ("tokens",), _deepep,
+         ("tokens",)),
+    Kind("quantize", ("quantize/{engine}/{version}/scale_matrix_perf.parquet",
+                      "quantize/{engine}/{version}/computescale_perf.parquet"), ("op", "dtype"), ("width", "tokens"),
+         _quantize, ("tokens",), 0.09),
+)  # fmt: skip
+"""Kinds of operators that tables are made of."""
+
+
+def tables_of(folder: Path, engine: str, version: str) -> Iterator[tuple[Kind, str, Columns]]:
+    """Yield each kind that *folder*, of a GPU, has of *engine*, the version that it is of, and its columns.
+
+    A file that *version* lacks is taken from the newest version before it.  Raise a `ConfigError` if there is no
+    table of GEMMs, without which no forward has a time.
+    """
+    for kind in KINDS:
+        parts = []
+        used = ""
+        for pattern in kind.files:
+            path, found = _newest(folder, pattern, engine, version)
+            if path is not None:
+                parts.append(kind.read(_columns(path)))
+                used = found if not used or found == used else f"{used}, {found}"
+        if not parts and kind.name == "gemm":
+            path = folder / kind.files[0].format(engine=engine, version=version)
+            raise ConfigError(f"{path} is no file; name a folder of systems/data of aiconfigurator-core")
+        if not parts:
+            continue
+        columns = {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}
+        if not kind.apart:
+            yield kind, used, columns
+            continue
+        first = kind.columns[0]
+        for value in sorted(set(columns[first].tolist())):
+            mine = columns[first] == value
+            one = replace(kind, name=f"{kind.name}.{value}")
+            yield one, used, {name: values[mine] for name, values in columns.items()}
+
+
+def _newest(folder: Path, pattern: str, engine: str, version: str) -> tuple[Path | None, str]:
+    """Return the file of *version*, or of the newest one before it, and that version."""
+    found = [(_order(path.parent.name), path) for path in folder.glob(pattern.format(engine=engine, version="*"))]
+    known = [each for each in found if each[0] <= _order(version)]
+    if not known:
+        return None, ""
+    path = max(known)[1]
+    return path, path.parent.name
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def _columns(path: Path) -> Columns:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    found = {name: table.column(name).to_numpy() for name in table.column_names}
+    return {name: values.astype(str) if values.dtype.kind == "O" else values for name, values in found.items()}
+
+
+# --- grids ---------------------------------------------------------------------------------------------------------
+
+
+def compact(kind: Kind, columns: Columns, version: str = "", seed: int = 0) -> tuple[Grid, Summary]:
+    """Return the grid of *kind* for the rows of *columns*, with as few sizes as its bound allows, and its errors."""
+    keys, axes, values = _dense(kind, columns)
+    known = ~np.isnan(values)
+    disturbed = known & (np.abs(values - _around(axes, values)) > DISTURBED) & kind.noisy
+    whole = _rising(kind, _smooth(kind, axes, _filled(values)))
+    chooses = np.random.default_rng(seed).random(values.shape) < 0.5
+    kept = _chosen(kind, axes, values, whole, known & chooses & ~disturbed)
+    thin = whole[np.ix_(range(len(keys)), *kept)]
+    errors = _errors(axes, kept, thin, values)
+    rest = np.ones(values.shape, bool)
+    rest[np.ix_(range(len(keys)), *kept)] = False
+    out = known & ~chooses & rest
+    out = out if out.any() else known  # nothing was removed
+    held, quiet = np.abs(errors[out]), np.abs(errors[out & ~disturbed])
+    names = list(kind.axes)
+    grid = Grid(
+        kind=kind.name,
+        columns=kind.columns,
+        keys={key: place for place, key in enumerate(keys)},
+        axes={name: axes[place][kept[place]] for place, name in enumerate(names)},
+        values=thin.astype(np.float32),
+        measured=known[np.ix_(range(len(keys)), *kept)],
+    )
+    summary = Summary(
+        kind.name, version, len(columns["seconds"]), thin.size, int(held.size), float(np.median(held)),
+        float(np.quantile(held, 0.95)), float(np.mean(disturbed[out])),
+        float(np.quantile(quiet, 0.95)) if quiet.size else 0.0,
+    )  # fmt: skip
+    return grid, summary
+
+
+def _dense(kind: Kind, columns: Columns) -> tuple[list[Key], list[Floats], Floats]:
+    """Return keys, sizes and the logarithms of seconds at each, not a number where nothing was measured.
+
+    Of several kernels for the same sizes the fastest counts, as an engine that tunes itself takes it.
+    """
+    found = [np.unique(columns[name], return_inverse=True) for name in kind.columns]
+    joint = np.ravel_multi_index([place for _, place in found], [len(values) for values, _ in found])
+    codes, place = np.unique(joint, return_inverse=True)
+    parts = np.unravel_index(codes, [len(values) for values, _ in found])
+    named = [values[part].tolist() for (values, _), part in zip(found, parts, strict=True)]
+    keys: list[Key] = list(zip(*named, strict=True))
+    at = [place]
+    axes = []
+    for name in kind.axes:
+        sizes, inverse = np.unique(columns[name].astype(int), return_inverse=True)
+        axes.append(sizes.astype(float))
+        at.append(inverse)
+    values = np.full((len(keys), *map(len, axes)), np.inf)
+    np.minimum.at(values, tuple(at), np.log(np.maximum(columns["seconds"].astype(float), SHORTEST)))
+    values[np.isinf(values)] = np.nan
+    return keys, axes, values
+
+
+def _filled(values: Floats) -> Floats:
+    """Return *values* with those that are missing taken over from neighbours: the nearest along the last axes first.
+
+    What is filled counts as not measured; it only lets curves end where rows do.
+    """
+    filled = values.copy()
+    for axis in range(values.ndim - 1, -1, -1):
+        filled = _along(filled, axis)
+    return filled
+
+
+def _along(values: Floats, axis: int) -> Floats:
+    """Return *values* with gaps along *axis* interpolated by place, and the ends extended with their slope."""
+    lines = np.moveaxis(values, axis, -1).copy()
+    flat = lines.reshape(-1, lines.shape[-1])
+    places = np.arange(flat.shape[1])
+    gaps = np.isnan(flat)
+    for row in np.flatnonzero(gaps.any(1) & ~gaps.all(1)):
+        there = places[~gaps[row]]
+        line = flat[row]
+        line[gaps[row]] = np.interp(places[gaps[row]], there, line[there])
+        if axis and len(there) > 1:
+            slope = max(0.0, line[there[-1]] - line[there[-2]]) / (there[-1] - there[-2])
+            beyond = places > there[-1]
+            line[beyond] = line[there[-1]] + slope * (places[beyond] - there[-1])
+    return np.moveaxis(flat.reshape(lines.shape), -1, axis)
+
+
+def _around(axes: Sequence[Floats], values: Floats) -> Floats:
+    """Return what neighbours say of each value: the median over the axes, along each of which it has two."""
+    said = np.full((len(axes), *values.shape), np.nan)
+    for axis, sizes in enumerate(axes):
+        if len(sizes) < 3:
+            continue
+        logs = np.log(sizes)
+        share = (logs[1:-1] - logs[:-2]) / (logs[2:] - logs[:-2])
+        lines = np.moveaxis(values, axis + 1, -1)
+        np.moveaxis(said[axis], axis + 1, -1)[..., 1:-1] = (1.0 - share) * lines[..., :-2] + share * lines[..., 2:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a value without neighbours
+        middle = np.nanmedian(said, axis=0)
+    return np.where(np.isnan(middle), values, middle)
+
+
+def _smooth(kind: Kind, axes: Sequence[Floats], values: Floats) -> Floats:
+    """Return *values* without single ones that are `SPIKE` longer than both neighbours by tokens or context."""
+    if kind.noisy:
+        middle = _around(axes, values)
+        values = np.where(np.abs(values - middle) > DISTURBED, middle, values)
+    lines = np.moveaxis(values, 1 + kind.axes.index(kind.monotone[-1]), -1).copy()
+    if lines.shape[-1] > 2:
+        middle = lines[..., 1:-1]
+        around = np.maximum(lines[..., :-2], lines[..., 2:])
+        lines[..., 1:-1] = np.where(middle > around + SPIKE, 0.5 * (lines[..., :-2] + lines[..., 2:]), middle)
+        first = lines[..., 0]
+        lines[..., 0] = np.where(first > lines[..., 1] + SPIKE, lines[..., 1], first)
+    return np.moveaxis(lines, -1, 1 + kind.axes.index(kind.monotone[-1]))
+
+
+def _rising(kind: Kind, values: Floats) -> Floats:
+    """Return *values* that never fall along the axes where times cannot: those nearest to *values* in the mean."""
+    rising = values
+    for _ in range(2 if len(kind.monotone) > 1 else 1):
+        for name in kind.monotone:
+            rising = np.moveaxis(_isotonic(np.moveaxis(rising, 1 + kind.axes.index(name), -1)), -1,
+                                 1 + kind.axes.index(name))  # fmt: skip
+    for name in kind.monotone:  # one axis may have undone a little of the other
+        axis = 1 + kind.axes.index(name)
+        above = np.maximum.accumulate(rising, axis)
+        below = np.flip(np.minimum.accumulate(np.flip(rising, axis), axis), axis)
+        rising = 0.5 * (above + below)
+    return rising
+
+
+def _isotonic(values: Floats) -> Floats:
+    """Return the nearest values that do not fall along the last axis: neighbours that do are averaged (PAV)."""
+    lines = values.reshape(-1, values.shape[-1]).copy()
+    for row in np.flatnonzero((np.diff(lines, axis=1) < 0.0).any(1)):
+        blocks: list[tuple[float, int]] = []
+        for value in lines[row].tolist():
+            mean, count = value, 1
+            while blocks and blocks[-1][0] > mean:
+                last, some = blocks.pop()
+                mean, count = (last * some + mean * count) / (some + count), some + count
+            blocks.append((mean, count))
+        lines[row] = np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+    return lines.reshape(values.shape)
+
+
+def _chosen(kind: Kind, axes: Sequence[Floats], values: Floats, whole: Floats, chooses: npt.NDArray[np.bool_]
+            ) -> list[list[int]]:  # fmt: skip
+    """Return the places of the sizes to keep: the ends, and one more after the other where errors are largest.
+
+    Rows of all sizes are off from *whole* already where they are noisy or fall; no choice is better than that.
+    """
+    kept = [sorted({0, len(sizes) - 1}) for sizes in axes]
+    noise = np.abs(np.expm1(whole - values))
+    for _ in range(sum(map(len, axes))):
+        errors = np.abs(_errors(axes, kept, whole[np.ix_(range(len(values)), *kept)], values))
+        errors[~chooses] = np.nan
+        errors[np.ix_(range(len(values)), *kept)] = np.nan
+        inside = [np.setdiff1d(np.arange(len(sizes)), some) for sizes, some in zip(axes, kept, strict=True)]
+        removed = np.isfinite(errors)
+        if not removed.any():
+            break
+        if np.quantile(errors[removed], 0.95) <= max(kind.bound, 1.1 * float(np.quantile(noise[removed], 0.95))):
+            break
+        best: tuple[float, int, int] | None = None
+        for axis, places in enumerate(inside):
+            others = tuple(each for each in range(errors.ndim) if each != axis + 1)
+            if not len(places):
+                continue
+            excess = np.nansum(np.maximum(errors - kind.bound / 2, 0.0), axis=others)
+            # an axis is worth what it saves for the values that one more size of it costs
+            costs = np.prod([len(some) for other, some in enumerate(kept) if other != axis])
+            spread = np.array([np.sum(excess[_gap(kept[axis], place)]) for place in places])
+            worth = (excess[places] + 0.5 * spread) / costs
+            at = int(np.argmax(worth))
+            if best is None or worth[at] > best[0]:
+                best = float(worth[at]), axis, int(places[at])
+        if best is None or best[0] <= 0.0:
+            break
+        kept[best[1]] = sorted({*kept[best[1]], best[2]})
+    return kept
+
+
+def _gap(kept: Sequence[int], place: int) -> slice:
+    """Return the places between the kept ones around *place*."""
+    after = next(index for index, each in enumerate(kept) if each > place)
+    return slice(kept[after - 1] + 1, kept[after])
+
+
+def _errors(axes: Sequence[Floats], kept: Sequence[Sequence[int]], thin: Floats, values: Floats) -> Floats:
+    """Return the relative errors of *thin*, of the sizes *kept*, at all sizes of *values*."""
+    found = thin
+    for axis, (sizes, some) in enumerate(zip(axes, kept, strict=True)):
+        weights = np.zeros((len(sizes), len(some)))
+        logs = np.log(sizes)
+        for place in range(len(some)):
+            weights[:, place] = np.interp(logs, logs[list(some)], np.eye(len(some))[place])
+        found = np.moveaxis(np.tensordot(found, weights, (axis + 1, 1)), -1, axis + 1)
+    errors: Floats = np.expm1(found - values)
+    return errors
+
+
+def about(source: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Return what a table says of itself: where it is from, and of each kind rows, values and errors."""
+    kinds = {
+        one.kind: {
+            "version": one.version, "rows": one.rows, "values": one.kept, "held_out": one.held,
+            "median": round(one.median, 4), "p95": round(one.p95, 4), "disturbed": round(one.disturbed, 4),
+            "p95_of_the_others": round(one.quiet, 4),
+        }
+        for one in summaries
+    }  # fmt: skip
+    return {**source, "kinds": kinds}

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of one rank's forward, looked up in a `pdsim.compute.tables.Table`.
+
+An operator that is asked for again and again has a curve of its own, so a lookup is a search in a short list and a
+power.  Shapes that a table lacks count as the nearest one it has, scaled by their work, with a `RangeWarning`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdsim.compute.tables import Curve, Key, RangeWarning, Table
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Llm
+
+__all__ = ["Lookup"]
+
+_FARTHEST = 2.5
+"""Sum of the logarithms of ratios between an expert's shape and the nearest measured one, up to which it counts."""
+_CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
+"""Tokens of context at which a decode step's attention is made a line in the context."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Seconds of the operators of *model*, of *heads* and *kv_heads* on a rank, by *table*.
+
+    Weights of *narrow* models have 8 bits.  *imbalance* is how the table's tokens were spread over experts.
+    """
+
+    table: Table
+    model: Llm
+    heads: int
+    kv_heads: int
+    imbalance: str = "balanced"
+    _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
+    _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
+    _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
+
+    @property
+    def module(self) -> bool:
+        """Whether latent attention was measured with its products, as a whole."""
+        return self.model.attention == "mla" and "mla_decode_module" in self.table
+
+    # --- products, experts, collectives ----------------------------------------------------------------------------
+
+    def gemm(self, rows: float, n: int, k: int, narrow: bool) -> float:
+        """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
+        name = ("fp8" if narrow else "bf16", n, k, 0)
+        curve = self._curves.get(name)
+        if curve is None:
+            curve = self._curves[name] = self._gemm(n, k, narrow)
+        return curve(rows)
+
+    def _gemm(self, n: int, k: int, narrow: bool) -> Curve:
+        kinds = [f"gemm.{each}" for each in (("fp8_block", "fp8") if narrow else ()) + ("bfloat16",)]
+        kind = next((each for each in kinds if each in self.table), kinds[-1])
+        sizes = self.table.grid(kind).axes["n"]
+        parts = math.ceil(n / sizes[-1])  # a wider matrix is multiplied in parts of equal width
+        curve = self.table.curve(kind, (kind[5:],), "tokens", splits=True, n=n / parts, k=k)
+        return curve if parts == 1 else curve.times(parts)
+
+    def experts(self, tokens: float, width: int) -> float:
+        """Return the seconds of both products of the routed experts, *width* wide, for *tokens*."""
+        name = ("experts", width, 0, 0)
+        curve = self._curves.get(name)
+        if curve is None:
+            curve = self._curves[name] = self._experts(width)
+        return curve(tokens)
+
+    def _experts(self, width: int) -> Curve:
+        model, grid = self.model, self.table.grid("moe")
+        wanted = (model.hidden, width, model.experts_per_token, model.experts)
+        narrow = ("fp8_block", "fp8") if model.dtype_bytes == 1 else ()
+        for dtype in (*narrow, "bfloat16"):
+            near = [
+                (sum(abs(math.log(float(one) / other)) for one, other in zip(key[2:6], wanted, strict=True)), key)
+                for key in grid.keys
+                if key[:2] == (dtype, self.imbalance) and key[6] == 1
+            ]
+            if near and min(near)[0] <= _FARTHEST:
+                break
+        else:
+            raise ConfigError(
+                f"compute.kernels.table={self.table.name} has no experts like those of model={model.name} (hidden, "
+                f"width, chosen, experts: {wanted}) with compute.kernels.imbalance={self.imbalance}; choose another "
+                "table"
+            )
+        distance, key = min(near)
+        curve = self.table.curve("moe", key, "tokens", splits=True)
+        if not distance:
+            return curve
+        ratio = float(np.prod([mine / float(measured) for mine, measured in zip(wanted[:2], key[2:4], strict=True)]))
+        ratio *= (wanted[2] / float(key[4]) * wanted[3] / float(key[5])) ** 0.5
+        warnings.warn(
+            f"{self.table.name}, moe: {wanted} counts as {key[2:6]}, the nearest measured, times {ratio:.2f}",
+            RangeWarning,
+            stacklevel=4,
+        )
+        return curve.times(ratio)
+
+    def allreduce(self, tokens: float, gpus: int) -> float:
+        """Return the seconds of one all-reduce of the activations of *tokens* among *gpus*."""
+        name = ("allreduce", gpus, 0, 0)
+        curve = self._curves.get(name)
+        if curve is None:
+            known = [int(key[0]) for key in self.table.grid("allreduce").keys]
+            near = min(known, key=lambda each: abs(math.log(each / gpus)))
+            if near != gpus:
+                warnings.warn(
+                    f"{self.table.name}, allreduce: {gpus} GPUs count as {near}, the nearest measured",
+                    RangeWarning,
+                    stacklevel=3,
+                )
+            curve = self._curves[name] = self.table.curve("allreduce", (near,), "elements", splits=True)
+        return curve(tokens * self.model.hidden)
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def prefill(self, pieces: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of one layer's attention of *pieces*: new tokens to themselves and earlier ones.
+
+        Sequences of a batch count as equally long ones with as many pairs of tokens; one with earlier tokens takes
+        what its whole length takes over what those alone take.
+        """
+        batch = len(pieces)
+        new = whole = before = 0
+        for earlier, tokens in pieces:
+            new += tokens * tokens
+            before += earlier * earlier
+            whole += (earlier + tokens) ** 2
+        curve = self._prefill.get(batch)
+        if curve is None:
+            curve = self._prefill[batch] = self._batch(batch)
+        if not before:
+            return curve(math.sqrt(whole / batch))
+        more = curve(math.sqrt(whole / batch)) - curve(math.sqrt(before / batch))
+        return max(more, curve(math.sqrt(new / batch)))
+
+    def _batch(self, batch: int) -> Curve:
+        """Return attention of *batch* sequences by their length, one after the other where all were not measured."""
+        kind, key = self._attention("prefill")
+        parts = math.ceil(batch / self.table.grid(kind).axes["batch"][-1])
+        whole = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=batch / parts)
+        if batch == 1:
+            return whole
+        alone = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=1)
+        return whole.times(parts, alone.times(batch))
+
+    def decode(self, batch: int) -> tuple[float, float]:
+        """Return the seconds of one layer's attention in a step of *batch* sequences, and those a token of context.
+
+        The table's times are not a line in the context; this one is the nearest over `_CONTEXTS`, relatively.
+        """
+        line = self._lines.get(batch)
+        if line is None:
+            line = self._lines[batch] = self._line(max(1, batch))
+        return line
+
+    def _line(self, batch: int) -> tuple[float, float]:
+        kind, key = self._attention("decode")
+        batches = self.table.grid(kind).axes["batch"]
+        parts = math.ceil(batch / batches[-1])
+        sizes, logs, measured = self.table.grid(kind).slice(key, "context", heads=self.heads, batch=batch / parts)
+        known = sizes[measured]
+        most = float(known[-1]) if len(known) else float(sizes[0])
+        contexts = _CONTEXTS[most >= _CONTEXTS] if most >= 2 * _CONTEXTS[0] else np.array([max(most / 4, 1.0), most])
+        times = parts * np.exp(np.interp(np.log(contexts), np.log(sizes), logs))
+        # least squares of relative errors of constant + slope * context
+        rows = np.stack([1.0 / times, contexts / times], axis=1)
+        (constant, slope), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+        if slope < 0.0:
+            constant, slope = float(np.median(times)), 0.0
+        elif constant < 0.0:
+            constant, slope = 0.0, float(np.median(times / contexts))
+        return float(constant), float(slope) / batch
+
+    def absorb(self, tokens: float) -> float:
+        """Return the seconds of both products that absorb the expansion of latent rows, one layer; 0 of a module."""
+        if self.module or "mla_absorb" not in self.table:
+            return 0.0
+        dtypes = {key[1] for key in self.table.grid("mla_absorb").keys}
+        dtype = "fp8" if self.model.dtype_bytes == 1 and "fp8" in dtypes else "bfloat16"
+        return sum(
+            self.table.curve("mla_absorb", (name, dtype), "tokens", splits=True, heads=self.heads)(tokens)
+            for name in ("mla_gen_pre", "mla_gen_post")
+        )
+
+    def _attention(self, side: str) -> tuple[str, Key]:
+        """Return the kind and the key of the model's attention on *side*, or the nearest that was measured."""
+        model = self.model
+        kv = "fp8" if model.dtype_bytes == 1 else "bfloat16"
+        if model.attention == "mla":
+            kind = f"mla_{side}_module" if self.module else f"mla_{side}"
+            dtype = "fp8_block" if model.dtype_bytes == 1 and self.module else "bfloat16"
+            keys = self.table.grid(kind).keys
+            tried: list[Key] = [(dtype, kv), (dtype, "bfloat16"), ("bfloat16", kv), ("bfloat16", "bfloat16")]
+            return kind, next((key for key in tried if key in keys), tried[-1])
+        grid = self.table.grid(side)
+        kv_heads = 0 if self.kv_heads == self.heads else self.kv_heads
+        near = [
+            (abs(math.log(float(key[2]) / model.head_dim)), key[1] != kv, (not kv_heads) != (not key[4]),
+             abs(math.log((float(key[4]) or self.heads) / self.kv_heads)), key)
+            for key in grid.keys if key[0] == "bfloat16" and not key[3]
+        ]  # fmt: skip
+        if not near:
+            raise ConfigError(f"compute.kernels.table={self.table.name} has no {side} in bf16; choose another table")
+        key = min(near)[-1]
+        if key[2] != model.head_dim or key[1] != kv or key[4] != kv_heads:
+            warnings.warn(
+                f"{self.table.name}, {side}: heads of {model.head_dim}, {self.kv_heads} KV heads in {kv} count as "
+                f"{key[2]}, {key[4] or self.heads} and {key[1]}, the nearest measured",
+                RangeWarning,
+                stacklevel=5,
+            )
+        return side, key

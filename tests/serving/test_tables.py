@@ -1,0 +1,220 @@
+"""Compact tables: curves between measured sizes, files, what ships, and forwards by them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from pdsim.compute import tables
+from pdsim.compute.forward import Compute, OperatorForward, forward
+from pdsim.compute.kernels import Kernels, Roof
+from pdsim.compute.lookup import Lookup
+from pdsim.compute.tables import Curve, Grid, RangeWarning, Table
+from pdsim.core.errors import ConfigError
+from pdsim.hardware.machine import Machine
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
+from tests.support.composed import composed
+
+DENSE = Llm(
+    name="d", parameters=1e9, active=1e9, layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16,
+    hf_config={"intermediate_size": 96},
+)  # fmt: skip
+MIXED = Llm(
+    name="m", parameters=1e9, active=1e8, layers=5, hidden=64, heads=4, kv_heads=2, head_dim=16, experts=8,
+    experts_per_token=2, hf_config={"moe_intermediate_size": 32},
+)  # fmt: skip
+ATTENTION = ("dtype", "kv_dtype", "head_dim", "window", "kv_heads")
+SHIPPED = sorted(path.name.removesuffix(tables.SUFFIX) for path in tables.FOLDER.glob(f"*{tables.SUFFIX}"))
+
+
+def grid(kind: str, columns: tuple[str, ...], key: tables.Key, seconds: object, **axes: list[float]) -> Grid:
+    values = np.log(np.array([seconds], float))
+    sizes = {name: np.array(each, float) for name, each in axes.items()}
+    return Grid(kind=kind, columns=columns, keys={key: 0}, axes=sizes, values=values.astype(np.float32),
+                measured=np.ones(values.shape, bool))  # fmt: skip
+
+
+def table(**others: Grid) -> Table:
+    """Products of 1 ms a hundred rows, prefill of 1 us a token pair, decode of 2 ms and 1 us a token of context."""
+    rows = [1.0, 100.0, 10000.0]
+    lengths, contexts = [1.0, 10.0, 100.0, 1000.0, 10000.0], [1.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0]
+    key = ("bfloat16", "bfloat16", 16, 0, 2)
+    return Table("t", {}, {
+        "gemm.bfloat16": grid("gemm.bfloat16", ("dtype",), ("bfloat16",),
+                              [[[m * 1e-5 for m in rows] for _ in range(2)] for _ in range(2)],
+                              n=[32, 256], k=[32, 256], tokens=rows),
+        "prefill": grid("prefill", ATTENTION, key, [[[n * n * 1e-6 * b for n in lengths] for b in (1, 2)]],
+                        heads=[4], batch=[1, 2], tokens=lengths),
+        "decode": grid("decode", ATTENTION, key, [[[2e-3 + c * b * 1e-6 for c in contexts] for b in (1, 2)]],
+                       heads=[4], batch=[1, 2], context=contexts),
+        **others,
+    })  # fmt: skip
+
+
+MOE = grid("moe", ("dtype", "distribution", "hidden", "width", "top_k", "experts", "ep"),
+           ("bfloat16", "balanced", 64, 32, 2, 8, 1), [1e-3, 1e-2], tokens=[1, 10])  # fmt: skip
+
+
+def lookup(model: Llm = DENSE, **others: Grid) -> Lookup:
+    return Lookup(table(**others), model, model.heads, model.kv_heads)
+
+
+# --- curves --------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_interpolated_in_logarithms_and_flat_below():
+    curve = Curve([10, 100, 1000], [1.0, 10.0, 1000.0], 1000, "x")
+    assert [curve(size) for size in (1, 10, 50, 100, 300, 1000)] == pytest.approx([1, 1, 5, 10, 90, 1000])
+
+
+def test_beyond_its_limit_it_is_so_many_equal_calls():
+    curve = Curve([1, 100], [2.0, 20.0], 100, "x", splits=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert curve(250) == pytest.approx(3 * curve(250 / 3))
+
+
+def test_what_does_not_split_is_extrapolated_with_a_warning():
+    curve = Curve([1, 100], [2.0, 20.0], 100, "attention", growth=2.0)
+    with pytest.warns(RangeWarning, match="attention: measured up to 100"):
+        assert curve(300) == pytest.approx(180.0)
+
+
+def test_a_limit_within_the_sizes_ends_what_was_measured():
+    with pytest.warns(RangeWarning, match="up to 10;"):
+        assert Curve([1, 10, 100], [1.0, 2.0, 9.0], 10, "x")(100) == pytest.approx(20.0)
+
+
+def test_beyond_its_limit_it_is_the_part_given():
+    alone = Curve([1, 100], [1.0, 100.0], 100, "one")
+    batch = Curve([1, 10], [2.0, 20.0], 10, "two").times(2, alone.times(8))
+    assert (batch(10), batch(50)) == pytest.approx((40.0, 400.0))
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_back_times_and_gaps(tmp_path: Path):
+    one = table(moe=MOE)
+    one.grids["prefill"].measured[0, 0, 1, -1] = False
+    paths = [tmp_path / f"{name}{tables.SUFFIX}" for name in ("a", "b")]
+    for path in paths:
+        tables.write(path, {"licence": "free"}, one.grids)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    found = tables.read(str(paths[0]))
+    assert found.about == {"licence": "free"}
+    for kind, given in one.grids.items():
+        again = found.grids[kind]
+        assert again.keys == given.keys
+        assert again.columns == given.columns
+        assert np.abs(again.values - given.values).max() <= tables.STEP / 2 + 1e-5
+        assert (again.measured == given.measured).all()
+        assert {name: list(sizes) for name, sizes in again.axes.items()} == {
+            name: list(sizes) for name, sizes in given.axes.items()
+        }
+
+
+def test_a_table_that_is_not_there_names_those_that_are():
+    with pytest.raises(ConfigError, match=r"compute\.kernels\.table=h1000: .*choose one of .*h100_vllm"):
+        tables.read("h1000")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_table_says_its_source_and_never_falls(name: str):
+    found = tables.read(name)
+    assert found.about["licence"] == "Apache-2.0"
+    assert found.about["source"].startswith("aiconfigurator-core 0.12.0, systems/data/")
+    assert set(found.about["kinds"]) == set(found.grids)
+    for kind, each in found.grids.items():
+        by = [axis for axis in ("batch", "tokens", "context", "elements") if axis in each.axes]
+        assert by
+        for axis in by:
+            falls = np.diff(each.values, axis=1 + list(each.axes).index(axis))
+            assert falls.min(initial=0.0) >= -1.01 * tables.STEP, (kind, axis)
+
+
+def test_shipped_tables_are_small_and_each_is_named_by_a_choice():
+    assert sum(tables.path_of(name).stat().st_size for name in SHIPPED) <= 3e6
+    for name in SHIPPED:
+        file = OmegaConf.load(tables.FOLDER / f"{name}.yaml")
+        assert file.kernels.table == name
+        assert file.kernels.gpu == tables.read(name).about["gpu"]
+
+
+# --- operators -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wider_matrix_is_multiplied_in_parts():
+    found = lookup()
+    assert found.gemm(100, 128, 64, narrow=False) == pytest.approx(1e-3)
+    assert found.gemm(100, 1000, 64, narrow=False) == pytest.approx(4e-3)
+
+
+def test_prefill_of_several_sequences_has_their_pairs():
+    found = lookup()
+    assert found.prefill([(0, 1000)]) == pytest.approx(1.0)
+    assert found.prefill([(0, 300), (0, 400)]) == pytest.approx(0.25)
+    assert found.prefill([(900, 100)]) == pytest.approx(1.0 - 0.81)
+    assert found.prefill([(0, 100)] * 4) == pytest.approx(0.04)
+
+
+def test_a_decode_step_is_a_line_in_the_context():
+    constant, slope = lookup().decode(2)
+    assert constant == pytest.approx(2e-3, rel=1e-3)
+    assert slope == pytest.approx(1e-6, rel=1e-3)
+    assert lookup().decode(4)[0] == pytest.approx(4e-3, rel=1e-3)  # more sequences than measured: in two parts
+
+
+def test_experts_of_another_shape_warn_and_scale():
+    model = Llm(**{**vars(MIXED), "hidden": 128})
+    assert lookup(MIXED, moe=MOE).experts(10, 32) == pytest.approx(1e-2)
+    with pytest.warns(RangeWarning, match=r"counts as .*, the nearest measured, times 2\.00"):
+        assert lookup(model, moe=MOE).experts(10, 32) == pytest.approx(2e-2)
+    far = Llm(**{**vars(MIXED), "hidden": 8192})
+    with pytest.raises(ConfigError, match="no experts like those of model=m"):
+        lookup(far, moe=MOE).experts(10, 32)
+
+
+def test_attention_of_another_width_warns():
+    model = Llm(**{**vars(DENSE), "head_dim": 24})
+    with pytest.warns(RangeWarning, match="heads of 24, 2 KV heads in bfloat16 count as 16"):
+        lookup(model).prefill([(0, 10)])
+
+
+def test_an_operator_without_a_table_is_refused():
+    with pytest.raises(ConfigError, match=r"compute\.kernels\.table=t has no allreduce, but gemm"):
+        lookup().allreduce(10, 2)
+
+
+# --- forwards ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch: pytest.MonkeyPatch):
+    machine: Machine = composed("hw=8xh100").hw
+    monkeypatch.setattr(tables, "read", lambda name: table())
+    kernels = Kernels(gpu="H100", table="t", norm=Roof(launch=1e-3))
+    one = forward(DENSE, machine, Compute(kernels=kernels, overhead=0.0), Side(tp=1, instances=1))
+    assert isinstance(one, OperatorForward)
+    # four products of a layer, two norms, and attention
+    assert one.prefill([(0, 100)]) == pytest.approx(3 * (4e-3 + 2e-3 + 1e-2))
+    assert one.step(2) == pytest.approx(3 * (4 * 2e-5 + 2e-3 + 2e-3), rel=1e-3)
+    assert one.context_of(2) == pytest.approx(3e-6, rel=1e-3)
+    assert one.context == pytest.approx(3e-6, rel=1e-2)
+    assert one.sequence == 0.0
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["h100_vllm", "h200_sglang_table", "b200_trtllm"])
+def test_shipped_tables_time_forwards_that_grow(name: str, model: str):
+    config = composed(f"hw=8x{name.partition('_')[0]}", f"compute={name}", f"model={model}", "parallel=tp8")
+    one = forward(config.model, config.hw, config.compute, config.parallel.decode)
+    prompts = [one.prefill([(0, tokens)]) for tokens in (128, 512, 2048, 8192)]
+    steps = [one.step(batch) + batch * 2048 * one.context_of(batch) for batch in (1, 4, 16, 64, 256)]
+    assert prompts == sorted(prompts)
+    assert steps == sorted(steps)
+    assert 1e-3 < steps[0] < 0.05
