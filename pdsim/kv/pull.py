@@ -19,7 +19,7 @@ from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import Grid, RankMap, RankShare
 from pdsim.kv.messages import Chunk, Fetch, MessageError, Quiet, Register, Sent, Settled
 from pdsim.kv.pages import Pages
-from pdsim.kv.paths import REGION, sources
+from pdsim.kv.peers import REGION, sources
 from pdsim.kv.plan import Runs, cut, pair, planner
 from pdsim.kv.policy import Policy
 from pdsim.transfer import Notification, Peer, Transfer

@@ -19,7 +19,7 @@ from pdsim.kv.messages import (
     Reserve,
     decode,
 )
-from pdsim.kv.paths import REGION
+from pdsim.kv.peers import REGION
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.staging.staging_receiver import StagingReceiver

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.pages import Pages, Pool
-from pdsim.kv.paths import REGION, STAGING
+from pdsim.kv.peers import REGION, STAGING
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
 

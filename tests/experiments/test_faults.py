@@ -21,8 +21,8 @@ from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
 from pdsim.serving.handoff.push import PushDecode, PushPrefillLeader
 from pdsim.serving.prefill import PrefillScheduler

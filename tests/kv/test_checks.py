@@ -10,7 +10,7 @@ import pytest
 
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
-from pdsim.kv.paths import REGION
+from pdsim.kv.peers import REGION
 from pdsim.transfer import Batch, Region
 from pdsim.verify.computed import ComputedChecker
 from pdsim.verify.leaks import LeakChecker

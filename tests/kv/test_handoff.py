@@ -11,8 +11,8 @@ import pytest
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Settled, decode, encode
+from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.sender import KvSender
 from pdsim.sim.model import Model
 from pdsim.transfer import Program
 from pdsim.transfer.job import Outcome, Place, Rank, RankSpec

@@ -13,7 +13,7 @@ from pdsim.kv.layout import (
     read_metadata,
     write_metadata,
 )
-from pdsim.kv.paths import metadata_route
+from pdsim.kv.peers import metadata_route
 from pdsim.kv.policy import POOLS, Policy
 
 LAYOUT = KvLayout(KvShape(layers=2, heads=2, head_bytes=16), tp=1, page_size=4, pages=8, slots=3)

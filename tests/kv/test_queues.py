@@ -6,7 +6,7 @@ import pytest
 from simpy.events import Event
 
 from pdsim.core.clock import Clock
-from pdsim.kv.queues import Queues
+from pdsim.kv.push import Queues
 from pdsim.transfer import Program
 
 Item = tuple[str, float]  # name and length; a negative one fails

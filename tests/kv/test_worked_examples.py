@@ -17,7 +17,7 @@ from pdsim.config.typed import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, Register
-from pdsim.kv.paths import REGION, STAGING, DecodePeer
+from pdsim.kv.peers import REGION, STAGING, DecodePeer
 from pdsim.kv.plan import Runs
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
@@ -62,7 +62,7 @@ def count(
     chunk = Chunk(1, "decode0@1", 0, 0, 2 * TOKENS, runs, False, (0, 1), 0.0, 0.0)
     if ring:
         return Counted(1, 1, target.block(runs, ring))
-    batches = [target.batch(piece, n) for piece in target.pieces(chunk, runs) for n in range(piece.writes)]
+    batches = [target.batch(piece, n) for piece in target.writes(chunk, runs) for n in range(piece.writes)]
     (descriptors,) = {len(batch) for batch in batches}
     return Counted(len(batches), descriptors, sum(batch.nbytes for batch in batches))
 
@@ -156,6 +156,6 @@ def test_the_index_of_a_request_goes_once_to_every_decode_rank_with_its_last_chu
         target = DecodePeer(peer, 0, layouts[0], register, part, policy(MOONCAKE))
         runs, last = ((0, 4, 2), (7, 9, 1)), (((0, 4, 5),),)
         chunk = Chunk(1, "decode0@1", 0, 0, 320, runs, True, (0, 1), 0.0, 0.0, last)
-        rows, rest = target.pieces(chunk, runs)
+        rows, rest = target.writes(chunk, runs)
         assert (len(target.batch(rows)), target.batch(rows).nbytes) == (61 * 2, 61 * 3 * 64 * 576)
         assert (len(target.batch(rest)), target.batch(rest).nbytes) == (61 + 10, 61 * 5 * 64 * 132 + 1600)

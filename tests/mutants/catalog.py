@@ -15,12 +15,11 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.kv import contents, mapping, sender_rooms, state
+from pdsim.kv import contents, mapping, push, state
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.pull import KvReader
-from pdsim.kv.queues import Queues
+from pdsim.kv.push import KvSender, Queues
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import GatherBuffers, Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.serving import router
@@ -217,7 +216,7 @@ def replicating(scenario: Scenario) -> bool:
 
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
-           ((sender_rooms, "advance", maximum), mutated(counted_as_done, KvSender, "_broken"),
+           ((push, "advance", maximum), mutated(counted_as_done, KvSender, "_broken"),
             mutated(concluded_once, KvSender, "_conclude")), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((mapping, "head_slice", forgets_replicas),), replicating),
@@ -237,7 +236,7 @@ MUTANTS = (
            (mutated(numbered_by_place, PrefillScheduler, "_chunk"), mutated(key_unchecked, Ring, "request")),
            staged),
     Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
-           (mutated(sliced_after_all, KvSender, "_deliver"),), staged),
+           (mutated(sliced_after_all, KvSender, "_start"),), staged),
     Mutant("Z12", "pages are counted in the request, though those that decode holds are not sent",
            "I2", (mutated(counted_in_the_request, PrefillScheduler, "_chunk"),), holding),
     Mutant("Z13", "decode frees pages at an abort while writes to them are under way", "I3",
@@ -280,7 +279,7 @@ MUTANTS = (
            (mutated(takes_up_late, PushDecode, "_reserve"),),
            lambda scenario: scenario.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
-           (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
+           (mutated(gathers_what_failed, KvSender, "_start"),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
            (mutated(counted_for_ever, router.OutstandingTokens, "uncount"),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",

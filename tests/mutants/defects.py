@@ -11,16 +11,15 @@ from msgspec.structs import replace as changed
 from experiments.faults import scenario as scenarios
 from pdsim.core.errors import TransferTimeout
 from pdsim.hardware.machine import Interconnect
-from pdsim.kv import mapping, messages, sender
+from pdsim.kv import mapping, messages, push
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
-from pdsim.kv.queues import Queues
+from pdsim.kv.push import KvSender, Queues
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.rooms import Status
-from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.ring import Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.models.parallel import Side
@@ -71,10 +70,10 @@ def over_with_the_last(self: KvSender, state: Any) -> None:
         self._conclude(state)
 
 
-def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Exception) -> None:
-    original(self, delivery, error)
-    if delivery.state.room in self._rooms:
-        self._over(delivery.state)
+def counted_as_done(original: Any, self: KvSender, write: Any, error: Exception) -> None:
+    original(self, write, error)
+    if write.state.room in self._rooms:
+        self._over(write.state)
 
 
 def concluded_once(original: Any, self: KvSender, state: Any) -> None:
@@ -83,20 +82,20 @@ def concluded_once(original: Any, self: KvSender, state: Any) -> None:
         original(self, state)
 
 
-def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
-    state = delivery.state
+def failure_ignored(self: KvSender, write: Any, event: Any) -> None:
+    state = write.state
     state.moving -= 1
     self._over(state)
 
 
-def read_twice(original: Any, self: KvSender, delivery: Any, event: Any) -> None:
+def read_twice(original: Any, self: KvSender, write: Any, event: Any) -> None:
     """Send again as a message what may have arrived."""
-    again = not event.ok and isinstance(event.value, TransferTimeout) and delivery.state.status is not Status.FAILED
-    if not again or delivery.piece is None or delivery.piece.rows or delivery.piece.state:
-        original(self, delivery, event)
+    again = not event.ok and isinstance(event.value, TransferTimeout) and write.state.status is not Status.FAILED
+    if not again or write.spec is None or write.spec.rows or write.spec.state:
+        original(self, write, event)
         return
-    event.settled.callbacks.append(partial(self._settled, delivery.state))
-    self._retry(delivery, event, event.value)
+    event.settled.callbacks.append(partial(self._settled, write.state))
+    self._retry(write, event, event.value)
 
 
 # --- layout --------------------------------------------------------------------------------------------------------
@@ -185,12 +184,12 @@ def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
     self._advance()
 
 
-def gathers_what_failed(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+def gathers_what_failed(original: Any, self: KvSender, write: Any, queue: int) -> Any:
     """Gather also for a room that was given up while it stood in the queue; nothing of that is written."""
-    position = delivery.state.asks.get(delivery.key)
-    if delivery.piece is not None and delivery.piece.rows and position is not None and position >= 0:
-        return self._stage(delivery, delivery.piece, queue, position)
-    return original(self, delivery, queue)
+    position = write.state.asks.get(write.key)
+    if write.spec is not None and write.spec.rows and position is not None and position >= 0:
+        return self._stage(write, write.spec, queue, position)
+    return original(self, write, queue)
 
 
 def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
@@ -233,14 +232,14 @@ def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
     return self.head if self.head % self.size + size <= self.size else None
 
 
-def sliced_after_all(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+def sliced_after_all(original: Any, self: KvSender, write: Any, queue: int) -> Any:
     """Write slices although a slot was granted, and let the other side scatter what the slot holds."""
-    position = delivery.state.asks.get(delivery.key) if delivery.piece is not None and delivery.piece.rows else None
-    if position is None or position < 0 or delivery.chunk.index % 2:
-        yield from original(self, delivery, queue)
+    position = write.state.asks.get(write.key) if write.spec is not None and write.spec.rows else None
+    if position is None or position < 0 or write.chunk.index % 2:
+        yield from original(self, write, queue)
         return
-    batch = delivery.target.batch(delivery.piece).over(self._region, delivery.target.region)
-    yield self._write(delivery, batch, "staged")
+    batch = write.target.batch(write.spec).over(self._region, write.target.region)
+    yield self._write(write, batch, "staged")
 
 
 # --- pages and slots -----------------------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ def settles_at_once(self: KvSender, state: Any) -> None:
     if state.aborted and not state.planned:
         state.aborted = False
         self._rooms.pop(state.room, None)
-        self.report(sender.Settled(state.room))
+        self.report(push.Settled(state.room))
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pdsim.core.errors import TransferFailed
 from pdsim.kv import messages
 from pdsim.kv.messages import encode
 from pdsim.kv.plan import cut
-from pdsim.kv.sender import KvSender
+from pdsim.kv.push import KvSender
 from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.deployment import epoch_of
@@ -61,14 +61,14 @@ def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
     self.wake()
 
 
-def failure_is_success(original: Any, self: KvSender, delivery: Any, event: Transfer) -> None:
+def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfer) -> None:
     """Take a write that the engine reports as failed for done."""
     if event.ok or not isinstance(event.value, TransferFailed):
-        original(self, delivery, event)
+        original(self, write, event)
         return
     self._under_way -= 1
-    delivery.state.moving -= 1
-    self._over(delivery.state)
+    write.state.moving -= 1
+    self._over(write.state)
 
 
 def counts_metadata_twice(self: KvSender, state: Any, last: messages.Arrival) -> None:

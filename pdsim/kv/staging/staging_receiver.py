@@ -12,7 +12,7 @@ from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Quiet, Return, encode
 from pdsim.kv.pages import Pages
-from pdsim.kv.paths import STAGING
+from pdsim.kv.peers import STAGING
 from pdsim.kv.policy import Staging
 from pdsim.kv.staging.ring import BlockPlan, Ring, block_plans
 from pdsim.transfer import Region

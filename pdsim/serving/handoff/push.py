@@ -47,9 +47,9 @@ from pdsim.kv.messages import (
     Took,
 )
 from pdsim.kv.pages import Pages, SlotPool
+from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
-from pdsim.kv.sender import KvSender
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.decode_steps import DecodeRequest
 from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of, leader
