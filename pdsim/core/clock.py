@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, Timeout
@@ -157,28 +157,23 @@ class Clock:
 
     def event(self) -> Event:
         """Return a new event, to be triggered with its `succeed` or `fail`, or with `fire`."""
-        environment: Any = self
-        return Event(environment)
+        return Event(cast(Any, self))
 
     def timeout(self, delay: float = 0, value: Any = None) -> Timeout:
         """Return an event that succeeds with *value* in *delay* seconds."""
-        environment: Any = self
-        return Timeout(environment, delay, value)
+        return Timeout(cast(Any, self), delay, value)
 
     def process(self, generator: Generator[Event, Any, Any]) -> Process:
         """Start a process, and return the event of its end."""
-        environment: Any = self
-        return Process(environment, generator)
+        return Process(cast(Any, self), generator)
 
     def any_of(self, events: Iterable[Event]) -> AnyOf:
         """Return an event that succeeds when one of *events* does."""
-        environment: Any = self
-        return AnyOf(environment, events)
+        return AnyOf(cast(Any, self), events)
 
     def all_of(self, events: Iterable[Event]) -> AllOf:
         """Return an event that succeeds when all of *events* have."""
-        environment: Any = self
-        return AllOf(environment, events)
+        return AllOf(cast(Any, self), events)
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
         """Process *event*, which is triggered, in *delay* seconds."""

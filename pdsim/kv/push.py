@@ -671,7 +671,7 @@ class KvSender:
         self._settle(state)
 
     def _settle(self, state: RoomTransferState) -> None:
-        """Report that a failed room is at rest, once it is and the leader knows of the failure."""
+        """Report that nothing of a failed room moves, once the leader knows of the failure."""
         if state.aborted and not state.planned and not state.moving:
             state.aborted = False  # once
             self._rooms.pop(state.room, None)

@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sized
 from itertools import count
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from simpy.events import URGENT
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from pdsim.transfer import Notification
 
 __all__ = ["Coming", "HostLatency", "JobClock", "NotificationInbox", "RankClock", "SimChannel"]
-
-
-_new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
 
 
 class SimChannel:
@@ -102,14 +99,13 @@ class SimChannel:
         job = self._job
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / self._rate
         self._free[receiver] = sent
-        message: Message = _new(Message, (self.name, payload))
         latency = self._latency
         if self._delay is not None:
             latency += self._delay(self.name, receiver)
         at = sent + latency
         if self._hold is not None:
             at = self._arrival(receiver, at, self._hold)
-        job.call_at(at, channel.arrive, message)
+        job.call_at(at, channel.arrive, Message(self.name, payload))
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""

@@ -12,7 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Container
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -43,9 +43,6 @@ __all__ = [
     "SimTransfer",
     "part_of",
 ]
-
-
-_new: Final[Any] = tuple.__new__  # of a named tuple, in half the time
 
 
 class SeriesRecorder(Protocol):
@@ -122,7 +119,7 @@ class PostedTransfers:
     def record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
         """Record that *posted* ends now."""
         now, posting, batch = self._clock.now, posted.posting, posted.transfer.batch
-        fields = (
+        record = TransferRecord(
             self._engine,
             "write" if posted.write else "read",
             batch.source.owner,
@@ -137,7 +134,6 @@ class PostedTransfers:
             "ok" if error is None else type(error).__name__,
             posted.transfer.label,
         )
-        record: TransferRecord = _new(TransferRecord, fields)
         self._keep(record)
         return record
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from simpy.events import Event
 
@@ -134,7 +134,7 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
     end the run: the recorder has it.
 
-    Its life, with the names that `pdsim.sim.inflight` and `backends` use for the transitions::
+    Its life; `pdsim.sim.inflight` and `backends.base.endpoint` use the same names for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐
@@ -157,22 +157,21 @@ class Transfer(Event):
     """
 
     def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
-        environment: Any = clock
-        self.env = environment  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
+        self.env = cast(Any, clock)  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
         self.callbacks = []
         self._defused = True
         self.batch = batch
         self.label = label
         self.posted = clock.now
         self._settled: Event | None = None  # made when it is asked for, which is seldom
-        self._at_rest = False
+        self._quiesced = False
 
     @property
     def settled(self) -> Event:
         """The second event; see above."""
         if self._settled is None:
             self._settled = Event(self.env)
-            if self._at_rest:
+            if self._quiesced:
                 fire(self._settled)
         return self._settled
 
@@ -182,7 +181,7 @@ class Transfer(Event):
         With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
         """
         if self._settled is None:
-            self._at_rest = True
+            self._quiesced = True
         elif self._settled.callbacks and not now:
             self._settled.succeed()
         else:
@@ -219,8 +218,7 @@ class WriteSequence(Event):
         label: str,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        environment: Any = clock
-        super().__init__(environment)
+        super().__init__(cast(Any, clock))
         self._defused = True  # as a `Transfer`: a failure that nobody waits for does not end the run
         self.done = 0
         self.failed: Transfer | None = None
