@@ -20,7 +20,7 @@ MODULES = (
     *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
     *("pdsim.config", "pdsim.config.typed", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
-    *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),
+    *("backends.base.device", "backends.emulation.link.packet_forwarder"),
     *("backends.live.formats", "backends.live.metrics"),
     *(
         "pdsim.serving.decode_steps",

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from backends.base.authentication import Keys
-from backends.base.process_identity import myself
+from backends.base.processes import myself
 from backends.base.zmq_channel import Inbox, dial
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost
@@ -46,7 +46,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     name: str
     uri: str
     token: bytes
-    process: str  # see `backends.base.process_identity`
+    process: str  # see `backends.base.processes`
 
 
 @dataclass(eq=False)

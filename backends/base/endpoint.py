@@ -27,15 +27,12 @@ import msgspec
 from simpy.events import Event
 
 from backends.base.authentication import Keys
-from backends.base.connected_peers import ConnectedPeers
 from backends.base.control import Control, PeerLine
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.endpoint_state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.hooks import EngineHooks
-from backends.base.process_identity import when_dead
-from backends.base.tcp_drain import half_open
-from backends.base.transfer_account import TransferAccount
-from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal
+from backends.base.peers import MEET, RETURN, WELCOME, WITHDRAW, ConnectedPeers, Withdrawal
+from backends.base.processes import half_open, when_dead
+from backends.base.transfers import FORMAT, Address, Entry, PeerState, PostedTransfer, TransferAccount
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
 from pdsim.core.mailbox import Mailbox
@@ -157,7 +154,7 @@ class RealEndpoint(EngineHooks):
         """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`.
 
         The engine forgets it at once; its memory stays held by the device until every endpoint that
-        knew it has returned it (`backends.base.withdrawal`).  Raise a `RegistrationError` while
+        knew it has returned it (`backends.base.peers`).  Raise a `RegistrationError` while
         transfers over it have not settled.
         """
         self._check_open()

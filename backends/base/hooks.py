@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from backends.base.device import RealBuffer
-from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
+from backends.base.transfers import Entry, PeerState, PostedTransfer
 
 __all__ = ["EngineHooks"]
 

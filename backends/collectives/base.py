@@ -136,7 +136,7 @@ class Hello(msgspec.Struct, tag=True):
 
     Attributes:
         group: The names of all members, which tell groups apart.
-        identity: Of the rank's process (`backends.base.process_identity`).
+        identity: Of the rank's process (`backends.base.processes`).
         port: On which the first rank's store listens; 0 from the others.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from backends.base.process_identity import is_dead
+from backends.base.processes import is_dead
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.base import TOPIC, Bye, GatherCall, Hello, Intent, encode
 

@@ -2,7 +2,7 @@
 """Groups of real ranks: who is there, what they call, and in which order; the bytes are a library's.
 
 Ranks of a group speak over their control channels: each says hello, with what proves its death
-(`backends.base.process_identity`); the first of the names opens the library's store; before every call whose sizes
+(`backends.base.processes`); the first of the names opens the library's store; before every call whose sizes
 are to be compared, and before every reservation, each says what it is about to do.  A rank that asks for no group
 pays nothing for any of that.
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from backends.base.process_identity import myself
+from backends.base.processes import myself
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.base import (
     TOPIC,

@@ -37,8 +37,8 @@ from simpy.events import Event
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import prepare
+from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import EngineLibrary, Variant
 from backends.engines.rocm import missing
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed

@@ -48,8 +48,8 @@ from simpy.events import Event
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import captured_stderr, installed, prepare
+from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
 from backends.engines.nixl_posters import Posters, Started

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from backends.base.endpoint_state import PostedTransfer
+from backends.base.transfers import PostedTransfer
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import TransferFailed
 

@@ -29,8 +29,8 @@ import msgspec
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
-from backends.base.process_identity import myself
+from backends.base.processes import myself
+from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import EngineLibrary, Variant
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather

@@ -289,15 +289,15 @@ def settle_after_loss(rank: Rank, to: str) -> Program:
 
 def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
     """As `settle_after_loss`, where the first *late* questions whether the peer is dead come before it is."""
-    from backends.base import endpoint, process_identity
+    from backends.base import endpoint, processes
 
-    known, asked = process_identity.is_dead, []
+    known, asked = processes.is_dead, []
 
     def is_dead(identity: str) -> bool:
         asked.append(identity)
         return len(asked) > late and known(identity)
 
-    endpoint.is_dead = process_identity.is_dead = is_dead
+    endpoint.is_dead = processes.is_dead = is_dead
     return (yield from settle_after_loss(rank, to))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.base.transfer_deadlines import TransferDeadlines
+from backends.base.transfers import TransferDeadlines
 from pdsim.core.clock import Clock
 
 

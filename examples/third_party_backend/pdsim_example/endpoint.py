@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.endpoint_state import Entry, PostedTransfer
 from backends.base.host import HostBuffer
+from backends.base.transfers import Entry, PostedTransfer
 from backends.capabilities import Variant
 from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError, TransferFailed
 
