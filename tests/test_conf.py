@@ -17,7 +17,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.plugins import describe, groups, options
 from pdsim.core.progress import silent
 from pdsim.core.repository import data
-from pdsim.hardware.machine import EVIDENCE
+from pdsim.hardware.machine import EVIDENCE, Gpu, Host, Machine, Nic
 from pdsim.sim.model import Model
 from tests.support.composed import composed
 
@@ -311,3 +311,14 @@ def test_a_write_across_nodes_takes_what_is_published_for_thor2(blocks, size, pu
     config = composed("hw=8xmi300x")
     config = replace(config, hw=replace(config.hw, nodes=2))
     assert modelled(config, blocks, size) == pytest.approx(published, rel=within)
+
+
+def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
+    folder = Path(conf.__file__).parents[1] / "examples" / "machine"
+    status, said, problems = pdsim_says("run", "--config-dir", str(folder), "hw=mybox", "--cfg", "job")
+    assert not status, problems
+    template = OmegaConf.load(folder / "hw" / "mybox.yaml")
+    for part, cls in ((template, Machine), (template.gpu, Gpu), (template.nic, Nic), (template.host, Host)):
+        left_out = {"link", "guest", "copies", "sources"}
+        assert {each.name for each in fields(cls)} - left_out <= set(part)
+    assert "name: mybox" in said
