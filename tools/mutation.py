@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what the tests of the protocol, the schedulers and the model notice: break one statement, run the tests.
+
+A *mutant* is the source with one small change: a call dropped, a condition turned round, a number one too high, two
+statements exchanged, a release skipped.  A mutant is *killed* if a test fails (or hangs) and *survives* if all pass;
+a survivor is a missing assertion, or a change that makes no difference.  The score is the share of killed mutants.
+
+    python -m tools.mutation cover                            # which test runs which line; takes minutes
+    python -m tools.mutation draw --seed 0 --count 260        # the mutants, equal for equal seed and source
+    python -m tools.mutation run                              # try each; goes on where it was interrupted
+    python -m tools.mutation report --save RECORD.json        # table, survivors; keep the outcome
+    python -m tools.mutation again RECORD.json                # the same mutants in a later state of the source
+
+Intermediate files lie in `results/mutation` (see `--folder`).  Mutants are applied to a private copy of the tree,
+never to the checkout.  `again` finds a mutant's statement by its text; where the statement is gone, a new mutant of
+the same room takes its place.  `tools.mutants` has the operators and the search, `tools.cover` the choice of tests;
+here are the trials and the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tools.cover import Cover, record
+from tools.mutants import OPERATORS, ROOT, Mutant, Site, everything, locate, sites
+
+ROOMS = ("pdsim/kv", "pdsim/serving", "pdsim/sim")
+TESTS = ("tests/kv", "tests/serving", "tests/sim", "tests/test_clock.py")
+BUDGET = 30.0  # CPU seconds of tests a mutant, as measured under coverage
+HANG = 45.0  # CPU seconds of a trial, after which it hangs
+WALL = 300.0  # seconds of a trial, whatever it does
+MEMORY = 8 << 30
+
+
+def copied(folder: Path) -> None:
+    """Copy the checkout, without what git ignores, to *folder*."""
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def trial(copy: Path, site: Site, tests: list[str]) -> tuple[str, str]:
+    """Return the outcome of *tests* with *site* applied in *copy*, and the test that failed."""
+    path = copy / site.file
+    original = path.read_text(encoding="utf-8")
+    tree, all_sites = sites(site.file, original)
+    next(other for other in all_sites if other.key == site.key).apply()
+    _write(path, ast.unparse(ast.fix_missing_locations(tree)))
+    try:
+        return _pytest(copy, tests)
+    finally:
+        _write(path, original)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # may be as old and as long as the new text
+        compiled.unlink()
+
+
+def _pytest(copy: Path, tests: list[str]) -> tuple[str, str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
+    command += [
+        "--hypothesis-profile=ci",
+        "--tb=no",
+        f"--basetemp={copy}.tmp",
+        *tests,
+    ]  # ci: always the same examples
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+
+    def limits() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(HANG), int(HANG) + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    process = subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=limits,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=WALL)
+    except subprocess.TimeoutExpired:
+        output = ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    if process.returncode == 0:
+        return "survived", ""
+    if process.returncode in (4, 5):
+        return "error", output[-300:]
+    if process.returncode < 0:
+        return "timeout", ""
+    return "killed", failed[1] if failed else "?"
+
+
+def draw(known: Cover, count: int, seed: int, pool: list[Site] | None = None) -> list[Mutant]:
+    """Return *count* mutants of covered statements: by room as it has statements, in a room by operator in turn."""
+    covered = [site for site in (everything(ROOMS) if pool is None else pool) if known.tests(site)]
+    lines = {room: {(s.file, s.lines.start) for s in covered if s.room == room} for room in ROOMS}
+    total = sum(map(len, lines.values()))
+    chosen: list[Mutant] = []
+    for number, room in enumerate(ROOMS):
+        random_ = random.Random(f"{seed} {room}")
+        quota = count - len(chosen) if number == len(ROOMS) - 1 else round(count * len(lines[room]) / total)
+        queues = {op: [s for s in covered if s.room == room and s.operator == op] for op in OPERATORS}
+        for queue in queues.values():
+            random_.shuffle(queue)
+        taken: set[tuple[str, int]] = set()
+        while quota and any(queues.values()):
+            for queue in queues.values():
+                while queue and (queue[-1].file, queue[-1].lines.start) in taken:
+                    queue.pop()
+                if queue and quota:
+                    site = queue.pop()
+                    taken.add((site.file, site.lines.start))
+                    chosen.append(site.mutant())
+                    quota -= 1
+    return chosen
+
+
+def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, workers: int, budget: float) -> None:
+    """Try each mutant at its site that the *journal* lacks, and add its outcome there."""
+    lock, done = threading.Lock(), {mutant.key for mutant in load(journal)} if journal.exists() else set()
+    scratch = Path(tempfile.mkdtemp(prefix="mutation-"))
+    copies = [scratch / str(number) for number in range(workers)]
+    for copy in copies:
+        copied(copy)
+
+    def one(mutant: Mutant, site: Site | None) -> None:
+        start = time.monotonic()
+        if site is None:
+            mutant.outcome = "gone"
+        elif not (tests := known.chosen(site, budget, mutant.by)):
+            mutant.outcome, mutant.by = "unreached", ""
+        else:
+            with lock:
+                copy = copies.pop()
+            mutant.outcome, mutant.by = trial(copy, site, tests)
+            with lock:
+                copies.append(copy)
+        with lock, journal.open("a") as file:
+            file.write(json.dumps(asdict(mutant)) + "\n")
+            seconds = time.monotonic() - start
+            sys.stdout.write(
+                f"{mutant.outcome:9} {seconds:5.1f} s  {mutant.operator:12} {mutant.file} {mutant.function}\n"
+            )
+            sys.stdout.flush()
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            for result in [pool.submit(one, *pair) for pair in work if pair[0].key not in done]:
+                result.result()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load(path: Path) -> list[Mutant]:
+    """Return the mutants of a record or a journal."""
+    return [Mutant(**json.loads(line.rstrip(",\n"))) for line in path.read_text().splitlines() if line[:2] == '{"']
+
+
+def save(mutants: list[Mutant], path: Path) -> None:
+    """Write a record: a list in JSON, one line a mutant."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(asdict(mutant)) for mutant in mutants) + "\n]\n")
+
+
+def report(mutants: list[Mutant]) -> str:
+    """Return the outcomes by room and operator, and the mutants that no test noticed."""
+    lines = [f"{'':14} {'':12} mutants  killed  survived  other  score"]
+    rows = [(room, op) for room in sorted({m.room for m in mutants}) for op in (*OPERATORS, "all")]
+    for room, operator in [*rows, ("all", "all")]:
+        part = [m for m in mutants if room in (m.room, "all") and operator in (m.operator, "all")]
+        killed = sum(m.outcome in ("killed", "timeout") for m in part)
+        survived = sum(m.outcome == "survived" for m in part)
+        score = f"{100 * killed / (killed + survived):5.1f} %" if killed + survived else ""
+        rest = len(part) - killed - survived
+        lines.append(f"{room:14} {operator:12} {len(part):7} {killed:7} {survived:9} {rest:6}  {score}")
+    for outcome in ("survived", "gone", "unreached", "error"):
+        some = [m for m in mutants if m.outcome == outcome]
+        lines += ["", f"{outcome}: {len(some)}"] if some else []
+        lines += [f"  {m.file} {m.function} [{m.operator}] {m.statement}  ->  {m.replacement}" for m in some]
+    return "\n".join(lines)
+
+
+def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None:
+    """Try the killed mutants of *earlier* in the present source, and new ones in the place of gone ones."""
+    killed = [m for m in earlier if m.outcome in ("killed", "timeout") and m.room in args.rooms]
+    pool, whole = everything(ROOMS), None
+    work: list[tuple[Mutant, Site | None]] = []
+    homes: dict[str, Counter[str]] = defaultdict(Counter)
+    for mutant in killed:
+        site, how = locate(mutant, pool)
+        if site is None:
+            whole = everything(("pdsim",)) if whole is None else whole
+            site, how = locate(mutant, whole)
+        work.append((mutant, site))
+        mutant.how = how if site is None else f"{how}: {site.file} {site.function} [{site.occurrence}]"
+        if site is not None:
+            homes[mutant.file][site.file] += 1
+    run(work, known, args.folder / "again.jsonl", args.workers, args.budget)
+    new: list[tuple[Mutant, Site | None]] = []
+    taken = {site.key for _, site in work if site is not None}
+    for mutant, site in work:
+        if site is None:
+            home = homes[mutant.file].most_common(1)
+            near = [s for s in pool if s.operator == mutant.operator and s.key not in taken and known.tests(s)]
+            near = [s for s in near if home and s.file == home[0][0]] or [s for s in near if s.room == mutant.room]
+            if near:
+                drawn = random.Random(str(mutant.key)).choice(near)
+                taken.add(drawn.key)
+                new.append((drawn.mutant(), drawn))
+    run(new, known, args.folder / "again_new.jsonl", args.workers, args.budget)
+
+
+def main() -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("command", choices=("cover", "draw", "run", "report", "again"))
+    parser.add_argument("record", nargs="?", type=Path, help="of again and report: outcomes that were saved")
+    parser.add_argument("--folder", type=Path, default=ROOT / "results" / "mutation")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS))
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS))
+    parser.add_argument("--count", type=int, default=260)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=BUDGET, help="CPU seconds of tests a mutant")
+    parser.add_argument("--save", type=Path, help="of report: the record to write")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    drawn, journal = args.folder / "drawn.json", args.folder / "run.jsonl"
+    if args.command == "cover":
+        return record(args.tests, args.folder / "cover.json")
+    if args.command == "report":
+        mutants = load(args.record or journal)
+        sys.stdout.write(report(mutants) + "\n")
+        return save(mutants, args.save) if args.save else None
+    known = Cover(args.folder / "cover.json")
+    if args.command == "draw":
+        save(draw(known, args.count, args.seed), drawn)
+    elif args.command == "run":
+        places = {site.key: site for site in everything(ROOMS)}
+        run([(mutant, places[mutant.key]) for mutant in load(drawn)], known, journal, args.workers, args.budget)
+    else:
+        again(load(args.record), known, args)
+    return None
+
+
+if __name__ == "__main__":
+    main()
