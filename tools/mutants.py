@@ -244,17 +244,20 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
     named = [s for s in same if s.function.rpartition(".")[2].lstrip("_") == last]
     tiers: dict[str, Callable[[], list[Site]]] = {
         "same": lambda: [s for s in named if s.function == mutant.function and s.statement == text],
-        "function": lambda: [s for s in named if s.statement == text],
-        "bare function": lambda: [s for s in named if bare(s.statement) == plain],
+        "function": lambda: _alike(mutant, [s for s in named if s.statement == text], 0.3),
+        "bare function": lambda: _alike(mutant, [s for s in named if bare(s.statement) == plain], 0.3),
         "text": lambda: _alike(mutant, [s for s in same if s.statement == text]),
         "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain]),
         "like": lambda: [s for s in named if _ratio(bare(s.statement), plain) >= 0.75],
+        "like text": lambda: [s for s in same if len(plain) > 40 and _ratio(bare(s.statement), plain) >= 0.85],
     }
 
     def likeness(site: Site) -> tuple[bool, bool, float, bool]:
-        near = _ratio(site.near, mutant.near) + (_ratio(bare(site.statement), plain) if how == "like" else 0)
-        name = site.function == mutant.function
-        return site.file == mutant.file, name, near, site.occurrence == mutant.occurrence
+        likely = _ratio(site.near, mutant.near)
+        if how.startswith("like"):
+            likely += _ratio(bare(site.statement), plain)
+        file, function = site.file == mutant.file, site.function == mutant.function
+        return file, function, likely, site.occurrence == mutant.occurrence
 
     for how, found in tiers.items():
         if options := found():
@@ -267,6 +270,8 @@ def _ratio(one: str, two: str) -> float:
     return difflib.SequenceMatcher(None, one, two).ratio()
 
 
-def _alike(mutant: Mutant, options: list[Site]) -> list[Site]:
-    """Return of statements in other functions those whose neighbours are alike; a single one needs no neighbours."""
-    return options if len(options) == 1 else [s for s in options if _ratio(s.near, mutant.near) >= 0.5]
+def _alike(mutant: Mutant, options: list[Site], least: float = 0.5) -> list[Site]:
+    """Return those whose neighbours are alike; a long statement that is the only one needs none."""
+    if len(options) == 1 and len(bare(mutant.statement)) > 40:
+        return options
+    return [s for s in options if _ratio(s.near, mutant.near) >= least]

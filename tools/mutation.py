@@ -14,21 +14,18 @@ a survivor is a missing assertion, or a change that makes no difference.  The sc
 Intermediate files lie in `results/mutation` (see `--folder`).  Mutants are applied to a private copy of the tree,
 never to the checkout.  `again` finds a mutant's statement by its text; where the statement is gone, a new mutant of
 the same room takes its place.  `tools.mutants` has the operators and the search, `tools.cover` the choice of tests;
-here are the trials and the commands.
+`tools.trials` runs pytest;
+here are the commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import json
-import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,13 +38,11 @@ from pathlib import Path
 
 from tools.cover import Cover, record
 from tools.mutants import OPERATORS, ROOT, Mutant, Site, everything, locate, sites
+from tools.trials import Runner
 
 ROOMS = ("pdsim/kv", "pdsim/serving", "pdsim/sim")
 TESTS = ("tests/kv", "tests/serving", "tests/sim", "tests/test_clock.py")
 BUDGET = 30.0  # CPU seconds of tests a mutant, as measured under coverage
-HANG = 45.0  # CPU seconds of a trial, after which it hangs
-WALL = 300.0  # seconds of a trial, whatever it does
-MEMORY = 8 << 30
 
 
 def copied(folder: Path) -> None:
@@ -61,59 +56,29 @@ def copied(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def trial(copy: Path, site: Site, tests: list[str]) -> tuple[str, str]:
-    """Return the outcome of *tests* with *site* applied in *copy*, and the test that failed."""
-    path = copy / site.file
+def trial(runner: Runner, site: Site, tests: list[str]) -> tuple[str, str]:
+    """Return the outcome of *tests* with *site* applied, and the test that failed."""
+    path = runner.copy / site.file
     original = path.read_text(encoding="utf-8")
     tree, all_sites = sites(site.file, original)
     next(other for other in all_sites if other.key == site.key).apply()
     _write(path, ast.unparse(ast.fix_missing_locations(tree)))
     try:
-        return _pytest(copy, tests)
+        status, output = runner.run(tests)
     finally:
         _write(path, original)
+    if status == 0:
+        return "survived", ""
+    if status < 0:
+        return "timeout", ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return ("killed", failed[1]) if failed else ("error", output[-300:])
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # may be as old and as long as the new text
         compiled.unlink()
-
-
-def _pytest(copy: Path, tests: list[str]) -> tuple[str, str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
-    command += [
-        "--hypothesis-profile=ci",
-        "--tb=no",
-        f"--basetemp={copy}.tmp",
-        *tests,
-    ]  # ci: always the same examples
-    environment = os.environ | {"PYTHONPATH": str(copy)}
-
-    def limits() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (int(HANG), int(HANG) + 5))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-    process = subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, preexec_fn=limits,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=WALL)
-    except subprocess.TimeoutExpired:
-        output = ""
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-    if process.returncode == 0:
-        return "survived", ""
-    if process.returncode in (4, 5):
-        return "error", output[-300:]
-    if process.returncode < 0:
-        return "timeout", ""
-    return "killed", failed[1] if failed else "?"
 
 
 def draw(known: Cover, count: int, seed: int, pool: list[Site] | None = None) -> list[Mutant]:
@@ -148,6 +113,7 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
     copies = [scratch / str(number) for number in range(workers)]
     for copy in copies:
         copied(copy)
+    runners = [Runner(copy) for copy in copies]
 
     def one(mutant: Mutant, site: Site | None) -> None:
         start = time.monotonic()
@@ -157,10 +123,10 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
             mutant.outcome, mutant.by = "unreached", ""
         else:
             with lock:
-                copy = copies.pop()
-            mutant.outcome, mutant.by = trial(copy, site, tests)
+                runner = runners.pop()
+            mutant.outcome, mutant.by = trial(runner, site, tests)
             with lock:
-                copies.append(copy)
+                runners.append(runner)
         with lock, journal.open("a") as file:
             file.write(json.dumps(asdict(mutant)) + "\n")
             seconds = time.monotonic() - start
@@ -174,6 +140,8 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
             for result in [pool.submit(one, *pair) for pair in work if pair[0].key not in done]:
                 result.result()
     finally:
+        for runner in runners:
+            runner.close()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
