@@ -249,6 +249,7 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
         "text": lambda: _alike(mutant, [s for s in same if s.statement == text]),
         "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain]),
         "like": lambda: [s for s in named if _ratio(bare(s.statement), plain) >= 0.75],
+        "call": lambda: _calls(plain, named) if mutant.operator in ("drop call", "skip release") else [],
         "like text": lambda: [s for s in same if len(plain) > 40 and _ratio(bare(s.statement), plain) >= 0.85],
     }
 
@@ -264,6 +265,10 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
             exact = [s for s in options if s.key == mutant.key]
             return (exact or [max(options, key=likeness)])[0], how
     return None, "gone"
+
+
+def _calls(statement: str, options: list[Site]) -> list[Site]:
+    return [s for s in options if bare(s.statement).partition("(")[0] == statement.partition("(")[0]]
 
 
 def _ratio(one: str, two: str) -> float:

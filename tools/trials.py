@@ -38,8 +38,11 @@ LIBRARIES = (
         "rich.table",
     ),
 )
-OPTIONS = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no", "--hypothesis-profile=ci")
-HANG = 45  # CPU seconds of a process, after which it hangs
+OPTIONS = (
+    *("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=60"),
+    *("--no-header", "--tb=no", "--hypothesis-profile=ci"),  # ci: always the same examples
+)
+HANG = 20  # CPU seconds of a process, after which it hangs
 WALL = 300  # seconds of a run, whatever it does
 MEMORY = 8 << 30
 
