@@ -249,7 +249,7 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
         "text": lambda: _alike(mutant, [s for s in same if s.statement == text]),
         "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain]),
         "like": lambda: [s for s in named if _ratio(bare(s.statement), plain) >= 0.75],
-        "call": lambda: _calls(plain, named) if mutant.operator in ("drop call", "skip release") else [],
+        "call": lambda: _alike(mutant, _calls(plain, named), 0.3),
         "like text": lambda: [s for s in same if len(plain) > 40 and _ratio(bare(s.statement), plain) >= 0.85],
     }
 
@@ -268,6 +268,7 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
 
 
 def _calls(statement: str, options: list[Site]) -> list[Site]:
+    options = [s for s in options if s.operator in ("drop call", "skip release")]
     return [s for s in options if bare(s.statement).partition("(")[0] == statement.partition("(")[0]]
 
 
