@@ -164,11 +164,11 @@ INSTEAD = {
     "observe --format": "observe result.json --format vllm-bench hw=2xh200 backend=nixl model=qwen3-8b engine=vllm",
     "observe --from": COMMANDS["calibrate"],
     "calibrate --from": COMMANDS["calibrate"],
-    "calibrate --format": "calibrate --from tests/calibration/outputs/nixlbench.txt --format nixlbench hw=2xh200 "
+    "calibrate --format": "calibrate --from data/calibration/nixl-2xh200.csv --format samples hw=2xh200 "
     "backend=nixl",
     "profile --from": COMMANDS["profile"],
     **{f"report --format={form}": f"report one/* --figure latency --format {form}" for form in FORMS},
-    **{f"profile {flag}": "profile --device cpu --limit 5s --gpus 1 --models qwen3-8b:1:1 hw=8xh200"
+    **{f"profile {flag}": "profile --device cpu --limit 40s --gpus 1 --models qwen3-8b:1:1 hw=8xh200"
        for flag in ("--device", "--gpus", "--limit", "--models")},
 }  # fmt: skip
 """Whole command lines of options that do not go with the line of their command."""
@@ -181,18 +181,18 @@ VLLM = (
 )
 """What tools have printed whose outputs are not in ``tests/calibration/outputs``."""
 
-SERVE = f"run {SMOKE} parallel=tp1"
+SERVE = f"run {SMOKE} model=llama-3.1-8b parallel=tp1"
 ENTRIES = {
     "pdsim.routers": "{serve} parallel.prefill.instances=2 experiment.router={name}",
     "pdsim.schedulers": "{serve} engine.scheduler={name}",
     "pdsim.handoffs": "{serve} engine=generic engine.handoff={name} backend=nixl",
-    "pdsim.executors": "sweep {smoke} seed=0,1 executor={name} executor.workers=2 output=of-{name}",
+    "pdsim.executors": "sweep {smoke} seed=0,1 executor={name} executor.workers=2{more} output=of-{name}",
     "console": "--version",
 }
 """A command line that uses each entry point of a group; what is loaded by itself is not here."""
 
 EXPERIMENTS = {
-    "capacity": "hw=8xh20 experiment.requests=20 experiment.finalists=1 experiment.final_requests=20 "
+    "capacity": "hw=8xh20 experiment.requests=100 experiment.finalists=1 experiment.final_requests=100 "
     "experiment.prefill_tp=[4] experiment.decode_tp=[4] experiment.instances=[1] experiment.processes=1",
     "compare_engines": SMOKE,
     "report_figures": "experiment.only=[9149]",
@@ -291,7 +291,8 @@ class Bench:
     def _entry(self, name: str) -> str:
         group, _, own = name.partition(" ")
         if group in ENTRIES:
-            return self.typed(ENTRIES[group].format(name=own, smoke=SMOKE, serve=SERVE))
+            more = " executor.cluster=local" if own == "slurm" else ""
+            return self.typed(ENTRIES[group].format(name=own, smoke=SMOKE, serve=SERVE, more=more))
         if group == "pdsim.experiments":
             fixed = next(
                 (r.overrides for r in RUNS.values() if f"experiment={own} " in r.overrides + " " and not r.only), ""
