@@ -101,7 +101,8 @@ def sites(file: str, source: str) -> tuple[ast.Module, list[Site]]:
         for body, index in _places(node.body):
             statement = body[index]
             text = _text(statement)
-            near = " | ".join(bare(_text(body[i]))[:60] for i in (index - 1, index + 1) if 0 <= i < len(body))
+            around = [body[i] for i in (index - 1, index + 1) if 0 <= i < len(body) and not _is_docstring(body[i])]
+            near = " | ".join(bare(_text(other))[:60] for other in around)
             numbers: Counter[str] = Counter()
             for operator, shown, replacement, apply in _changes(body, index):
                 whole = shown or text
@@ -138,6 +139,10 @@ def _places(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
             yield from _places(getattr(statement, name, []))
         for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
             yield from _places(part.body)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _text(statement: ast.stmt) -> str:
@@ -242,21 +247,20 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
     text, plain = mutant.statement, bare(mutant.statement)
     same = [s for s in candidates if s.operator == mutant.operator and s.site == mutant.site]
     named = [s for s in same if s.function.rpartition(".")[2].lstrip("_") == last]
+    housed = [s for s in same if s.room == mutant.room]
     tiers: dict[str, Callable[[], list[Site]]] = {
         "same": lambda: [s for s in named if s.function == mutant.function and s.statement == text],
         "function": lambda: _alike(mutant, [s for s in named if s.statement == text], 0.3),
         "bare function": lambda: _alike(mutant, [s for s in named if bare(s.statement) == plain], 0.3),
         "text": lambda: _alike(mutant, [s for s in same if s.statement == text]),
-        "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain]),
+        "bare": lambda: _alike(mutant, [s for s in same if bare(s.statement) == plain] + _calls(plain, housed)),
         "like": lambda: [s for s in named if _ratio(bare(s.statement), plain) >= 0.75],
         "call": lambda: _alike(mutant, _calls(plain, named), 0.3),
         "like text": lambda: [s for s in same if len(plain) > 40 and _ratio(bare(s.statement), plain) >= 0.85],
     }
 
     def likeness(site: Site) -> tuple[bool, bool, float, bool]:
-        likely = _ratio(site.near, mutant.near)
-        if how.startswith("like"):
-            likely += _ratio(bare(site.statement), plain)
+        likely = _ratio(site.near, mutant.near) + _ratio(bare(site.statement), plain)
         file, function = site.file == mutant.file, site.function == mutant.function
         return file, function, likely, site.occurrence == mutant.occurrence
 
