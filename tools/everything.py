@@ -150,6 +150,7 @@ WITH = {
     "--request": "--request 1 --fast", "--figure": "--figure latency", "-o": "-o out", "--held": "--held 2",
     "--jobs": "--jobs 2", "--largest": "--largest 1MiB", "--name": "--name mine", "--path": "--path inter",
     "--repeat": "--repeat 2", "--to": "--to made", "--seeds": "--seeds 2", "--zip": "--zip seed,workload.rate",
+    "--tables": "--tables sglang:0.5.10", "--compact": "--compact h200_torch",
     "--search": "--search optuna --trials 2", "--trials": "--search optuna --trials 2",
     "--maximize": "--search optuna --trials 2 --maximize served_rate",
     "--minimize": "--search optuna --trials 2 --minimize ttft_p50",
@@ -168,7 +169,7 @@ INSTEAD = {
     "backend=nixl",
     "profile --from": COMMANDS["profile"],
     **{f"report --format={form}": f"report one/* --figure latency --format {form}" for form in FORMS},
-    **{f"profile {flag}": "profile --device cpu --limit 40s --gpus 1 --models qwen3-8b:1:1 hw=8xh200"
+    **{f"profile {flag}": "profile --device cpu --limit 100s --gpus 1 --models tiny:1,tiny-mla:1 hw=loopback"
        for flag in ("--device", "--gpus", "--limit", "--models")},
 }  # fmt: skip
 """Whole command lines of options that do not go with the line of their command."""
@@ -205,7 +206,10 @@ REAL_ENTRIES = {
     "pdsim.collectives gloo": "run target=real hw=loopback experiment=allgather collective=gloo "
     "experiment.ranks=[2] experiment.size=[64KiB] experiment.repeat=2",
 }
-LACKING = re.compile(r"pip install|needs (PyTorch|torch|scipy|a GPU)|is not installed|No module named|no PyTorch")
+LACKING = re.compile(
+    r"pip install|needs (PyTorch|torch|scipy|a GPU|--from DIR)|is not installed|no PyTorch"
+    r"|No module named '(?!pdsim|backends|experiments)"
+)
 """What says that this machine lacks a library or a device: such a name is skipped."""
 
 
