@@ -14,7 +14,6 @@ at once, and the side that is left learns of it `DETECTION` later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -576,27 +575,39 @@ class Visitors:
             event.succeed()
 
 
-@dataclass(frozen=True)
 class Fabric:
     """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives.
 
     *chance* is there only where faults are injected, *draws* only where something jitters: without both nothing
-    is left to chance.  Endpoints find each other by rank in *endpoints*, where a rank that is started again takes
-    the place of its last life.
+    is left to chance.  *gpu* is the machine's, and *crowded* has the node and GPU of those that serve several ranks.
+    Endpoints find each other by rank in *endpoints*, where a rank that is started again takes the place of its last
+    life.
     """
 
-    clock: Clock
-    network: Network
-    topology: Topology
-    engine: Engine
-    chance: Chance | None = None
-    observer: Observer | None = None
-    gpu: Gpu | None = None  # the machine's
-    draws: Draws | None = None  # of what jitters
-    crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
-    endpoints: dict[str, Any] = field(default_factory=dict)  # `SimEndpoint`s, by rank
-    copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
-    shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        topology: Topology,
+        engine: Engine,
+        chance: Chance | None = None,
+        observer: Observer | None = None,
+        gpu: Gpu | None = None,
+        draws: Draws | None = None,
+        crowded: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        self.clock = clock
+        self.network = network
+        self.topology = topology
+        self.engine = engine
+        self.chance = chance
+        self.observer = observer
+        self.gpu = gpu
+        self.draws = draws
+        self.crowded = crowded
+        self.endpoints: dict[str, SimEndpoint] = {}  # by rank
+        self.copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
+        self.shares: dict[str, PostingShare] = {}  # the same, of GPUs
 
     def threads(self, site: Site) -> PostingThreads | None:
         """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work.
