@@ -19,9 +19,10 @@ The rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from simpy.events import Event
@@ -29,7 +30,6 @@ from simpy.events import Event
 from backends.base.authentication import Keys
 from backends.base.control import Control, PeerLine
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.hooks import EngineHooks
 from backends.base.peers import MEET, RETURN, WELCOME, WITHDRAW, ConnectedPeers, Withdrawal
 from backends.base.processes import half_open, when_dead
 from backends.base.transfers import FORMAT, Address, Entry, PeerState, PostedTransfer, TransferAccount
@@ -54,13 +54,17 @@ WATCH = 0.02
 _NOTIFY = b"notify"
 
 
-class RealEndpoint(EngineHooks):
+class RealEndpoint(ABC):
     """What an `Endpoint` of a real engine derives from, in pdsim and in other packages.
 
-    An engine implements the methods of `EngineHooks`.  Its constructor takes what this class takes.  *keys* say
-    which rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the address
-    that sockets listen on.  The life of a transfer, and the method that an engine calls as it passes from state to
-    state::
+    An engine is a library that registers memory, reaches a peer and moves blocks.  It adds seven methods, which are
+    short and never wait.  They are called on the clock's thread, in this order: `start_engine` once; `pin` and
+    `unpin` for each region; `engine_address` whenever an address is asked for; `connect_engine` for each address of
+    a peer; `post` for each transfer; `stop_engine` once.
+
+    Its constructor takes what this class takes.  *keys* say which rank this is and who may speak to it, *device* is
+    the memory that buffers come from, *bind* the address that sockets listen on.  The life of a transfer, and the
+    method that an engine calls as it passes from state to state::
 
                          post() raises
         prepared ───────────────────────────────┐
@@ -75,8 +79,22 @@ class RealEndpoint(EngineHooks):
             └──────────────────────────────► quiesced ◄──────────────────────────┘
 
     `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.
-    The methods are called on the clock's thread.
+    The engine calls these on the clock's thread.  It learns of an end by polling as a source of the clock
+    (`pdsim.core.clock.WallClock.watch`) or from a thread that calls `WallClock.call`.
+
+    Attributes:
+        kind: Names what can talk to each other: endpoints of different kinds cannot connect.
+        options: Those of `Engine.options` that are no environment variables; `pdsim doctor` and the
+            checks of a run know them by this.
+        variants: A `backends.capabilities.Variant` for each backend that this class serves.
+        entries: The regions of this endpoint, by name.
+        control: Notes to and from the endpoints of peers, beside the engine.
+        peers: What is known of each peer, by the token of its life.
     """
+
+    kind = ""
+    options: tuple[str, ...] = ()
+    variants: ClassVar[tuple[Any, ...]] = ()  # `Variant`s, or records of an engine's own that extend it
 
     def __init__(
         self,
@@ -96,14 +114,16 @@ class RealEndpoint(EngineHooks):
         self.bind = bind
         self.notifications = Mailbox(clock)
         self.entries: dict[str, Entry] = {}
-        self._transfers = TransferAccount(clock, recorder, lambda peer: self._connected.return_regions(peer))
+        self._transfers = TransferAccount(
+            clock, recorder, self.post, lambda peer: self._connected.return_regions(peer)
+        )
         self._epoch = 0
         self._withdrawal = Withdrawal(device)
         self.closed = False
         self._pid = os.getpid()
         handlers: dict[bytes, Any] = {}  # filled below, before the first note is taken in
         self.control = Control(clock, keys, bind, handlers, self.on_lost)
-        self._connected = ConnectedPeers(self, self.control, self._dispatch)
+        self._connected = ConnectedPeers(self, self.control, self._transfers.dispatch)
         self.peers = self._connected.by_token
         handlers.update(self.handlers())
         try:
@@ -111,6 +131,62 @@ class RealEndpoint(EngineHooks):
         except BaseException:
             self.control.close(clean=True)
             raise
+
+    # --- what an engine adds ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_engine(self) -> str:
+        """Start the engine; return what it is, as it reports itself.
+
+        Raise `BackendUnavailable` if it cannot work.
+        """
+
+    @abstractmethod
+    def pin(self, buffer: RealBuffer) -> Any:
+        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`.
+
+        The handle is kept in `Entry.handle`, and opaque to everybody else.
+        """
+
+    @abstractmethod
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`, with nothing of this rank's moving over *entry* any more.
+
+        A peer may not have heard yet that the region is gone; the memory itself stays held until
+        all have returned it.
+        """
+
+    @abstractmethod
+    def engine_address(self) -> bytes:
+        """Return what the engine's side of a peer needs to know of this one.
+
+        Opaque bytes for `connect_engine` of the same kind.  Asked for anew with each address, since
+        some engines describe the regions that are registered by then.
+        """
+
+    @abstractmethod
+    def connect_engine(self, description: bytes) -> Any:
+        """Return the engine's handle of the peer that *description* describes, whether it was met before or not.
+
+        It is kept in `PeerState.handle`.  Raise a `ValueError` for bytes that are no description,
+        and a `TransferError` if the peer cannot be reached.
+        """
+
+    @abstractmethod
+    def post(self, transfer: PostedTransfer) -> None:
+        """Hand *transfer* to the engine.  Raise a `TransferError` if it was not taken and nothing moves.
+
+        Set `prepared` and `posted` of the transfer, in seconds on the clock, where the engine's
+        call has stages; keep what it takes to recognise the transfer in `handle`.  Must not block:
+        the clock's thread serves all transfers.
+        """
+
+    @abstractmethod
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
+
+    def forget_region(self, peer: PeerState, region: str) -> None:  # noqa: B027 most engines keep nothing of it
+        """Give up what the engine keeps of *region*, which *peer* has withdrawn and nothing of ours moves in."""
 
     # --- what some engines do otherwise ----------------------------------------------------------------------------
 
@@ -121,7 +197,7 @@ class RealEndpoint(EngineHooks):
     def handlers(self) -> dict[bytes, Any]:
         """Return what is called with notes of peers, by their kind; an engine may add its own."""
         return {
-            _NOTIFY: self._on_notify,
+            _NOTIFY: partial(_on_notify, self.notifications),
             MEET: partial(self._withdrawal.on_meet, self.control),
             WELCOME: self._connected.on_welcome,
             WITHDRAW: self._connected.on_withdraw,
@@ -158,7 +234,7 @@ class RealEndpoint(EngineHooks):
         transfers over it have not settled.
         """
         self._check_open()
-        entry = self._own(region)
+        entry = _entry(self.entries, region, self.rank)
         if entry.moving:
             raise RegistrationError(
                 f"region {region.name!r} of {self.rank}: {entry.moving} transfers over it have not settled; "
@@ -169,12 +245,6 @@ class RealEndpoint(EngineHooks):
         entry.buffer.registered = False
         self._epoch += 1
         self._withdrawal.withdraw(self.control, region.name, self._epoch, entry.buffer)
-
-    def _own(self, region: Region) -> Entry:
-        entry = self.entries.get(region.name)
-        if entry is None or (entry.region is not region and entry.region != region):
-            raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.rank}")
-        return entry
 
     def _check_open(self) -> None:
         if self.closed:
@@ -242,32 +312,20 @@ class RealEndpoint(EngineHooks):
         before the transfer exists.
         """
         self._check_open()
-        state, entry = self._connected.checked(operation, peer, local, remote), self._own(local)
+        state, entry = (
+            self._connected.checked(operation, peer, local, remote),
+            _entry(self.entries, local, self.rank),
+        )
         seconds = self.settings.timeout if timeout is None else timeout
         if seconds <= 0:
             raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
         transfer = PostedTransfer(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
         self._transfers.open(transfer)
         self.control.poll()  # a withdrawal or a loss that is known already must not be missed
-        self._dispatch(state)
+        self._transfers.dispatch(state)
         if not transfer.triggered:
             self._transfers.watch(transfer)  # last, for the engine is at work by now
         return transfer
-
-    def _dispatch(self, state: PeerState) -> None:
-        """Hand the transfers that wait for *state* to the engine, or fail them."""
-        while state.waiting and (state.welcome or state.line.lost):
-            transfer = state.waiting.popleft()
-            try:
-                if state.line.lost:
-                    raise PeerLost(f"{state.name} {state.line.lost}")
-                if transfer.remote.name in state.withdrawn:
-                    raise TransferFailed(
-                        f"{state.name} has withdrawn region {transfer.remote.name!r}; connect to a newer address"
-                    )
-                self.post(transfer)
-            except TransferError as error:
-                self.fail(transfer, error, moving=False)
 
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.quiesced`.
@@ -277,15 +335,15 @@ class RealEndpoint(EngineHooks):
         """
         event = self.clock.event()
 
-        def look(_: Event) -> None:
+        def look(_: None) -> None:
             if self.closed:
                 return
             if self._connected.is_quiesced(peer, self.inbound_drained):
                 event.succeed()
             else:
-                self.call_at(self.clock.now + WATCH, look)
+                self.clock.call_at(self.clock.now + WATCH, look, None)
 
-        look(event)
+        look(None)
         return event
 
     # --- how transfers end -----------------------------------------------------------------------------------------
@@ -300,7 +358,7 @@ class RealEndpoint(EngineHooks):
         if self._transfers.complete(transfer, at):
             if transfer.notify:
                 self.notify(transfer)
-            self._transfers.let_go(transfer)
+            self._transfers.settle(transfer)
 
     def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool) -> None:
         """Fail *transfer* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
@@ -315,16 +373,16 @@ class RealEndpoint(EngineHooks):
         """
         line = transfer.peer.line
 
-        def decide(_: Event) -> None:
+        def decide(_: None) -> None:
             error = PeerLost(f"{line.name} {line.lost}; {text}") if line.lost else TransferFailed(text)
             self.fail(transfer, error, moving=moving)
             if transfer.operation == "write":
                 when_dead(self.clock, line.card.process, lambda: self.quiesce(transfer))
 
         if line.lost:
-            decide(transfer)
+            decide(None)
         else:
-            self.call_at(self.clock.now + GRACE, decide)
+            self.clock.call_at(self.clock.now + GRACE, decide, None)
 
     def quiesce(self, transfer: PostedTransfer) -> None:
         """Note that no byte of a failed *transfer* moves any more."""
@@ -333,19 +391,6 @@ class RealEndpoint(EngineHooks):
     def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
-
-    def call_at(self, at: float, function: Any) -> None:
-        """Call *function* with an event at the time *at*."""
-        event = self.clock.at(at)
-        assert event.callbacks is not None
-        event.callbacks.append(function)
-
-    # --- what peers say --------------------------------------------------------------------------------------------
-
-    def _on_notify(self, line: PeerLine, body: list[bytes]) -> None:
-        if len(body) != 1:
-            raise MessageError(f"{len(body)} fields in a notification, need one")
-        self.notifications.put(Notification(line.name, body[0]))
 
     def on_lost(self, line: PeerLine) -> None:
         """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
@@ -380,3 +425,17 @@ class RealEndpoint(EngineHooks):
         self.control.close(clean=idle)
         if idle:
             self._withdrawal.close()
+
+
+def _entry(entries: Mapping[str, Entry], region: Region, rank: str) -> Entry:
+    """Return the one of *entries*, those of *rank*, that *region* was registered as."""
+    entry = entries.get(region.name)
+    if entry is None or (entry.region is not region and entry.region != region):
+        raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {rank}")
+    return entry
+
+
+def _on_notify(notifications: Mailbox, line: PeerLine, body: list[bytes]) -> None:
+    if len(body) != 1:
+        raise MessageError(f"{len(body)} fields in a notification, need one")
+    notifications.put(Notification(line.name, body[0]))

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from backends.base.control import Control, PeerLine, fields
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.hooks import EngineHooks
 from backends.base.processes import is_dead
 from backends.base.transfers import FORMAT, Address, PeerState
 from pdsim.core.errors import InvalidBatch, MessageError, TransferFailed
@@ -48,6 +47,18 @@ CONNECT_TIMEOUT = 10.0
 """Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
 
 
+class PeerEngine(Protocol):
+    """What `ConnectedPeers` asks of a `backends.base.endpoint.RealEndpoint`, which documents it."""
+
+    kind: str
+
+    def connect_engine(self, description: bytes) -> Any:
+        """Return the engine's handle of a peer."""
+
+    def forget_region(self, peer: PeerState, region: str) -> None:
+        """Give up what the engine keeps of *region*."""
+
+
 class ConnectedPeers:
     """All peers of one endpoint, by the token of their life.
 
@@ -55,7 +66,7 @@ class ConnectedPeers:
     transfers may still be moving.  All calls are on the clock's thread.
     """
 
-    def __init__(self, engine: EngineHooks, control: Control, dispatch: Callable[[PeerState], None]) -> None:
+    def __init__(self, engine: PeerEngine, control: Control, dispatch: Callable[[PeerState], None]) -> None:
         """Connect with *engine*; *dispatch* is called with each peer whose waiting transfers may go."""
         self.by_token: dict[bytes, PeerState] = {}
         self._engine = engine

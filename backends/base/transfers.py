@@ -23,7 +23,7 @@ from simpy.events import Event
 from backends.base.control import Card, PeerLine
 from backends.base.device import RealBuffer
 from pdsim.core.clock import WallClock
-from pdsim.core.errors import TransferError, TransferTimeout
+from pdsim.core.errors import PeerLost, TransferError, TransferFailed, TransferTimeout
 from pdsim.transfer import Batch, Recorder, Region, Transfer, TransferRecord
 
 __all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer", "TransferAccount", "TransferDeadlines"]
@@ -36,7 +36,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations.
 
     Encoded as msgpack.  *kind* keeps endpoints of different engines apart; *engine* is what
-    `EngineHooks.engine_address` returned.
+    `RealEndpoint.engine_address` returned.
     """
 
     format: str
@@ -130,9 +130,9 @@ class PostedTransfer(Transfer):
 
 
 class TransferAccount:
-    """Where each transfer of one endpoint stands; the only place that ends one.
+    """Where each transfer of one endpoint stands; the only place that posts and ends one.
 
-    Each transfer is recorded once, when it completes or fails, and let go once, when nothing of it moves any more:
+    Each transfer is recorded once, when it completes or fails, and settled once, when nothing of it moves any more:
     its event `Transfer.settled` fires then, and its regions no longer count it.  All calls are on the clock's
     thread.
 
@@ -142,13 +142,20 @@ class TransferAccount:
         quarantine: Transfers that failed and may still move bytes.
     """
 
-    def __init__(self, clock: WallClock, recorder: Recorder, released: Callable[[PeerState], None]) -> None:
-        """Call *released* with the peer of each transfer that is let go while the peer waits for a region."""
+    def __init__(
+        self,
+        clock: WallClock,
+        recorder: Recorder,
+        post: Callable[[PostedTransfer], None],
+        released: Callable[[PeerState], None],
+    ) -> None:
+        """Post by *post*; call *released* with the peer of a transfer that settles while it waits for a region."""
         self.engine = ""
         self.under_way: dict[PostedTransfer, None] = {}
         self.quarantine: dict[PostedTransfer, None] = {}
         self._clock = clock
         self._recorder = recorder
+        self._post = post
         self._released = released
         self._deadlines = TransferDeadlines(clock, self.under_way, self._time_out)
 
@@ -159,6 +166,21 @@ class TransferAccount:
         transfer.peer.moving[transfer.remote.name] += 1
         transfer.peer.waiting.append(transfer)
 
+    def dispatch(self, peer: PeerState) -> None:
+        """Hand the transfers that wait for *peer* to the engine, or fail them."""
+        while peer.waiting and (peer.welcome or peer.line.lost):
+            transfer = peer.waiting.popleft()
+            try:
+                if peer.line.lost:
+                    raise PeerLost(f"{peer.name} {peer.line.lost}")
+                if transfer.remote.name in peer.withdrawn:
+                    raise TransferFailed(
+                        f"{peer.name} has withdrawn region {transfer.remote.name!r}; connect to a newer address"
+                    )
+                self._post(transfer)
+            except TransferError as error:
+                self.fail(transfer, error, moving=False)
+
     def watch(self, transfer: PostedTransfer) -> None:
         """Fail *transfer* with a `TransferTimeout` at its deadline, unless it has ended by then."""
         self._deadlines.watch(transfer)
@@ -166,7 +188,7 @@ class TransferAccount:
     def complete(self, transfer: PostedTransfer, at: float | None) -> bool:
         """Note that the engine reported *transfer* complete at the time *at*, None for now.
 
-        Return True if that completes it: the caller then sends its notification and lets it go (`let_go`).  Return
+        Return True if that completes it: the caller then sends its notification and settles it (`settle`).  Return
         False if it had failed before or came after its deadline; then it has been let go.
         """
         seen = self._clock.now
@@ -207,9 +229,9 @@ class TransferAccount:
         """Let a failed *transfer* go, of which no byte moves any more; without effect if that was known."""
         if transfer in self.quarantine:
             del self.quarantine[transfer]
-            self.let_go(transfer)
+            self.settle(transfer)
 
-    def let_go(self, transfer: PostedTransfer) -> None:
+    def settle(self, transfer: PostedTransfer) -> None:
         """Settle *transfer*, which has ended and moves nothing: its regions are free of it."""
         transfer.settle()
         transfer.local.moving -= 1

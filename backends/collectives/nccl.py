@@ -188,42 +188,50 @@ class _OnGpu(Library):
 
 
 class Nccl(_OnGpu):
-    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered with the communicator.
-
-    Registered as buffers of the user's; with *window*, for NCCL's symmetric kernels.
-    """
+    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered as buffers of the user's."""
 
     engine = "nccl"
-    window = False  # whether to register for symmetric kernels, or for buffers of the user's only
 
     def reserve(self, size: int) -> Callable[[], None]:
         """Allocate a pool, register it, and find out that it works.
 
         The size is rounded up to `SEGMENT`.  All ranks must call it together.
         """
-        import torch
-
-        torch.cuda.set_device(self._device.gpu)
-        try:
-            pool = torch.cuda.MemPool(self._group.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
-            self._group.register_mem_pool(pool, **({"symm": True} if self.window else {}))
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            raise translated(error, self.engine) from error
+        pool, whole = _registered(self._group, self._device.gpu, size)
         self._kept.append(pool)
         return self._add(whole, size)
 
 
-class NcclWindow(Nccl):
+class NcclWindow(_OnGpu):
     """NCCL with symmetric memory registered as windows (``ncclCommWindowRegister``), for its symmetric kernels.
 
     Those take half the time of the others for pieces of 1 to 4 MiB, and a third more than registered memory from
     64 MiB on (2 x H200, `data/benchmarks`).
     """
 
-    window = True
+    engine = "nccl"
+
+    def reserve(self, size: int) -> Callable[[], None]:
+        """As `Nccl.reserve`, with windows."""
+        pool, whole = _registered(self._group, self._device.gpu, size, symm=True)
+        self._kept.append(pool)
+        return self._add(whole, size)
+
+
+def _registered(group: Any, gpu: int, size: int, **how: bool) -> tuple[Any, Any]:
+    """Return a pool of NCCL's that is registered with *group*, and a tensor that fills it."""
+    import torch
+
+    torch.cuda.set_device(gpu)
+    try:
+        pool = torch.cuda.MemPool(group.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+        group.register_mem_pool(pool, **how)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise translated(error, "nccl") from error
+    return pool, whole
 
 
 class SymmetricMemory(_OnGpu):

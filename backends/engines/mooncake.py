@@ -183,7 +183,7 @@ class MooncakeEndpoint(RealEndpoint):
     )
 
     def start_engine(self) -> str:
-        """Start the engine; see `EngineHooks.start_engine`."""
+        """Start the engine; see `RealEndpoint.start_engine`."""
         self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
@@ -242,7 +242,7 @@ class MooncakeEndpoint(RealEndpoint):
         return engine
 
     def pin(self, buffer: RealBuffer) -> None:
-        """Register memory with the engine; see `EngineHooks.pin`."""
+        """Register memory with the engine; see `RealEndpoint.pin`."""
         if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
@@ -255,22 +255,22 @@ class MooncakeEndpoint(RealEndpoint):
             raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
 
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`; see `EngineHooks.unpin`."""
+        """Undo `pin`; see `RealEndpoint.unpin`."""
         code = self._native.unregister_memory(entry.buffer.address)
         if code:
             raise RegistrationError(f"Mooncake refused to unregister {entry.region.name!r} (code {code})")
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         return self._session.encode()
 
     def connect_engine(self, description: bytes) -> _Session:
-        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
+        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`."""
         session = description.decode()
         return self._sessions.setdefault(session, _Session(session))
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `EngineHooks.post`."""
+        """Post to the engine; see `RealEndpoint.post`."""
         batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
@@ -393,7 +393,7 @@ class MooncakeEndpoint(RealEndpoint):
             )
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `EngineHooks.stop_engine`."""
+        """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
             for _ in self._workers:  # more than each has, and nobody reads what is left

@@ -33,7 +33,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from simpy.events import Event
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
@@ -106,7 +105,7 @@ class MoriEndpoint(RealEndpoint):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
-        """Start the engine; see `EngineHooks.start_engine`."""
+        """Start the engine; see `RealEndpoint.start_engine`."""
         options = dict(self.settings.options)
         transport = options.pop("transport", "rdma")
         if transport not in TRANSPORTS:
@@ -121,7 +120,7 @@ class MoriEndpoint(RealEndpoint):
         self._failed: list[Any] = []  # statuses that the engine may still write to
         self._engine = self._start_engine(TRANSPORTS[transport])
         self.clock.watch(self)
-        self.call_at(self.clock.now + BEAT, self._beat)
+        self.clock.call_at(self.clock.now + BEAT, self._beat, None)
         return f"mori {self._version} {transport}"
 
     def _start_engine(self, backends: tuple[str, ...]) -> Any:
@@ -135,26 +134,14 @@ class MoriEndpoint(RealEndpoint):
             self._io, self._version = io, __version__
             engine = io.IOEngine(f"{self.rank}/{self.control.card.token.hex()}", io.IOEngineConfig(self.bind, 0))
             for name in backends:
-                engine.create_backend(getattr(io.BackendType, name), self._settings_of(name))
+                engine.create_backend(getattr(io.BackendType, name), _settings_of(io, name))
         except (ImportError, OSError, RuntimeError) as error:
             absent = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
             raise BackendUnavailable(f"MORI does not work here ({error}): {absent}; {MORI.install}") from error
         return engine
 
-    def _settings_of(self, backend: str) -> Any:
-        """Return the engine's settings of *backend*, its own notifications off and large messages cut."""
-        if backend == "XGMI":
-            return self._io.XgmiBackendConfig()
-        return self._io.RdmaBackendConfig(
-            qp_per_transfer=QUEUE_PAIRS,
-            num_worker_threads=WORKERS,
-            enable_notification=False,
-            enable_transfer_chunking=True,
-            chunk_bytes=CHUNK,
-        )
-
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `EngineHooks.stop_engine`."""
+        """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
             work.put(None)
@@ -171,7 +158,7 @@ class MoriEndpoint(RealEndpoint):
     # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
-        """Register memory with the engine; see `EngineHooks.pin`."""
+        """Register memory with the engine; see `RealEndpoint.pin`."""
         kinds, gpu = self._io.MemoryLocationType, getattr(self.device, "gpu", None)
         place = (-1, kinds.CPU) if gpu is None else (gpu, kinds.GPU)
         try:
@@ -180,28 +167,23 @@ class MoriEndpoint(RealEndpoint):
             raise RegistrationError(f"MORI refused to register {buffer.size} bytes: {error}") from error
 
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`; see `EngineHooks.unpin`."""
-        self._drop(lambda pair: pair.near == entry.handle.id)
+        """Undo `pin`; see `RealEndpoint.unpin`."""
+        _drop(self._sessions, lambda pair: pair.near == entry.handle.id)
         self._engine.deregister_memory(entry.handle)
 
     def forget_region(self, peer: PeerState, region: str) -> None:
-        """Give up what is kept of a region; see `EngineHooks.forget_region`."""
+        """Give up what is kept of a region; see `RealEndpoint.forget_region`."""
         memory = peer.handle.memories.get(region)
         if memory is not None and region in peer.withdrawn:
-            self._drop(lambda pair: pair.peer is peer and pair.far == memory.id)
-
-    def _drop(self, stale: Callable[[_Pair], bool]) -> None:
-        """Forget the sessions whose regions are *stale*; they end with the last transfer that uses them."""
-        for pair in filter(stale, tuple(self._sessions)):
-            self._sessions.pop(pair, None)
+            _drop(self._sessions, lambda pair: pair.peer is peer and pair.far == memory.id)
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         memories = {entry.region.name: entry.handle.pack() for entry in self.entries.values()}
         return msgspec.msgpack.encode((self._engine.get_engine_desc().pack(), memories))
 
     def connect_engine(self, description: bytes) -> _Remote:
-        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
+        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`."""
         try:
             engine, memories = msgspec.msgpack.decode(description, type=tuple[bytes, dict[str, bytes]])
             desc = self._io.EngineDesc.unpack(engine)
@@ -210,13 +192,13 @@ class MoriEndpoint(RealEndpoint):
         except (msgspec.MsgspecError, ValueError, RuntimeError) as error:
             raise TransferFailed(f"MORI did not take the peer's description: {error}") from error
         known = {memory.id for memory in remote.memories.values()}
-        self._drop(lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)
+        _drop(self._sessions, lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)
         return remote
 
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `EngineHooks.post`."""
+        """Post to the engine; see `RealEndpoint.post`."""
         batch, memory = transfer.batch, transfer.peer.handle.memories.get(transfer.remote.name)
         if memory is None or (memory.data, memory.size) != (transfer.remote.address, transfer.remote.size):
             raise TransferFailed(
@@ -314,7 +296,7 @@ class MoriEndpoint(RealEndpoint):
             self.engine_failed(transfer, f"{what} ({code.name}: {status.Message()})", moving=posted)
         return True
 
-    def _beat(self, _: Event) -> None:
+    def _beat(self, _: None) -> None:
         if self.closed:
             return
         self._posted.update(self._stuck)
@@ -322,11 +304,27 @@ class MoriEndpoint(RealEndpoint):
         self.poll()
         while (failure := self._engine.pop_peer_failure()) is not None:
             if failure.reason == self._io.PeerFailureReason.PEER_UNREACHABLE:
-                self._lose(failure.remote_engine_key, failure.detail)
-        self.call_at(self.clock.now + BEAT, self._beat)
+                for transfer in tuple(self._posted):  # its card has not answered for as long as ours has tried
+                    if transfer.peer.handle.key == failure.remote_engine_key:
+                        text = f"{transfer.peer.name} cannot be reached: {failure.detail}"
+                        self.fail(transfer, PeerLost(text), moving=True)
+        self.clock.call_at(self.clock.now + BEAT, self._beat, None)
 
-    def _lose(self, key: str, detail: str) -> None:
-        """Fail what is under way to the engine *key*: its card has not answered for as long as ours has tried."""
-        for transfer in tuple(self._posted):
-            if transfer.peer.handle.key == key:
-                self.fail(transfer, PeerLost(f"{transfer.peer.name} cannot be reached: {detail}"), moving=True)
+
+def _settings_of(io: Any, backend: str) -> Any:
+    """Return the settings of *backend* in ``mori.io``, its own notifications off and large messages cut."""
+    if backend == "XGMI":
+        return io.XgmiBackendConfig()
+    return io.RdmaBackendConfig(
+        qp_per_transfer=QUEUE_PAIRS,
+        num_worker_threads=WORKERS,
+        enable_notification=False,
+        enable_transfer_chunking=True,
+        chunk_bytes=CHUNK,
+    )
+
+
+def _drop(sessions: dict[_Pair, Any], stale: Callable[[_Pair], bool]) -> None:
+    """Forget those of *sessions* whose regions are *stale*; they end with the last transfer that uses them."""
+    for pair in filter(stale, tuple(sessions)):
+        sessions.pop(pair, None)

@@ -32,18 +32,14 @@ What it does about the engine's ways:
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from simpy.events import Event
 
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
@@ -53,7 +49,7 @@ from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
 from backends.engines.nixl_posters import Posters, Started
-from backends.engines.ucx import LO, NIXL, NO_IB, Transports, between_gpus, between_hosts, has_rdma
+from backends.engines.ucx import LO, NIXL, NO_IB, GpuTransports, Transports, between_hosts, has_rdma
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -130,7 +126,7 @@ class NixlEndpoint(RealEndpoint):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
-        """Start the engine; see `EngineHooks.start_engine`."""
+        """Start the engine; see `RealEndpoint.start_engine`."""
         on_gpu = isinstance(self.device, CudaDevice)
         # host memory goes over RDMA where there is any, and GPU memory between GPUs
         ways = declared(self.variants, self.settings.name)
@@ -138,10 +134,10 @@ class NixlEndpoint(RealEndpoint):
         self._way, self._gpus_only = way, way.device == "gpu"
         variant, allowed = way.environment, way.allowed
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
-        self._log, self._logged = None, 0  # a descriptor, and how many bytes of it have been read
+        self._log: GpuTransports | None = None
         if on_gpu and self._gpus_only:
-            self._log = os.memfd_create("ucx")
-            variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"/proc/self/fd/{self._log}"}
+            self._log = GpuTransports()
+            variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._log.path}
             del defaults["UCX_LOG_FILE"]
         elif on_gpu:  # staged through the host
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
@@ -166,7 +162,7 @@ class NixlEndpoint(RealEndpoint):
         posting = self.device.enter, self._make, self._agent.transfer, self._took
         self._posters = Posters(self.clock, self.settings.threads, *posting)
         self.clock.watch(self)
-        self.call_at(self.clock.now + BEAT, self._beat)
+        self.clock.call_at(self.clock.now + BEAT, self._beat, None)
         self._memory, self._number = (
             ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
         )
@@ -198,7 +194,7 @@ class NixlEndpoint(RealEndpoint):
         return agent, log()
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `EngineHooks.stop_engine`."""
+        """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
         self._posters.stop(wait=idle)
         if idle:
@@ -217,7 +213,7 @@ class NixlEndpoint(RealEndpoint):
     # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
-        """Register memory with the engine; see `EngineHooks.pin`."""
+        """Register memory with the engine; see `RealEndpoint.pin`."""
         if self._gpus_only and self._memory != "VRAM":
             raise RegistrationError(
                 f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place "
@@ -229,15 +225,15 @@ class NixlEndpoint(RealEndpoint):
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`; see `EngineHooks.unpin`."""
+        """Undo `pin`; see `RealEndpoint.unpin`."""
         self._agent.deregister_memory(entry.handle)
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect_engine(self, description: bytes) -> str:
-        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
+        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`."""
         try:
             name: bytes = self._agent.add_remote_agent(description)
         except Exception as error:
@@ -247,7 +243,7 @@ class NixlEndpoint(RealEndpoint):
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `EngineHooks.post`."""
+        """Post to the engine; see `RealEndpoint.post`."""
         peer = transfer.peer
         if peer not in self._announced:
             self.control.send(peer.line, _ACTIVE)
@@ -272,8 +268,8 @@ class NixlEndpoint(RealEndpoint):
         try:
             return self._agent.initialize_xfer(
                 transfer.operation.upper(),
-                self._descriptors(near, batch.size, transfer.local.region),
-                self._descriptors(far, batch.size, transfer.remote),
+                _descriptors(self._agent, near, batch.size, transfer.local.region),
+                _descriptors(self._agent, far, batch.size, transfer.remote),
                 transfer.peer.handle,
                 transfer.notify,
             )
@@ -296,38 +292,21 @@ class NixlEndpoint(RealEndpoint):
             error = answer if isinstance(answer, TransferFailed) else TransferFailed(f"NIXL: {answer}")
             self.fail(transfer, error, moving=False)
 
-    def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
-        """Return NIXL's list of the blocks of *size* bytes at *offset* in *region*, arrays of one length."""
-        memory, number = _place(region.device)
-        if len(size) == 1:  # arrays would take longer than all else here
-            return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
-        return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
-
     def _ended(self, transfer: PostedTransfer, state: str) -> None:
         """Release the handle of *transfer*, which the engine says is over, and report what became of it."""
         del self._posted[transfer]
         self._announced[transfer.peer] = self.clock.now
         self._agent.release_xfer_handle(transfer.handle)
         transfer.handle = None
-        if self._log is not None:
-            self._read_log(self._log)
+        if self._log is not None and (transports := self._log.read()):
+            self.engine = _name(transports)
+            self._log = None
         if state == "DONE":
             self.complete(transfer)
         else:
             self.engine_failed(
                 transfer, f"NIXL failed a {transfer.operation} of {transfer.batch.nbytes} bytes ({state})"
             )
-
-    def _read_log(self, log: int) -> None:
-        """Learn what UCX chose for GPU memory, once it has said so."""
-        ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
-        size = os.fstat(log).st_size
-        if size == self._logged:
-            return
-        self._logged = size
-        if transports := between_gpus(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
-            self.engine = _name(transports)
-            self._log = None  # the descriptor stays open, for UCX writes on
 
     def notify(self, transfer: PostedTransfer) -> None:
         """Do nothing: the engine has delivered the notification."""
@@ -380,7 +359,7 @@ class NixlEndpoint(RealEndpoint):
         except Exception as error:
             return f"ERR {error}"
 
-    def _beat(self, _: Event) -> None:
+    def _beat(self, _: None) -> None:
         """Look after everything, also what no poll would.
 
         Transfers to lost peers, and peers that need not poll any more.
@@ -395,21 +374,23 @@ class NixlEndpoint(RealEndpoint):
             if peer not in moving and self.clock.now - used > BEAT:
                 del self._announced[peer]
                 self.control.send(peer.line, _IDLE)
-        self.call_at(self.clock.now + BEAT, self._beat)
+        self.clock.call_at(self.clock.now + BEAT, self._beat, None)
 
     # --- what peers say --------------------------------------------------------------------------------------------
 
     def handlers(self) -> dict[bytes, Any]:
-        """Return handlers of notes, with those of this engine; see `RealEndpoint.handlers`."""
-        return {**super().handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
+        """Return handlers of notes; see `RealEndpoint.handlers`.
 
-    def _on_active(self, line: PeerLine, _: list[bytes]) -> None:
-        """Note that a peer writes or reads here, so that the clock polls the engine."""
-        self._inbound.add(line)
+        Those of this engine say whether a peer writes or reads here, so that the clock polls the engine.
+        """
 
-    def _on_idle(self, line: PeerLine, _: list[bytes]) -> None:
-        """Note that a peer has nothing under way here any more."""
-        self._inbound.discard(line)
+        def on_active(line: PeerLine, _: list[bytes]) -> None:
+            self._inbound.add(line)
+
+        def on_idle(line: PeerLine, _: list[bytes]) -> None:
+            self._inbound.discard(line)
+
+        return {**super().handlers(), _ACTIVE: on_active, _IDLE: on_idle}
 
     def on_lost(self, line: PeerLine) -> None:
         """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
@@ -422,6 +403,14 @@ def _place(device: str) -> tuple[str, int]:
     """Return how NIXL names the kind of *device*, and its number."""
     kind, _, number = device.partition(":")
     return "VRAM" if kind == "cuda" else "DRAM", int(number or 0)
+
+
+def _descriptors(agent: Any, offset: _Int64s, size: _Int64s, region: Region) -> Any:
+    """Return NIXL's list of the blocks of *size* bytes at *offset* in *region*, arrays of one length."""
+    memory, number = _place(region.device)
+    if len(size) == 1:  # arrays would take longer than all else here
+        return agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
+    return agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
 
 
 def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:

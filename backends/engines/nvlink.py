@@ -92,7 +92,7 @@ class NvlinkEndpoint(RealEndpoint):
     )
 
     def start_engine(self) -> str:
-        """Start the engine; see `EngineHooks.start_engine`."""
+        """Start the engine; see `RealEndpoint.start_engine`."""
         options = dict(self.settings.options)
         how = options.pop("copy", "engine")
         if options:
@@ -117,7 +117,7 @@ class NvlinkEndpoint(RealEndpoint):
     # --- memory ----------------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> bytes:
-        """Register memory with the engine; see `EngineHooks.pin`."""
+        """Register memory with the engine; see `RealEndpoint.pin`."""
         if not isinstance(buffer, CudaBuffer):
             raise RegistrationError(
                 f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a "
@@ -132,12 +132,12 @@ class NvlinkEndpoint(RealEndpoint):
         """Do nothing: peers unmap it before they return it."""
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         handles = {name: entry.handle for name, entry in self.entries.items()}
         return msgspec.msgpack.encode(_Shared(myself(), self.control.card.token, handles))
 
     def connect_engine(self, description: bytes) -> _Partner:
-        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`.
+        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`.
 
         Maps what the peer has registered and is not mapped yet.  A peer in this very process is
         addressed as it is.
@@ -169,7 +169,7 @@ class NvlinkEndpoint(RealEndpoint):
         return partner.mapped[what]
 
     def forget_region(self, peer: PeerState, region: str) -> None:
-        """Give up what is kept of a region; see `EngineHooks.forget_region`."""
+        """Give up what is kept of a region; see `RealEndpoint.forget_region`."""
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)
@@ -187,7 +187,7 @@ class NvlinkEndpoint(RealEndpoint):
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `EngineHooks.post`.
+        """Post to the engine; see `RealEndpoint.post`.
 
         One kernel, one copy, or one call with all copies, on the peer's stream, and behind it the
         question when it is done.  A call that fails may have taken some of its descriptors, so
@@ -241,7 +241,7 @@ class NvlinkEndpoint(RealEndpoint):
         return True
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `EngineHooks.stop_engine`.
+        """Stop the engine; see `RealEndpoint.stop_engine`.
 
         Unless *idle*, everything stays as it is: copies on the streams of peers are under way.
         """

@@ -6,6 +6,8 @@ Of an agent and its transfers this module knows nothing: that is `backends.engin
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from backends.capabilities import EngineLibrary, Variant
 
-__all__ = ["LO", "NIXL", "NO_IB", "Transports", "between_gpus", "between_hosts", "has_rdma"]
+__all__ = ["LO", "NIXL", "NO_IB", "GpuTransports", "Transports", "between_gpus", "between_hosts", "has_rdma"]
 
 LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
 NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
@@ -39,6 +41,26 @@ class Transports(Variant):
     defaults: Mapping[str, str]  # of the environment, which may be set otherwise
     error_handling: str  # of UCX: "peer" or "none"
     allowed: frozenset[str]
+
+
+class GpuTransports:
+    """The log of UCX, at *path*, in which it says what it chose for GPU memory; a file without a name.
+
+    It stays open, for UCX writes on.
+    """
+
+    def __init__(self) -> None:
+        self.path = f"/proc/self/fd/{os.memfd_create('ucx')}"
+        self._read = 0  # bytes
+
+    def read(self) -> set[str]:
+        """Return the transports, or none before UCX has named them or if nothing is new."""
+        ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
+        size = os.stat(self.path).st_size  # noqa: PTH116 no path of a file
+        if size == self._read:
+            return set()
+        self._read = size
+        return between_gpus(Path(self.path).read_text(errors="replace"))
 
 
 def has_rdma() -> bool:

@@ -46,14 +46,14 @@ def rdma_guest() -> Iterator[Guest]:
 
     Takes minutes the first time, when the image is made.  Tests that use it are marked ``rdma``.
     """
-    from backends.emulation.guest.image import GuestUnavailable
     from backends.emulation.guest.machine import boot
+    from pdsim.core.errors import BackendUnavailable
     from pdsim.testing.guest import unavailable
 
     try:
         with boot() as machine:
             yield machine
-    except GuestUnavailable as error:
+    except BackendUnavailable as error:
         unavailable(error)
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from backends.emulation.guest import engines, machine
-from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.mori import space
+from pdsim.core.errors import BackendUnavailable
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_gcc_and_a_second_python_are_for_mori_only(bare):
 
 
 def test_a_guest_that_lacks_something_is_not_started(bare):
-    with pytest.raises(GuestUnavailable, match=r"apt-get install .* qemu-system-x86"), machine.boot():
+    with pytest.raises(BackendUnavailable, match=r"apt-get install .* qemu-system-x86"), machine.boot():
         pass
     assert not os.listdir(os.environ["HOME"])  # noqa: PTH208
 

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.mori import space
+from pdsim.core.errors import BackendUnavailable
 from pdsim.testing.guest import unavailable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
@@ -62,7 +62,7 @@ def wheel():
     """What the wheel says of itself, in the Python that loads it."""
     try:
         python, _ = space.python()
-    except GuestUnavailable as error:
+    except BackendUnavailable as error:
         unavailable(error)
     environment = {**os.environ, "MORI_DISABLE_AUTO_XGMI": "1", "MORI_IO_LOG_LEVEL": "off"}
     done = subprocess.run(

@@ -11,11 +11,11 @@ from typing import Any
 
 from backends import registry
 from backends.emulation.guest import machine
-from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import PATIENCE, Guest, boot
 from backends.emulation.guest.recipe import Recipe
 from backends.emulation.guest.server import Server
 from backends.jobs.launcher import SILENCE
+from pdsim.core.errors import BackendUnavailable
 from pdsim.hardware.costs import Engine
 from pdsim.transfer.job import Outcome, RankSpec
 
@@ -38,12 +38,14 @@ class Engines:
     def server(self, name: str) -> Server:
         """Return the server of jobs on *name*, an implementation.
 
-        Raise `GuestUnavailable` if this machine lacks what it is made of.
+        Raise `BackendUnavailable` if this machine lacks what it is made of.
         """
         if name not in self._servers:
             recipes = [variant.guest for variant in registry.variants(name) if variant.guest]
             if not recipes:
-                raise GuestUnavailable(f"{name} does not run in the guest; it takes backend={', '.join(backends())}")
+                raise BackendUnavailable(
+                    f"{name} does not run in the guest; it takes backend={', '.join(backends())}"
+                )
             self._servers[name] = _recipe(recipes[0]).server(self.guest)
         return self._servers[name]
 

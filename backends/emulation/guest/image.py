@@ -17,17 +17,13 @@ from pathlib import Path
 
 from pdsim.core.errors import BackendUnavailable
 
-__all__ = ["GuestUnavailable", "Image", "cached", "command"]
+__all__ = ["Image", "cached", "command"]
 
 INIT = Path(__file__).with_name("init")
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
 FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")
 DOWNLOAD = 600.0
 """Seconds that a package may take to arrive, and any other step of the making."""
-
-
-class GuestUnavailable(BackendUnavailable):
-    """Something that the guest is made of is not there; the message names it and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def cached() -> Image:
     """Return the image in the user's cache; make it there if it is absent, or older than this code.
 
     The first call downloads two packages and takes a minute or so; the folder's name has a hash of this code in it.
-    Raise `GuestUnavailable` if apt cannot provide them.
+    Raise `BackendUnavailable` if apt cannot provide them.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
@@ -81,7 +77,7 @@ def _newest_kernel() -> str:
     """Return the name of the package with Debian's current kernel."""
     found = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
     if not found:
-        raise GuestUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
+        raise BackendUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
     return found[1]
 
 
@@ -95,14 +91,14 @@ def _unpack(package: str, folder: Path) -> None:
 def command(*words: str, cwd: Path | None = None, about: str = "the guest's files are Debian packages") -> str:
     """Run *words* for `DOWNLOAD` seconds at most and return what is printed.
 
-    Raise `GuestUnavailable`, with what it is *about* or with the end of what was said, if that cannot be or fails.
+    Raise `BackendUnavailable`, with what it is *about* or with the end of what was said, if that cannot be or fails.
     """
     try:
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=DOWNLOAD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GuestUnavailable(f"{about}: {error}") from error
+        raise BackendUnavailable(f"{about}: {error}") from error
     if done.returncode:
-        raise GuestUnavailable(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()[-500:]}")
+        raise BackendUnavailable(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.stdout
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import DEVICE, Guest
 from backends.emulation.guest.recipe import Installed
+from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["MOONCAKE", "NIXL"]
 
@@ -24,7 +24,7 @@ def _give_soft_roce(guest: Guest) -> None:
     """Replace NIXL's own RDMA libraries by the system's, in the guest only, whose files are copies."""
     package = find_spec("nixl_cu13")
     if package is None or package.origin is None:
-        raise GuestUnavailable("no package nixl-cu13: pip install 'pdsim[nixl]'")
+        raise BackendUnavailable("no package nixl-cu13: pip install 'pdsim[nixl]'")
     bundled = Path(package.origin).parent.with_name("nixl_cu13.libs")
     links = []
     for name, version in _SYSTEM.items():
@@ -36,14 +36,14 @@ def _give_soft_roce(guest: Guest) -> None:
         links.append(f"ln -sf {system} {own}")
     done = guest.run("bash", "-ec", "; ".join(links), timeout=60)
     if done.status:
-        raise GuestUnavailable(f"NIXL's libraries in the guest: {done.output}")
+        raise BackendUnavailable(f"NIXL's libraries in the guest: {done.output}")
 
 
 def _only(found: Iterator[Path], what: str) -> Path:
-    """Return the one path *found*.  Raise `GuestUnavailable` about *what* if there are none or several."""
+    """Return the one path *found*.  Raise `BackendUnavailable` about *what* if there are none or several."""
     paths = list(found)
     if len(paths) != 1:
-        raise GuestUnavailable(f"there must be one {what}, found {len(paths)}")
+        raise BackendUnavailable(f"there must be one {what}, found {len(paths)}")
     return paths[0]
 
 

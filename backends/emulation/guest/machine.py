@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.emulation.guest.image import GuestUnavailable, Image, cached
-from pdsim.core.errors import TransferError
+from backends.emulation.guest.image import Image, cached
+from pdsim.core.errors import BackendUnavailable, TransferError
 
 __all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "missing_requirements"]
 
@@ -136,13 +136,13 @@ class Guest:
 def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072) -> Iterator[Guest]:
     """Yield a guest with *memory* MiB that is ready within *startup* seconds; end it on the way out.
 
-    Raise `GuestUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
+    Raise `BackendUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
 
     Takes tens of seconds.  Folders that a killed process left behind are removed first.  The block may raise what it
     likes: the guest ends all the same.
     """
     if missing := missing_requirements():
-        raise GuestUnavailable(missing)
+        raise BackendUnavailable(missing)
     image = image or cached()
     with contextlib.ExitStack() as stack:
         _sweep()

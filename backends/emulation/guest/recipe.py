@@ -21,7 +21,7 @@ class Recipe(Protocol):
     """
 
     def server(self, guest: Guest) -> Server:
-        """Return a server of jobs in *guest*.  Raise `GuestUnavailable` if this machine lacks what it is made of."""
+        """Return a server of jobs in *guest*; raise `BackendUnavailable` if this machine lacks a part of it."""
 
     def missing(self, backend: str) -> str:
         """Return what this machine lacks for *backend*, besides what every guest needs, or nothing."""

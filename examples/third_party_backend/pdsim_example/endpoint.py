@@ -42,7 +42,7 @@ class ExampleEndpoint(RealEndpoint):
     variants = (Variant(backend="example", device="cma", one_sided=True),)
 
     def start_engine(self) -> str:
-        """Look whether the kernel lets this process copy; see `EngineHooks.start_engine`."""
+        """Look whether the kernel lets this process copy; see `RealEndpoint.start_engine`."""
         text = self.settings.options.get("batch", str(MOST))
         if not text.isdecimal() or not 1 <= int(text) <= MOST:
             raise ConfigError(f"backend.options.batch must be a whole number from 1 to {MOST}, got {text!r}")
@@ -69,7 +69,7 @@ class ExampleEndpoint(RealEndpoint):
     # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> None:
-        """Take host memory; see `EngineHooks.pin`."""
+        """Take host memory; see `RealEndpoint.pin`."""
         if not isinstance(buffer, HostBuffer):
             raise RegistrationError(
                 f"backend=example moves host memory only, got {buffer!r}; place ranks on the host"

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.emulation.guest.image import GuestUnavailable, command
+from backends.emulation.guest.image import command
 from backends.emulation.guest.mori import shims
+from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["REPOSITORY", "missing_requirements", "python"]
 
@@ -45,13 +46,13 @@ def python() -> tuple[Path, Path]:
 
     Make them if they are absent or older than this code.
 
-    Raise `GuestUnavailable` if something that they are made of is missing.  The first call downloads and takes
+    Raise `BackendUnavailable` if something that they are made of is missing.  The first call downloads and takes
     minutes; later ones only compile the repository's modules that have changed.
     """
     folder = _folder()
     if not (folder / "complete").exists():
         if problem := missing_requirements():
-            raise GuestUnavailable(problem)
+            raise BackendUnavailable(problem)
         _make(folder)
     found = folder / "venv" / "bin" / "python"
     # where it is emulated, it could neither do so quickly nor keep what it has done
@@ -123,7 +124,7 @@ def _apt(folder: Path) -> tuple[str, ...]:
         (folder / part).mkdir(parents=True)
     mirrors = _made("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
     if not mirrors:
-        raise GuestUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
+        raise BackendUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
     (folder / "sources").write_text(f"deb {mirrors[0]} {NEWER} main\n")
     places = {"State::lists": "lists", "Cache": "cache", "Etc::sourcelist": "sources", "Etc::sourceparts": "-"}
     options = tuple(f"-oDir::{key}={folder / value}" for key, value in places.items())
@@ -167,5 +168,5 @@ def _candidates() -> Iterator[str]:
 
 
 def _made(*words: str, cwd: Path | None = None) -> str:
-    """Return what the command *words* prints; raise `GuestUnavailable` with its output if it fails."""
+    """Return what the command *words* prints; raise `BackendUnavailable` with its output if it fails."""
     return command(*words, cwd=cwd, about="MORI's test environment is made of packages")
