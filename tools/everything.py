@@ -152,13 +152,14 @@ WITH = {
     "--repeat": "--repeat 2", "--to": "--to made", "--seeds": "--seeds 2", "--zip": "--zip seed,workload.rate",
     "--tables": "--tables sglang:0.5.10", "--compact": "--compact h200_torch",
     "--search": "--search optuna --trials 2", "--trials": "--search optuna --trials 2",
-    "--maximize": "--search optuna --trials 2 --maximize served_rate",
-    "--minimize": "--search optuna --trials 2 --minimize ttft_p50",
+    "--maximize": "--search optuna --trials 2 --maximize goodput",
+    "--minimize": "--search optuna --trials 2 --minimize ttft_p50_s",
 }  # fmt: skip
 """What is typed for an option that takes a value."""
 
 INSTEAD = {
     "report --format": "report one/* --figure latency --format svg",
+    "timeline -o": "timeline one/* -o out.json",
     "sweep --seeds": f"sweep {SMOKE} --seeds 2",
     "sweep --zip": f"sweep {SMOKE} seed=0,1 workload.rate=1,2 --zip seed,workload.rate",
     "validate --cfg": "validate --cfg job",
