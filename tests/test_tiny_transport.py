@@ -14,8 +14,7 @@ TINY = Path(__file__).parents[1] / "examples" / "tiny_transport"
 
 @pytest.mark.timeout(600)
 def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path: Path):
-    lines = [line for line in (TINY / "tiny_transport.py").read_text().splitlines() if line.strip()]
-    assert len(lines) <= 104  # with the license and two docstrings
+    assert len((TINY / "tiny_transport.py").read_text().splitlines()) <= 100
     target = tmp_path / "packages"
     offline = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
     pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(TINY)]
