@@ -175,12 +175,12 @@ def report(mutants: list[Mutant]) -> str:
 
 
 def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None:
-    """Try the killed mutants of *earlier* in the present source, and new ones in the place of gone ones."""
-    killed = [m for m in earlier if m.outcome in ("killed", "timeout") and m.room in args.rooms]
+    """Try mutants of *earlier* in the present source, and new ones in the place of gone ones."""
+    earlier = [m for m in earlier if m.outcome in args.outcomes and m.room in args.rooms]
     pool, whole = everything(ROOMS), None
     work: list[tuple[Mutant, Site | None]] = []
     homes: dict[str, Counter[str]] = defaultdict(Counter)
-    for mutant in killed:
+    for mutant in earlier:
         site, how = locate(mutant, pool)
         if site is None:
             whole = everything(("pdsim",)) if whole is None else whole
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "results" / "mutation")
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS))
+    parser.add_argument("--outcomes", nargs="+", default=["killed", "timeout"], help="of again: which to try")
     parser.add_argument("--count", type=int, default=260)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
-from pdsim.kv.messages import Renew
+from pdsim.kv.messages import Prefilled, Renew, Revoked
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
 from pdsim.serving.rank_process import EngineRank
@@ -99,17 +99,19 @@ def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch):
-    """Let no heartbeat through."""
-    send = EngineRank.send
+    """Let no heartbeat through, and keep what else is sent."""
+    send, sent = EngineRank.send, []
 
     def without(self: EngineRank, receivers: Any, message: Any) -> None:
         if not isinstance(message, Renew):
+            sent.append(message)
             send(self, receivers, message)
 
     monkeypatch.setattr(EngineRank, "send", without)
+    return sent
 
 
-def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: None):
+def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: list[Any]):
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     outcome = serve([LONG, Request(3.0, 20, 2)], hw=crawl)
     first, _ = statuses(outcome)
@@ -118,7 +120,7 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: None):
+def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: list[Any]):
     # the second request needs the pages of the first, whose lease ends at 0.4 s and whose read at 7 s or so
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     requests = [Request(0.0, 600, 2), Request(0.1, 600, 2)]
@@ -128,6 +130,13 @@ def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: 
     assert read.status == "ok"
     started = rows(outcome)[1]["started"]
     assert started is None or started >= read.seen - 1e-9
+
+
+def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list[Any]):
+    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
+    serve([LONG, Request(3.0, 20, 2)], hw=crawl)
+    assert [message.room for message in silent if isinstance(message, Revoked)] == [1]
+    assert [message.room for message in silent if isinstance(message, Prefilled)] == [2]
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------
