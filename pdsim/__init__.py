@@ -23,7 +23,7 @@ def simulate(*words: str, **choices: object) -> KeptRun:
     True})``. A key set twice has its last value, *choices* after *words*.  The results are kept in the folder
     ``output``.
 
-    Raise a `ConfigError` for what cannot be run, in the words of the command line, and whatever the experiment
+    Raise a `ConfigError` for what cannot be run, in the words of the command line, and what the experiment
     raises. Requests that failed raise nothing: see ``failures``.
     """
     from pdsim.config.compose import compose

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real endpoint keeps account of: addresses, regions, peers and transfers.
+"""The addresses, regions, peers and transfers of a real endpoint.
 
-The account that an endpoint keeps of its transfers, from posting until nothing of them moves.
-
-Three sets, and a transfer is in one of the first two at most: *under way* (neither complete nor failed),
-*quarantine* (failed, but bytes may still move), and the counts of moving transfers that regions and peers carry
-(`backends.base.transfers`), which keep memory from being freed.  The account knows no engine: what ended and
-whether bytes may still move is told by `backends.base.endpoint.RealEndpoint`, whose docstring draws the states.
+The account keeps a transfer from its post until none of its bytes moves.  A transfer is *under way* (neither
+complete nor failed) or in *quarantine* (failed, but bytes may still move).  Regions and peers count their moving
+transfers, and memory with such a count is not freed.  The account knows no engine:
+`backends.base.endpoint.RealEndpoint` reports what ended and what may still move; its docstring draws the states.
 """
 
 from __future__ import annotations
@@ -226,7 +224,7 @@ class TransferAccount:
         self.fail(transfer, error, moving=posted)
 
     def quiesce(self, transfer: PostedTransfer) -> None:
-        """Let a failed *transfer* go, of which no byte moves any more; without effect if that was known."""
+        """Settle a failed *transfer* once none of its bytes moves; without effect if it is settled."""
         if transfer in self.quarantine:
             del self.quarantine[transfer]
             self.settle(transfer)

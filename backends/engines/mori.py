@@ -172,7 +172,7 @@ class MoriEndpoint(RealEndpoint):
         self._engine.deregister_memory(entry.handle)
 
     def forget_region(self, peer: PeerState, region: str) -> None:
-        """Give up what is kept of a region; see `RealEndpoint.forget_region`."""
+        """Release a region; see `RealEndpoint.forget_region`."""
         memory = peer.handle.memories.get(region)
         if memory is not None and region in peer.withdrawn:
             _drop(self._sessions, lambda pair: pair.peer is peer and pair.far == memory.id)

@@ -169,7 +169,7 @@ class NvlinkEndpoint(RealEndpoint):
         return partner.mapped[what]
 
     def forget_region(self, peer: PeerState, region: str) -> None:
-        """Give up what is kept of a region; see `RealEndpoint.forget_region`."""
+        """Release a region; see `RealEndpoint.forget_region`."""
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)

@@ -140,5 +140,5 @@ def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> 
 def _held(job: Deployment, request: Submit) -> int:
     """Return how many pages of *request* are not to be sent."""
     pages = job.page_count(request.input)
-    # a page that the input fills in part is sent, whatever is held
+    # a page that the input fills in part is always sent
     return min(request.room % pages, (request.input - 1) // job.page_size)

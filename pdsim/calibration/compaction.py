@@ -348,7 +348,7 @@ def _along(values: Floats, axis: int) -> Floats:
 
 
 def _around(axes: Sequence[Floats], values: Floats) -> Floats:
-    """Return what neighbours say of each value: the median over the axes, along each of which it has two."""
+    """Return the median, over the axes, of each value's interpolation between its two neighbours."""
     said = np.full((len(axes), *values.shape), np.nan)
     for axis, sizes in enumerate(axes):
         if len(sizes) < 3:

@@ -135,7 +135,7 @@ def _run(words: Sequence[str]) -> int:
     on standard output is one JSON object, with ``--quiet`` nothing is.  ``--cfg job`` prints the configuration, with
     calibrations applied, and runs nothing.  Return 1 if anything failed, else 0.
 
-    Raise a `ConfigError` for what cannot be run, before anything is written, and whatever the experiment raises.
+    Raise a `ConfigError` for a run that cannot start, before anything is written. Raise what the experiment raises.
     """
     rest, json, quiet = _speaking(words)
     if {"-m", "--multirun"} & set(rest):

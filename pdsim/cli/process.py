@@ -73,7 +73,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
 def only_json(json: bool) -> Iterator[TextIO]:
     """Yield standard output.
 
-    With *json*, whatever else writes there, engines included, is sent to standard error.
+    With *json*, other output, that of engines included, goes to standard error.
     """
     if not json:
         yield sys.stdout
