@@ -56,10 +56,7 @@ def installed(library: EngineLibrary) -> str:
 
 
 def _python(code: str) -> tuple[int, str, str]:
-    """Run *code* in a new interpreter; return its exit status and what it wrote.
-
-    A status of 1 and a message stand for a process that did not end within 60 s.
-    """
+    # A status of 1 and a message stand for a process that did not end within 60 s.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
     command = [sys.executable, "-c", f"{code}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"]
@@ -97,13 +94,11 @@ for number in range(count.value):
 
 @cache
 def _nvidia() -> str:
-    """Return the names of the NVIDIA GPUs, a line for each.  A process of its own asks, for CUDA does not fork."""
     status, names, _ = _python(_LIST_GPUS)
     return names if not status else ""
 
 
 def _gpus() -> Diagnosis:
-    """Say which GPUs there are: NVIDIA's by their driver, AMD's by the kernel's device."""
     if names := _nvidia().splitlines():
         return Diagnosis("gpu", works=True, version=f"{len(names)} x {names[0]}")
     if Path("/dev/kfd").exists():
@@ -117,7 +112,6 @@ def _gpus() -> Diagnosis:
 
 
 def _rdma() -> Diagnosis:
-    """Say which RDMA devices Linux has."""
     folder = Path("/sys/class/infiniband")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if found:
@@ -127,7 +121,6 @@ def _rdma() -> Diagnosis:
 
 
 def _shm() -> Diagnosis:
-    """Say whether processes can share memory, and how much is left for it."""
     folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Diagnosis(
@@ -138,7 +131,6 @@ def _shm() -> Diagnosis:
 
 
 def _cma() -> Diagnosis:
-    """Say whether a process may read its sibling's memory, as UCX's cross-memory attach does."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     value = scope.read_text().strip() if scope.exists() else "0"
     if value == "0" or os.geteuid() == 0:

@@ -85,10 +85,7 @@ def on_hosts(nodes: int = 1) -> tuple[str, ...]:
 
 @cache
 def _implementations() -> dict[str, str]:
-    """Return which implementation provides each backend.
-
-    One that cannot be imported provides that of its own name.
-    """
+    # One that cannot be imported provides that of its own name.
     importable = _importable()
     found = {variant.backend: name for name in importable for variant in variants(name)}
     return found | {name: name for name in names() if name not in importable}
@@ -96,7 +93,6 @@ def _implementations() -> dict[str, str]:
 
 @cache
 def _importable() -> tuple[str, ...]:
-    """Return the implementations whose modules can be imported here."""
     found = []
     for name in names():
         with suppress(BackendUnavailable):

@@ -117,7 +117,6 @@ def environment(folder: Path, built: Path) -> Path:
 
 
 def _added() -> list[str]:
-    """Return the folders of packages that this environment itself borrows."""
     return [path for path in sys.path if path.endswith("site-packages")]
 
 

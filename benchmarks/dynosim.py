@@ -211,7 +211,6 @@ _ALIKE = {"kv_bytes_per_token": 327680, "kv_transfer_bandwidth": 50, "block_size
 
 
 def _command(python: str, trace: Path, scratch: Path) -> None:
-    """Run pdsim's command with *trace*, by the pdsim that *python* has, not by that of this folder."""
     words = ["run", "--quiet", "hw=8xh20", f"workload.trace={trace}", f"output={scratch / 'results'}"]
     subprocess.run([python, "-P", "-m", "pdsim", *words], check=True, timeout=900)
 

@@ -157,26 +157,22 @@ def _summary(data: dict[str, Any], names: Names, parts: dict[str, Part], words: 
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], names: Names) -> Part:
-    """Return the columns of a printed table by their place, for their headings are words."""
     keys = [f"{i}" for i in range(len(heads))]
     columns = {key: [names.old_cell(row[i]) for row in rows] for i, key in enumerate(keys)}
     return Part(dict.fromkeys(keys, "json"), columns)
 
 
 def _records(rows: Sequence[Mapping[str, Any]], names: Names) -> Part:
-    """Return the columns of a list of objects; a field that an object lacks is None."""
     columns = {names.old_column(key): [names.old_cell(row.get(key)) for row in rows] for key in rows[0]}
     return Part(dict.fromkeys(columns, "json"), columns)
 
 
 def _scalars(leaves: Mapping[str, Any], names: Names) -> Part:
-    """Return a table of one row."""
     values = {names.old_column(key): [names.old_cell(value)] for key, value in leaves.items()}
     return Part(dict.fromkeys(values, "json"), values)
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the scalars of nested JSON by their paths, a list of scalars as one of them."""
     if isinstance(data, dict):
         items = [(str(k), v) for k, v in data.items()]
     elif isinstance(data, list) and any(isinstance(v, (dict, list)) for v in data):

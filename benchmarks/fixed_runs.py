@@ -227,7 +227,6 @@ def execute(name: str, names: Names, keep: Path | None = None) -> Found:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -258,7 +257,6 @@ def record(path: Path, keep: Path | None, chosen: Sequence[str]) -> None:
 
 
 def _known(chosen: Sequence[str]) -> None:
-    """Raise `SystemExit`, in one line, if one of *chosen* is no run."""
     unknown = [name for name in chosen if name not in RUNS]
     if unknown:
         raise SystemExit(f"fixed_runs: no run is called {unknown[0]}; there are {', '.join(RUNS)}")
@@ -335,7 +333,6 @@ def differences(name: str, old: Mapping[str, Any], parts: Mapping[str, Part], be
 
 
 def _first_row(name: str, was: Mapping[str, Any], part: Part) -> int | None:
-    """Return the first row in which recorded columns differ, or None if that cannot be told."""
     if part.rows == 1 and was["rows"] == 1:
         return 0
     if RUNS[name].only is not None or any(c not in part.values for c in was["columns"]):

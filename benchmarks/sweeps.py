@@ -112,7 +112,6 @@ def kills(count: int, times: int, executor: Sequence[str], seed: int, folder: Pa
 
 
 def _kill_a_worker(driver: int, chance: random.Random) -> None:
-    """Kill a process in which Ray runs a task of the sweep that *driver* is."""
     workers = [pid for pid, line in descendants(driver) if line.startswith("ray::_chunk")]
     if workers:
         pid = chance.choice(workers)

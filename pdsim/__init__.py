@@ -43,7 +43,6 @@ def load(folder: str | Path) -> KeptRun:
 
 
 def _written(value: object) -> str:
-    """Return *value* as the command line has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

@@ -136,7 +136,6 @@ def execute(
 def _shown(
     config: Config, measures: bool, *, quiet: bool, progress: ShowProgress | None
 ) -> Iterator[ShowProgress | None]:
-    """Yield *progress* itself or, unless *quiet*, a bar; a run that *measures* shows it at once."""
     if quiet or progress is not None:
         yield progress
         return
@@ -193,7 +192,6 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _checker(config: Config) -> LawChecker | None:
-    """Return what watches the jobs of a modelled run, if laws are to be checked."""
     if config.checks == "off" or config.target != "model":
         return None
     from pdsim.verify.laws import LawChecker
@@ -202,7 +200,6 @@ def _checker(config: Config) -> LawChecker | None:
 
 
 def _checked(result: Result, checker: LawChecker | None) -> Result:
-    """Return *result* with a failure for each law that the run has broken, and a note of how many were checked."""
     from pdsim.verify import laws
 
     landed = None if checker is None else checker.landed_bytes
@@ -214,12 +211,9 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 @contextmanager
 def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None = None) -> Iterator[Any]:
-    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
-
-    Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
-    threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of
-    them.
-    """
+    # Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
+    # threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of
+    # them.
     if config.target == "model":
         from pdsim.sim.model import Model
 

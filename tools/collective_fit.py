@@ -81,11 +81,8 @@ def points() -> list[GatherSample]:
 
 
 def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
-    """Return the point of one *label*, with the median of the *seconds* of its calls.
-
-    The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and
-    "grown".
-    """
+    # The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and
+    # "grown".
     # as `experiments.allgather.gather_rows.GatherSample.label` says it
     ranks, _, size, pool, *more = label.split(" ")
     kind = "plain" if pool == "default" else "symmetric"
@@ -94,10 +91,7 @@ def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> Gath
 
 
 def _two() -> Iterator[tuple[str, str, int, float]]:
-    """Yield library, label, bytes and microseconds, in the order of the calls.
-
-    The file has a row for each rank.
-    """
+    # The file has a row for each rank.
     by_rank: dict[tuple[str, str], dict[str, list[tuple[int, float, float]]]] = {}
     for row in tables.rows(FOLDER / "interface-2xh200.parquet"):
         key = row["collective"], row["label"] or "reserve"
@@ -109,7 +103,6 @@ def _two() -> Iterator[tuple[str, str, int, float]]:
 
 
 def _four() -> Iterator[tuple[str, str, int, float]]:
-    """Yield library, label, bytes and microseconds from a file with one row for each call."""
     for row in tables.rows(FOLDER / "interface-4xh200.parquet"):
         yield row["collective"], row["label"], int(row["bytes"]), float(row["us"])
 

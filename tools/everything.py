@@ -318,7 +318,6 @@ class Bench:
 
 
 def _choice(name: str) -> str:
-    """Return the override for the choice *name*, with the experiment and the machine of an ``experiment/on``."""
     group, _, option = name.partition("=")
     if group != "experiment/on":
         return name

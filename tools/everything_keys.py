@@ -156,7 +156,6 @@ class Keys:
         return said
 
     def _try(self, name: str, word: str, context: Sequence[str], values: dict[str, Any], base: Any) -> str:
-        """Return "" if *word*, with which the configuration *base* has the key *name* anew, is taken."""
         key, _, inner = re.sub(r"\(\w+\)", "", name).partition("[].")
         at, _, value = word.partition("=")
         changed = copy.deepcopy(values)
@@ -177,7 +176,6 @@ class Keys:
         return "" if any(self._base(f"{context} {word}".strip()) for context in fitting) else self.said
 
     def _base(self, context: str) -> tuple[dict[str, Any], Any] | None:
-        """Return what *context* composes to, plain and as it is written; None if that cannot be run."""
         if context not in self._composed:
             line = compose.read(context.split())
             try:
@@ -190,7 +188,6 @@ class Keys:
 
 
 def _words(name: str) -> list[str]:
-    """Return overrides that may be taken for the key *name*."""
     for pattern, word in OWN.items():
         if found := re.fullmatch(pattern, name):
             return [found.expand(word).replace("{root}", str(ROOT))]

@@ -139,7 +139,6 @@ def run(part: Part, seeds: Iterable[int], workers: int, limit: float, to: Path) 
 
 
 def _cpu() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

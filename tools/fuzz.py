@@ -242,7 +242,6 @@ class Bench:
             refused_in_one_line(act)
 
     def _damage(self, random: Random, right: str) -> None:
-        """Write *right* with some of it changed or, now and then, bytes of no kind."""
         if random.random() < 0.05:
             self.path.write_bytes(torn(random, right[:200].encode()))
         else:

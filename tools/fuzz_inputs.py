@@ -96,7 +96,6 @@ def payloads() -> tuple[bytes, ...]:
 
 
 def _example(kind: Any) -> Any:
-    """Return a value of the type *kind*."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return tuple(_example(one) for one in (inner[:1] * 2 if inner[-1] is Ellipsis else inner))

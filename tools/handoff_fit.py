@@ -92,10 +92,7 @@ class CopySample(NamedTuple):
 
 
 def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]]:
-    """Return the writes of *way* by host and engine, and by request, in the order in which they were submitted.
-
-    Keys are host and engine, then the number of the request; both are in ascending order.
-    """
+    # Keys are host and engine, then the number of the request; both are in ascending order.
     found: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
     for row in sorted((row for row in tables.rows(RECORDS) if row["way"] == way), key=_submitted):
         requests = found.setdefault((row["host"], row["engine"]), {})
@@ -104,7 +101,6 @@ def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]
 
 
 def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
-    """Return the numbers of *requests* without the first of each size in each job."""
     seen: set[tuple[int, int]] = set()
     found = []
     for number, rows in requests.items():
@@ -128,10 +124,7 @@ def samples() -> list[CopySample]:
 
 
 def _copies(kind: str, writes: Mapping[int, Sequence[Mapping[str, str]]]) -> Iterator[tuple[int, float]]:
-    """Yield bytes and seconds of what *kind* measures in each warm request.
-
-    The module's docstring says where each kind begins and ends.
-    """
+    # The module's docstring says where each kind begins and ends.
     for number in _warm(writes):
         blocks = [row for row in writes[number] if row["path"] == "staged"]
         nbytes = int(blocks[0]["nbytes"])
@@ -272,10 +265,7 @@ def copy_wakes(rate: float) -> dict[str, list[float]]:
 
 
 def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
-    """Return by host the seconds of each warm write of *way* over *path* beyond its bytes at *rate*.
-
-    Only the fitted engine counts.
-    """
+    # Only the fitted engine counts.
     found: dict[str, list[float]] = {}
     for (host, engine), requests in _requests(way).items():
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end

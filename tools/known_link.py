@@ -205,7 +205,6 @@ def validate(path: Path) -> None:
 
 
 def _validated(backend: str, link: str) -> list[list[Any]]:
-    """Return size, predicted and measured seconds of each point, and hash and times of the predictions."""
     with tempfile.TemporaryDirectory() as folder:
         main(["run", "-q", *DESIGN, "target=real", *_words(backend, link), f"output={folder}"])
         (made,) = Path(folder).iterdir()

@@ -127,13 +127,11 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _folder(name: str) -> Path:
-    """Return the folder of what was measured of the variant that the prediction *name* is about."""
     campaign, _, own = name.rpartition("/")
     return DATA / (campaign or BLIND.name) / own.partition("-as-")[0]
 
 
 def _measured(name: str) -> dict[str, Any]:
-    """Return the metrics of what was measured of the variant that *name* predicts; nothing if it was not."""
     return loads(_folder(name))
 
 
@@ -163,7 +161,6 @@ def _blind_rows() -> Iterator[str]:
 
 
 def _counted() -> Iterator[str]:
-    """Yield for each prediction of the blind campaign how many of its points are within what."""
     for table in points():
         verdicts = [row[-1] for row in table.rows]
         if "bound" in verdicts:
@@ -172,7 +169,6 @@ def _counted() -> Iterator[str]:
 
 
 def _change_rows() -> Iterator[str]:
-    """Yield the table of what a change gains, of loads that were measured before and after it, if there are any."""
     found = list(changes())
     if not found:
         return
@@ -186,7 +182,6 @@ def _change_rows() -> Iterator[str]:
 
 
 def _handoff_rows() -> Iterator[str]:
-    """Yield the table of single requests of the fourth campaign: predicted and measured, and how many are near."""
     lengths = [str(length) for length in LENGTHS]
     shown = {n: label for n, label in HANDOFFS.items() if (_folder(f"fourth/{n}") / "singles.parquet").exists()}
     if not shown:
@@ -283,10 +278,7 @@ _MEANING = {
 
 
 def _judged(made: float | None, found: float, floor: float) -> str:
-    """Return whether a predicted change has the sign of the one that was found, and its size within a quarter.
-
-    A change that is smaller than the *floor* is none.
-    """
+    # A change that is smaller than the *floor* is none.
     if made is None:
         return "-"
     sign = (made - 1.0) * (found - 1.0) >= 0.0

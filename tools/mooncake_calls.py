@@ -94,7 +94,6 @@ def costs(rows: Iterable[CallSample], seed: int = 0) -> Iterator[CallCost]:
 
 
 def _fitted(times: dict[str, dict[int, Any]], rounds: Any) -> tuple[float, ...]:
-    """Return the estimates of `CallCost`, in its order, from those *rounds*."""
     counts = np.array(sorted(times["batch"]), dtype=float)
     calls, batch = (
         np.array([np.quantile(times[mode][int(count)][rounds], LOWEST) for count in counts])

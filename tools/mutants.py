@@ -156,7 +156,6 @@ def _lines(statement: ast.stmt) -> range:
 
 
 def _changes(body: list[ast.stmt], index: int) -> Iterator[tuple[str, str, str, Callable[[], None]]]:
-    """Yield operator, text if it is not the statement's own, replacement and change for *index* in *body*."""
     statement = body[index]
     call = _call(statement)
     if isinstance(statement, ast.Raise | ast.Assert) or _root(call) in SPEECH:
@@ -198,7 +197,6 @@ def _acts(statement: ast.stmt) -> bool:
 
 
 def _expressions(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.expr]]:
-    """Yield the expressions of a statement's first line, each with its place in its parent."""
     for name, value in ast.iter_fields(node):
         for place, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(child, ast.comprehension | ast.keyword | ast.withitem):
@@ -281,7 +279,6 @@ def _ratio(one: str, two: str) -> float:
 
 
 def _alike(mutant: Mutant, options: list[Site], least: float = 0.5) -> list[Site]:
-    """Return those whose neighbours are alike; a long statement that is the only one needs none."""
     if len(options) == 1 and len(bare(mutant.statement)) > 40:
         return options
     return [s for s in options if _ratio(s.near, mutant.near) >= least]

@@ -229,7 +229,6 @@ def simulated(config: Config, point: Point) -> dict[int, float]:
 
 
 def _rank(rank: Rank, flows: Sequence[tuple[int, str]], write: bool, count: int, size: int) -> Program:
-    """Exchange addresses with everybody, then post all *flows* at the instant of the start."""
     slot = count * size
     region = rank.endpoint.register(rank.device.allocate(max(4096, 2 * slot * len(PLACES))), "kv")
     others = [name for name in PLACES if name != rank.name]

@@ -184,7 +184,6 @@ def rewritten(part: str) -> str:
 
 
 def _classes() -> dict[type, list[str]]:
-    """Return the dataclasses of the configuration, each with the keys that it is under, in the order of `Config`."""
     found: dict[type, list[str]] = {Config: [""]}
     waiting: list[tuple[type, str]] = [(Config, "")]
     while waiting:
@@ -199,7 +198,6 @@ def _classes() -> dict[type, list[str]]:
 
 
 def _options(cls: type, prefix: str) -> Iterator[str]:
-    """Yield the rows of *cls*, options of an experiment, and of the dataclasses in it; its name is the heading."""
     yield from (row for row in _rows(cls, prefix) if not row.startswith("| `experiment.name`"))
     for field, kind in _fields(cls):
         for each in _dataclasses(kind):
@@ -212,14 +210,12 @@ def _fields(cls: type) -> Iterator[tuple[Field[Any], Any]]:
 
 
 def _dataclasses(kind: Any) -> list[type]:
-    """Return the dataclasses in the annotation *kind*, such as that of ``Gpu | None``."""
     if isinstance(kind, type) and is_dataclass(kind):
         return [kind]
     return [each for argument in typing.get_args(kind) for each in _dataclasses(argument)]
 
 
 def _joined(keys: Sequence[str]) -> str:
-    """Return *keys* as one, ``backend.{intra,inter}``, or a list of them where their lengths differ."""
     if len({key.count(".") for key in keys}) > 1:
         return ", ".join(keys)
     parts = zip(*(key.split(".") for key in keys), strict=True)
@@ -238,7 +234,6 @@ def _rows(cls: type, prefix: str) -> Iterator[str]:
 
 
 def _kind(field: Field[Any]) -> str:
-    """Return the type of *field* in a user's words."""
     name = str(field.type).removesuffix(" | None")
     if name.startswith(("tuple", "Mapping")):
         return "list" if name.startswith("tuple") else "mapping"
@@ -259,7 +254,6 @@ def _default(field: Field[Any], kind: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment of each field of *cls*, its bases included: beside it, or the lines right above it."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not is_dataclass(each):

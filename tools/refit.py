@@ -88,11 +88,8 @@ def bare() -> list[Fitted]:
 
 
 def _again(file: Any) -> Fitted:
-    """Return the calibration in *file*, fitted to the samples of its name in ``data/calibration``.
-
-    The path is that of the first parameter with an interval (``backend.PATH.name``); a name with
-    "-read" is of reads.
-    """
+    # The path is that of the first parameter with an interval (``backend.PATH.name``); a name with
+    # "-read" is of reads.
     at = next(iter(file.intervals)).split(".")[1]
     operation = "read" if "-read" in file.name else "write"
     words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
@@ -102,7 +99,6 @@ def _again(file: Any) -> Fitted:
 
 
 def _published(names: Sequence[str]) -> list[Table]:
-    """Return one table of the calibrations called *names*, all of them without names."""
     return [table(published(names))]
 
 
@@ -114,7 +110,6 @@ def _bare(_: Sequence[str]) -> list[Table]:
 
 
 def _options(_: Sequence[str]) -> list[Table]:
-    """Return what NIXL's progress thread adds, and the errors of that at the pairs left out, last, by variant."""
     base = compose(
         ["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={option_fit.BASE}"]
     ).backend.intra
@@ -157,7 +152,6 @@ def _options(_: Sequence[str]) -> list[Table]:
 
 
 def _collectives(_: Sequence[str]) -> list[Table]:
-    """Return what fits the all-gathers, and the errors of that and of `conf/collective` at those left out."""
     every, libraries = collective_fit.points(), _libraries()
     given = {
         (name, kind): getattr(library, kind) for name, library in libraries.items() for kind in collective_fit.KINDS
@@ -180,7 +174,6 @@ def _collectives(_: Sequence[str]) -> list[Table]:
 
 
 def _libraries() -> dict[str, Collective]:
-    """Return the collectives that have samples, by name, as ``conf/collective`` sets them on a node of four H200."""
     found = {}
     for name in ("nccl", "symm_mem"):
         library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
@@ -193,12 +186,9 @@ def _libraries() -> dict[str, Collective]:
 
 
 def _handoffs(_: Sequence[str]) -> list[Table]:
-    """Return what fits the handoffs, and every median beside what the model says with it.
-
-    The first table has a row for each key of ``conf/hw`` with its 95 % interval in microseconds; the second one for
-    each host, engine and phase, with the error of the model and whether the phase was fitted to that host.
-    ``hw.host.idle_wake`` is found by simulating ``serve`` with several values, which takes most of the time.
-    """
+    # The first table has a row for each key of ``conf/hw`` with its 95 % interval in microseconds; the second one
+    # for each host, engine and phase, with the error of the model and whether the phase was fitted to that host.
+    # ``hw.host.idle_wake`` is found by simulating ``serve`` with several values, which takes most of the time.
     configs = {name: handoff_config(name) for name in sorted({engine for _, engine, _ in handoff_fit.times()})}
     config = configs[handoff_fit.FITTED[0]]
     assert config.hw.gpu is not None
@@ -283,10 +273,7 @@ def with_idle_wake(config: Config, seconds: float) -> Config:
 
 
 def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: float) -> list[object]:
-    """Return the row of one median.
-
-    It has both times in us, the error in %, and whether the model was fitted to this host.
-    """
+    # It has both times in us, the error in %, and whether the model was fitted to this host.
     known = "in part" if what in ("transfer", "e2e") else "yes"
     fitted_to = known if handoff_fit.is_fitted(host, engine) else "no"
     tokens = nbytes // handoff_fit.TOKEN or None

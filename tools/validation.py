@@ -134,7 +134,6 @@ def medians(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the median of each class on all of *engines*, with what the calibration's uncertainty leaves of it."""
     rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for expected in engines:
         for row in foretold([Value(**value) for value in expected["expected"]]).rows:
@@ -175,7 +174,6 @@ def main(words: Sequence[str]) -> None:
 
 
 def _rewrite(begin: str, end: str, lines: Sequence[str]) -> None:
-    """Put *lines* between the marks *begin* and *end* of the page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     _, _, after = rest.partition(end)
     PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines).strip() + f"\n\n{end}{after}", encoding="utf-8")

@@ -129,7 +129,6 @@ def number() -> list[str]:
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """Return what lies directly in *value*, a mapping, a list or a dataclass."""
     if type(value) is dict:
         return list(value.values())
     if isinstance(value, list | tuple):

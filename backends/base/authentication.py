@@ -124,7 +124,6 @@ class Doorkeeper:
         threading.Thread(target=self._serve, name="doorkeeper", daemon=True).start()
 
     def _serve(self) -> None:
-        """Answer questions and count failures until the context is terminated; the thread's main function."""
         zmq = self._zmq
         poller = zmq.Poller()
         poller.register(self._asked, zmq.POLLIN)
@@ -142,7 +141,6 @@ class Doorkeeper:
             self._failures.close()
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """Return 200 and the name of the rank, or 400, to a question as RFC 27 has it."""
         request, name = question[1], self._names.get(question[-1])
         if name is None:
             return [_VERSION, request, b"400", b"not a rank of this job", b"", b""]

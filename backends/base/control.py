@@ -205,7 +205,6 @@ class Control:
         self._context.term()
 
     def _dial(self, card: Card) -> PeerLine:
-        """Return a line to *card* whose handshake has begun; its monitor reports how that goes on."""
         zmq = self._zmq
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         failures = (
@@ -223,7 +222,6 @@ class Control:
         return PeerLine(card, socket, monitors[0])
 
     def _await_handshake(self, line: PeerLine, timeout: float) -> None:
-        """Wait until the handshake of *line* is over.  Raise `PeerLost` if it fails, or takes *timeout* seconds."""
         event = 0
         if line.monitor.poll(int(timeout * 1e3)):
             event = self._read_event(line.monitor)["event"]
@@ -240,7 +238,6 @@ class Control:
         line.socket.close(0 if line.lost else None)
 
     def _watch(self, line: PeerLine) -> bool:
-        """Read the monitor of *line*, and lose the line if its connection was closed; return whether that is new."""
         found = False
         while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
             if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -263,10 +260,7 @@ class Control:
             raise
 
     def _hear(self, sender: str, frames: list[bytes]) -> None:
-        """Act on one note of *sender*.
-
-        Raise a `MessageError` for what is no note, or carries another rank's token.
-        """
+        # Raise a `MessageError` for what is no note, or carries another rank's token.
         if len(frames) < 3:
             raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
         kind, token, target, *body = frames
@@ -287,14 +281,12 @@ class Control:
             self._handlers[kind](line, body)
 
     def _accept(self, card: Card) -> None:
-        """Connect back to an endpoint that has connected to this one."""
         if card.token not in self._lines:
             line = self._lines[card.token] = self._dial(card)
             self._epoll.register(line.monitor.FD, select.EPOLLIN)
 
 
 def _card(sender: str, body: list[bytes]) -> Card:
-    """Return the card that *sender* introduces itself with."""
     if len(body) != 1:
         raise MessageError(f"{len(body)} fields in a greeting, need a card")
     try:

@@ -73,7 +73,6 @@ class RealBuffer(ABC):
     def _store(self, offset: int, data: bytes) -> None: ...
 
     def _check(self, offset: int, size: int) -> None:
-        """Raise an `IndexError` unless the buffer has *size* bytes at *offset*, and still belongs to its owner."""
         if self.freed:
             raise IndexError("this buffer was freed")
         if offset < 0 or size < 0 or offset + size > self.size:
@@ -115,8 +114,7 @@ class RealDevice(ABC):
         """Copy within the device; see `pdsim.transfer.Device.copy`."""
 
     @abstractmethod
-    def _make(self, size: int, pool: str) -> RealBuffer:
-        """Return new zeroed memory.  Raise `OutOfMemory` if the system has none."""
+    def _make(self, size: int, pool: str) -> RealBuffer: ...
 
     def enter(self) -> None:  # noqa: B027 most devices are every thread's
         """Make the calling thread work on this device, as engines expect of threads that call them."""
@@ -155,7 +153,6 @@ class RealDevice(ABC):
         self.peak[pool] = max(self.peak[pool], self._used[pool])
 
     def _check_room(self, size: int) -> None:
-        """Raise `OutOfMemory` unless *size* bytes more fit."""
         if self.used + size > self.capacity:
             raise OutOfMemory(
                 f"{self.name}: {size} bytes asked for, {self.capacity - self.used} of {self.capacity} left; "
@@ -185,7 +182,6 @@ class RealDevice(ABC):
         self._reclaim(buffer)
 
     def _reclaim(self, buffer: RealBuffer) -> None:
-        """Give the memory of *buffer* back, if it was freed and nothing holds it."""
         if not buffer.freed or buffer.holds:
             return
         del self._buffers[buffer.address]
@@ -209,7 +205,6 @@ class RealDevice(ABC):
         return self._enqueue(seconds)
 
     def _enqueue(self, seconds: float) -> Event:
-        """Return an event for the end of *seconds* of work, after all work that was asked for before."""
         self._free_at = max(self._free_at, self.clock.now) + seconds
         return self.clock.at(self._free_at)
 

@@ -306,11 +306,8 @@ class RealEndpoint(ABC):
         timeout: float | None,
         label: str,
     ) -> PostedTransfer:
-        """Open a transfer, and post it or let it wait for the peer's welcome.
-
-        What `write` and `read` have in common.  Everything that a caller can have wrong is refused
-        before the transfer exists.
-        """
+        # What `write` and `read` have in common.  Everything that a caller can have wrong is refused
+        # before the transfer exists.
         self._check_open()
         state, entry = (
             self._connected.checked(operation, peer, local, remote),
@@ -428,7 +425,6 @@ class RealEndpoint(ABC):
 
 
 def _entry(entries: Mapping[str, Entry], region: Region, rank: str) -> Entry:
-    """Return the one of *entries*, those of *rank*, that *region* was registered as."""
     entry = entries.get(region.name)
     if entry is None or (entry.region is not region and entry.region != region):
         raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {rank}")

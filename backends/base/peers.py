@@ -102,7 +102,6 @@ class ConnectedPeers:
         return Peer(state.name, MappingProxyType(regions), state)
 
     def _handle(self, description: bytes) -> Any:
-        """Do as `connect_engine` does, with one error for a description that the engine cannot read."""
         try:
             return self._engine.connect_engine(description)
         except (msgspec.MsgspecError, ValueError) as error:

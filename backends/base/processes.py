@@ -35,13 +35,11 @@ FIRST, LAST = 0.01, 30.0
 
 @cache
 def _host() -> str:
-    """Name this boot of this host and this namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def _state(pid: int) -> tuple[str, int, str]:
-    """Return the state, number of threads and start time of a process; ``("X", 0, "")`` if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -100,10 +98,7 @@ class _Socket(NamedTuple):
 
 
 def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
-    """Yield every TCP socket of the network namespace of *process*.
-
-    They are those of ``net/tcp`` and ``net/tcp6`` below its folder in ``/proc``.
-    """
+    # They are those of ``net/tcp`` and ``net/tcp6`` below its folder in ``/proc``.
     for table in ("tcp", "tcp6"):
         try:
             lines = (process / "net" / table).read_text().splitlines()[1:]
@@ -115,12 +110,10 @@ def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
 
 
 def _plain(address: str) -> str:
-    """Return an IPv4 address in IPv6 form as itself."""
     return address.removeprefix("0000000000000000FFFF0000")
 
 
 def _elsewhere() -> Iterator[_Socket]:
-    """Yield the TCP sockets of all other network namespaces that processes of this host are in."""
     seen = {(_SELF / "ns" / "net").readlink()}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -132,7 +125,6 @@ def _elsewhere() -> Iterator[_Socket]:
 
 
 def _mine() -> set[str]:
-    """Return the inodes of this process's sockets."""
     found = set()
     for descriptor in (_SELF / "fd").iterdir():
         try:
@@ -165,7 +157,6 @@ def half_open() -> bool:
 
 
 def _all_alive(outside: Sequence[_Socket], elsewhere: Sequence[_Socket]) -> bool:
-    """Return whether some process has the other end of each of *outside* among the sockets *elsewhere*."""
     ends: dict[tuple[str, str], list[str]] = {}
     for socket in elsewhere:
         ends.setdefault((socket.local, socket.remote), []).append(socket.inode)

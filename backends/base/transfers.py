@@ -239,7 +239,6 @@ class TransferAccount:
             self._released(peer)
 
     def _conclude(self, transfer: PostedTransfer, result: str | TransferError, at: float, seen: float) -> None:
-        """Record *transfer* with its *result*, "ok" or an error, and fire its event."""
         del self.under_way[transfer]
         status = result if isinstance(result, str) else type(result).__name__
         batch = transfer.batch
@@ -302,10 +301,7 @@ class TransferDeadlines:
         event.callbacks.append(self._check)
 
     def _check(self, _: Event) -> None:
-        """Expire what is due, and wait for the next deadline.
-
-        Transfers seldom last until a check, so there are few to ask.
-        """
+        # Transfers seldom last until a check, so there are few to ask.
         self._next, now = math.inf, self._clock.now
         due = [transfer for transfer in self._transfers if transfer.deadline <= now]
         for transfer in sorted(due, key=lambda transfer: transfer.deadline):

@@ -117,10 +117,7 @@ class Inbox:
         self._socket.close()
 
     def _take(self, frames: list[Any]) -> None:
-        """Deliver one message, or refuse it and disconnect its sender.
-
-        Refused is what comes from a rank that was dropped, and what *deliver* answers with a `MessageError`.
-        """
+        # Refused is what comes from a rank that was dropped, and what *deliver* answers with a `MessageError`.
         sender = sender_of(frames[0])
         if sender not in self._dropped:
             try:
@@ -134,7 +131,6 @@ class Inbox:
         self._disconnect(frames[0].get(self._source))
 
     def _disconnect(self, descriptor: int) -> None:
-        """Shut the connection at *descriptor* down, if it still is one of this socket's."""
         with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getsockname()[1] == self._port:
                 connection.shutdown(sockets.SHUT_RDWR)
@@ -231,11 +227,8 @@ class ZmqChannel:
                 self.refuse(message.sender)
 
     def _send(self, receiver: str, *frames: bytes) -> None:
-        """Send *frames* without waiting, over a connection that is made with the first message to *receiver*.
-
-        A rank that is gone, or `QUEUE` messages behind, gets nothing any more: no later message may overtake a lost
-        one.
-        """
+        # A rank that is gone, or `QUEUE` messages behind, gets nothing any more: no later message may overtake a
+        # lost one.
         if len(frames[0]) > LARGEST:
             raise MessageError(
                 f"a message of {len(frames[0])} bytes to {receiver}; the channel takes {LARGEST} at most"
@@ -287,11 +280,8 @@ class ZmqChannel:
         self._context.term()
 
     def _deliver(self, sender: str, frames: list[bytes]) -> None:
-        """Put a message into the mailbox, or call who listens to its topic; keep it if nobody listens yet.
-
-        Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are
-        kept.
-        """
+        # Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are
+        # kept.
         payload, *topics = frames
         message = Message(sender, payload)
         if not topics:

@@ -90,10 +90,7 @@ class Gloo(Library):
             group.shutdown()
 
     def _tensor(self, buffer: HostBuffer) -> Any:
-        """Return *buffer* as a tensor.
-
-        By its address: Gloo's threads let go of a tensor some time after the end, and must not keep the memory.
-        """
+        # By its address: Gloo's threads let go of a tensor some time after the end, and must not keep the memory.
         import torch
 
         return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address)))

@@ -70,7 +70,6 @@ class _OnGpu(Library):
 
     @classmethod
     def missing(cls) -> str:
-        """Return what to install; see `Library.missing`."""
         return missing()
 
     def __init__(self, device: Any, timeout: float) -> None:
@@ -88,7 +87,6 @@ class _OnGpu(Library):
         self._tensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
-        """Meet; see `Library.connect`."""
         import torch
         from torch.distributed import ProcessGroupNCCL
 
@@ -105,7 +103,6 @@ class _OnGpu(Library):
             raise translated(error, self.engine) from error
 
     def _first(self, torch: Any) -> None:
-        """Have the communicator made, which NCCL does at the first call."""
         with torch.cuda.stream(self._stream):
             one = torch.zeros(16, dtype=torch.uint8, device="cuda")
             every = torch.zeros(16 * self._count, dtype=torch.uint8, device="cuda")
@@ -114,10 +111,7 @@ class _OnGpu(Library):
         self._stream.synchronize()
 
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
-        """Begin; see `Library.start`.
-
-        Nothing here waits: the gather is queued on the stream, and *end* happens when it is over.
-        """
+        # Nothing here waits: the gather is queued on the stream, and *end* happens when it is over.
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -135,11 +129,9 @@ class _OnGpu(Library):
         return _PendingGather(begin, end)
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
-        """Give the stream an all-gather."""
         gather(self._group, whole, piece).wait()  # the stream waits, not this thread
 
     def poll(self, work: Any) -> float | None:
-        """Return the seconds between the two events of *work*, once the second has happened."""
         try:
             if not work.end.query():
                 return None
@@ -148,17 +140,13 @@ class _OnGpu(Library):
             raise translated(error, self.engine) from error
 
     def abort(self) -> None:
-        """Abort the communicator: its kernels end, and then so does what the stream was given."""
         if self._group is not None:
             self._group.abort()
         if self._stream is not None:
             self._stream.synchronize()
 
     def _add(self, whole: Any, size: int) -> Callable[[], None]:
-        """Return what adds the tensor *whole* to the pool.
-
-        Buffers that are cut from it are zeroed first, which waits for the stream.
-        """
+        # Buffers that are cut from it are zeroed first, which waits for the stream.
         import torch
 
         self._kept.append(whole)
@@ -177,7 +165,6 @@ class _OnGpu(Library):
         return lambda: self._device.symmetric.add(size, cut)
 
     def _tensor(self, buffer: Any) -> Any:
-        """Return *buffer* as a tensor of bytes; a view is made once for each buffer."""
         import torch
 
         found = self._tensors.get(buffer)
@@ -219,7 +206,6 @@ class NcclWindow(_OnGpu):
 
 
 def _registered(group: Any, gpu: int, size: int, **how: bool) -> tuple[Any, Any]:
-    """Return a pool of NCCL's that is registered with *group*, and a tensor that fills it."""
     import torch
 
     torch.cuda.set_device(gpu)
@@ -271,7 +257,6 @@ class SymmetricMemory(_OnGpu):
         return self._add(whole, size)
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:
-        """Give the stream a barrier, a copy from each rank, its own piece first, and another barrier."""
         if not symmetric:
             super()._gather(piece, whole, symmetric)
             return

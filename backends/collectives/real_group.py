@@ -125,7 +125,6 @@ class RealGroups:
         return ""
 
     def _deliver(self, message: Any) -> None:
-        """Give *message* to its group, or keep it; raise a `MessageError` if its sender is not a member."""
         found = decode(message.payload)
         names = tuple(found.group)
         if message.sender not in names:
@@ -212,10 +211,7 @@ class RealGroup:
     # --- calls ---
 
     def _add(self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None) -> Event:
-        """Queue a call and return its event; hold its buffers until it is over.
-
-        *buffers* is None for a reservation.  On a broken group the event fails at once.
-        """
+        # *buffers* is None for a reservation.  On a broken group the event fails at once.
         timeout = self._settings.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
@@ -236,7 +232,6 @@ class RealGroup:
         return event
 
     def _advance(self) -> None:
-        """Begin the first call, if it may."""
         if not self._calls or self._calls[0].started or not self._connected:
             return
         call = self._calls[0]
@@ -255,7 +250,6 @@ class RealGroup:
         self._begin(call)
 
     def _begin(self, call: GatherCall) -> None:
-        """Give *call* to the library: a gather on this thread, a reservation on one of its own."""
         call.started = True
         call.prepared = self._clock.now
         if call.buffers is None:
@@ -299,10 +293,7 @@ class RealGroup:
         return bool(self._calls) and self._calls[0].work is not None
 
     def _finish(self, call: GatherCall, error: TransferError | None, took: float = 0.0) -> None:
-        """End the first call, with *error* or after *took* seconds on the device, and begin the next.
-
-        *took* is 0 where nobody knows.  Buffers are released before the caller hears of the end.
-        """
+        # *took* is 0 where nobody knows.  Buffers are released before the caller hears of the end.
         assert self._calls[0] is call
         self._calls.popleft()
         call.work = None  # it may keep the memory of the buffers
@@ -325,10 +316,7 @@ class RealGroup:
     # --- the symmetric pool ---
 
     def _reserved(self, call: GatherCall, add: Callable[[], None] | None, error: BaseException | None) -> None:
-        """Tell the others that this rank has its memory, or why it has not.
-
-        *add* brings the memory into the pool; it is called once all ranks have theirs (`_settle`).
-        """
+        # *add* brings the memory into the pool; it is called once all ranks have theirs (`_settle`).
         if not self._calls or self._calls[0] is not call:
             return
         refusal = f"{type(error).__name__}: {error}" if error is not None else ""
@@ -340,7 +328,6 @@ class RealGroup:
         self._settle(call)
 
     def _settle(self, call: GatherCall) -> None:
-        """End the reservation *call* if all ranks have their memory."""
         said = self._members.done[call.number]
         if len(said) < len(self.names):
             return
@@ -377,12 +364,10 @@ class RealGroup:
             self._advance()
 
     def _leave_if_alone(self) -> None:
-        """Break the group if a rank has left that a call still needs."""
         if why := self._members.missing_from(self._calls[0] if self._calls else None):
             self._break(why, None)
 
     def _meet(self) -> None:
-        """Connect once everyone has said hello."""
         if self._connecting or self._lost or not self._members.complete:
             return
         self._connecting = True
@@ -391,7 +376,6 @@ class RealGroup:
         background(self._clock, lambda: self._library.connect(*where), self._met)
 
     def _met(self, _: Any, error: BaseException | None) -> None:
-        """Begin with the calls that wait, now that the library is connected, or break the group if it is not."""
         if self._lost:
             return
         if error is not None:
@@ -402,13 +386,11 @@ class RealGroup:
         self._advance()
 
     def _watch(self) -> None:
-        """Look now and then whether the others live, while there are calls."""
         if not self._watching:
             self._watching = True
             self._clock.call_at(self._clock.now + WATCH, self._look, None)
 
     def _look(self, _: Any) -> None:
-        """Break the group if the process of a member has ended; look again later while there are calls."""
         self._watching = False
         if self._lost or not self._calls:
             return
@@ -420,7 +402,6 @@ class RealGroup:
     # --- ends ---
 
     def _expire(self, call: GatherCall) -> None:
-        """Fail *call* if it is not over, with the names of the ranks that it waited for, and break the group."""
         if call.event.triggered or self._lost:
             return
         late = self._members.late_for(call)
@@ -432,7 +413,6 @@ class RealGroup:
         self._break(f"{self._groups.rank} has given up: {error}", None)
 
     def _break(self, why: str, error: TransferError | None) -> None:
-        """End the group: calls fail with *error* or as lost, once the library is proven to have stopped."""
         if self._lost:
             return
         self._lost = why
@@ -447,11 +427,8 @@ class RealGroup:
         )
 
     def _end(self, calls: list[GatherCall], error: TransferError | None, *, stopped: bool) -> None:
-        """Fail *calls*, with *error* or as lost.
-
-        Their buffers are released only if the library is proven to have *stopped*: else it may still write to them,
-        and they stay held.
-        """
+        # Their buffers are released only if the library is proven to have *stopped*: else it may still write to
+        # them, and they stay held.
         for call in calls:
             if stopped:
                 call.work = None
@@ -460,7 +437,6 @@ class RealGroup:
             self._fail(call, error or PeerLost(self._lost))
 
     def _fail(self, call: GatherCall, error: TransferError) -> None:
-        """Fail *call* unless it has ended, and record it with the class of *error*."""
         if call.event.triggered:
             return
         now = self._clock.now
@@ -468,7 +444,6 @@ class RealGroup:
         call.event.fail(error)
 
     def _record(self, call: GatherCall, status: str, completed: float, seen: float) -> TransferRecord:
-        """Keep and return the record of *call*."""
         record = call.record(self._library.engine, self.names, self._groups.rank, status, completed, seen)
         self._groups.recorder.transfer(record)
         return record

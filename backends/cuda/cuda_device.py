@@ -118,5 +118,4 @@ class CudaDevice(RealDevice):
 
 
 def _segment(size: int) -> int:
-    """Return the bytes that are allocated for a buffer of *size*."""
     return -(-size // SEGMENT) * SEGMENT

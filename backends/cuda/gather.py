@@ -105,7 +105,6 @@ class Gather:
                 )
 
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
-        """Launch the Triton kernel over a table of tiles, which goes to the GPU from pinned memory."""
         from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
 
         columns = tiles(batch)

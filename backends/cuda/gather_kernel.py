@@ -33,11 +33,8 @@ def _copy_tiles(
     WIDE: tl.constexpr,  # noqa: N803
     NARROW: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Move one tile: 16 bytes a load where its offsets and its size allow it, single bytes where they do not.
-
-    *table* is int64 of shape (tile, 3): source offset, target offset, bytes.  One program for each row; *WIDE* and
-    *NARROW* are elements that it moves at a time, of 8 bytes and of one.
-    """
+    # *table* is int64 of shape (tile, 3): source offset, target offset, bytes.  One program for each row; *WIDE* and
+    # *NARROW* are elements that it moves at a time, of 8 bytes and of one.
     row = table + tl.program_id(0).to(tl.int64) * 3
     start, end, size = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     if (start | end | size) % 16 == 0:

@@ -281,7 +281,6 @@ def cudart() -> Cudart:
 
 
 def _candidates() -> Iterator[str]:
-    """Yield where the library may be: where the loader looks, in the packages of PyTorch, in the toolkit."""
     yield from _NAMES
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []

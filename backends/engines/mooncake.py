@@ -96,7 +96,6 @@ MOONCAKE_CUDA = EngineLibrary(
 
 
 def _not_forced(engine: Engine) -> Iterator[str]:
-    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
     for where, value in (
         ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
         ("backend.options", engine.options.get("MC_FORCE_TCP", "1")),
@@ -120,7 +119,6 @@ class _Transport(Variant):
 
     @property
     def gpu_only(self) -> bool:
-        """Whether it moves GPU memory only."""
         return self.memory == ("gpu",)
 
 
@@ -228,7 +226,6 @@ class MooncakeEndpoint(RealEndpoint):
         return self._transport.proves_quiescence and super().inbound_drained()
 
     def _library(self) -> Any:
-        """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
         try:
             from mooncake import engine
         except ImportError as error:
@@ -287,12 +284,10 @@ class MooncakeEndpoint(RealEndpoint):
     # --- over NVLink: on the clock's thread ------------------------------------------------------------------------
 
     def _at_once(self, transfer: PostedTransfer) -> None:
-        """Do what is over sooner than the clock would have come to ask for it."""
         code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
         self._finish(transfer, code, transfer.prepared, self.clock.now)
 
     def _go_on(self, session: _Session) -> None:
-        """Post what waits for *session*, as far as it may be under way at once."""
         while session.waiting and session.under_way < self._threads:
             transfer = session.waiting.popleft()
             if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
@@ -324,10 +319,7 @@ class MooncakeEndpoint(RealEndpoint):
         return True
 
     def _ended(self) -> dict[PostedTransfer, int]:
-        """Return what the engine says of batches that have ended since it was asked.
-
-        Their tickets are forgotten: the engine has freed what they point to.
-        """
+        # Their tickets are forgotten: the engine has freed what they point to.
         ask = self._ask
         ended = {
             transfer: code
@@ -349,10 +341,7 @@ class MooncakeEndpoint(RealEndpoint):
     # --- over a network, and with several posting threads: in threads ----------------------------------------------
 
     def _queue(self, peer: PeerState | None, threads: int) -> queue.SimpleQueue[PostedTransfer | None]:
-        """Return what *threads* take transfers to *peer* from, or to all peers if it is None.
-
-        The threads are started with the first transfer, and end with the engine.
-        """
+        # The threads are started with the first transfer, and end with the engine.
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
@@ -364,7 +353,6 @@ class MooncakeEndpoint(RealEndpoint):
         return self._queues[peer]
 
     def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
-        """Post batches and wait for them, one after the other; runs in a thread of its own."""
         self.device.enter()
         keep_for(SLICE)
         while (transfer := work.get()) is not None:
@@ -381,7 +369,6 @@ class MooncakeEndpoint(RealEndpoint):
             self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
 
     def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
-        """Take what the engine said of *transfer* at the time *at*; *code* is None if it was not even taken."""
         transfer.handle = None
         transfer.posted = posted
         if code == 0:
@@ -405,7 +392,6 @@ class MooncakeEndpoint(RealEndpoint):
 
 
 def _positive_int(text: str, name: str) -> int:
-    """Return the value *text* of the option *name*; raise a `ConfigError` unless it is a whole number > 0."""
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"backend.options.{name} must be a whole number > 0, got {text!r}")
     return int(text)

@@ -124,10 +124,7 @@ class MoriEndpoint(RealEndpoint):
         return f"mori {self._version} {transport}"
 
     def _start_engine(self, backends: tuple[str, ...]) -> Any:
-        """Return the engine with its *backends*.
-
-        Raise `BackendUnavailable` with what the machine lacks if it does not start.
-        """
+        # Raise `BackendUnavailable` with what the machine lacks if it does not start.
         try:
             from mori import __version__, io
 
@@ -214,7 +211,6 @@ class MoriEndpoint(RealEndpoint):
         self._queue(transfer.peer).put(transfer)
 
     def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
-        """Return the queue of batches to *peer*, with the thread that posts them."""
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
@@ -224,7 +220,6 @@ class MoriEndpoint(RealEndpoint):
         return self._queues[peer]
 
     def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
-        """Post batches to one peer, one after the other; runs in a thread of its own."""
         while (transfer := work.get()) is not None:
             if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
                 self.clock.call(partial(self.quiesce, transfer))
@@ -240,7 +235,6 @@ class MoriEndpoint(RealEndpoint):
             self.clock.call(partial(self._taken, transfer, time.monotonic()))
 
     def _session(self, transfer: PostedTransfer, memory: Any) -> Any:
-        """Return the session between *transfer*'s regions; raise a `RuntimeError` if there can be none."""
         pair = _Pair(transfer.peer, transfer.local.handle.id, memory.id)
         if pair not in self._sessions:
             session = self._engine.create_session(transfer.local.handle, memory)
@@ -250,13 +244,11 @@ class MoriEndpoint(RealEndpoint):
         return self._sessions[pair]
 
     def _taken(self, transfer: PostedTransfer, posted: float) -> None:
-        """Note that the engine has taken *transfer*, on the clock's thread; its handle is now the status."""
         transfer.posted = posted - self.clock.origin
         self._posted[transfer] = None
         self._look_at(transfer)
 
     def _unreached(self, transfer: PostedTransfer, reason: str) -> None:
-        """Note that there is no session for *transfer*, on the clock's thread: nothing has moved."""
         transfer.handle = None
         self.engine_failed(transfer, f"MORI made no session for a {transfer.operation}: {reason}", moving=False)
 
@@ -278,7 +270,6 @@ class MoriEndpoint(RealEndpoint):
         return bool(self._posted)
 
     def _look_at(self, transfer: PostedTransfer) -> bool:
-        """Return whether *transfer* has ended."""
         status = transfer.handle
         if status.InProgress():
             if transfer.peer.line.lost:  # it may never end: only the beat looks at it from now on
@@ -312,7 +303,6 @@ class MoriEndpoint(RealEndpoint):
 
 
 def _settings_of(io: Any, backend: str) -> Any:
-    """Return the settings of *backend* in ``mori.io``, its own notifications off and large messages cut."""
     if backend == "XGMI":
         return io.XgmiBackendConfig()
     return io.RdmaBackendConfig(
@@ -325,6 +315,5 @@ def _settings_of(io: Any, backend: str) -> Any:
 
 
 def _drop(sessions: dict[_Pair, Any], stale: Callable[[_Pair], bool]) -> None:
-    """Forget those of *sessions* whose regions are *stale*; they end with the last transfer that uses them."""
     for pair in filter(stale, tuple(sessions)):
         sessions.pop(pair, None)

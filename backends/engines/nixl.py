@@ -169,10 +169,7 @@ class NixlEndpoint(RealEndpoint):
         return _name(transports)
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
-        """Return the agent with its UCX plugin, and what UCX logged while it started.
-
-        Raise `BackendUnavailable` if NIXL is not installed, or with its own words if it does not start.
-        """
+        # Raise `BackendUnavailable` if NIXL is not installed, or with its own words if it does not start.
         try:
             # NIXL documents its classes as those of this module, whose name is private
             api = importlib.import_module("nixl_cu13._api")
@@ -260,7 +257,6 @@ class NixlEndpoint(RealEndpoint):
             self._ended(transfer, state)
 
     def _make(self, transfer: PostedTransfer) -> Any:
-        """Return NIXL's handle of *transfer*; raise a `TransferFailed` if it refuses one."""
         batch = transfer.batch
         near, far = batch.source_offset, batch.target_offset
         if transfer.operation == "read":
@@ -279,7 +275,6 @@ class NixlEndpoint(RealEndpoint):
             ) from error
 
     def _took(self, transfer: PostedTransfer, started: Started) -> None:
-        """Look after *transfer*, which a thread has *started*, or could not."""
         transfer.handle, transfer.prepared, transfer.posted, answer = started
         if started.handle is not None:
             self._posted[transfer] = None
@@ -293,7 +288,6 @@ class NixlEndpoint(RealEndpoint):
             self.fail(transfer, error, moving=False)
 
     def _ended(self, transfer: PostedTransfer, state: str) -> None:
-        """Release the handle of *transfer*, which the engine says is over, and report what became of it."""
         del self._posted[transfer]
         self._announced[transfer.peer] = self.clock.now
         self._agent.release_xfer_handle(transfer.handle)
@@ -326,11 +320,8 @@ class NixlEndpoint(RealEndpoint):
         return bool(self._posted or self._inbound)
 
     def _progress(self, listen: bool) -> bool:
-        """Look after what was posted and, to *listen*, for notifications; return whether anything has happened.
-
-        Without a peer that writes or reads here there can be no notification, and asking for them
-        costs a call.
-        """
+        # Without a peer that writes or reads here there can be no notification, and asking for them
+        # costs a call.
         found = False
         for transfer in tuple(self._posted):
             state = self._ask(self._agent.check_xfer_state, transfer)
@@ -347,10 +338,7 @@ class NixlEndpoint(RealEndpoint):
         return found
 
     def _ask(self, question: Callable[[Any], str], transfer: PostedTransfer) -> str:
-        """Return the state of *transfer* that *question* gives: "DONE", "PROC" while it goes on, or what went wrong.
-
-        A peer that UCX has lost fails the transfer at once, with bytes that may still move.
-        """
+        # A peer that UCX has lost fails the transfer at once, with bytes that may still move.
         try:
             return question(transfer.handle)
         except self._errors.nixlRemoteDisconnectError as error:
@@ -360,10 +348,7 @@ class NixlEndpoint(RealEndpoint):
             return f"ERR {error}"
 
     def _beat(self, _: None) -> None:
-        """Look after everything, also what no poll would.
-
-        Transfers to lost peers, and peers that need not poll any more.
-        """
+        # Transfers to lost peers, and peers that need not poll any more.
         if self.closed:
             return
         self._posted.update(self._stuck)
@@ -400,13 +385,11 @@ class NixlEndpoint(RealEndpoint):
 
 @cache
 def _place(device: str) -> tuple[str, int]:
-    """Return how NIXL names the kind of *device*, and its number."""
     kind, _, number = device.partition(":")
     return "VRAM" if kind == "cuda" else "DRAM", int(number or 0)
 
 
 def _descriptors(agent: Any, offset: _Int64s, size: _Int64s, region: Region) -> Any:
-    """Return NIXL's list of the blocks of *size* bytes at *offset* in *region*, arrays of one length."""
     memory, number = _place(region.device)
     if len(size) == 1:  # arrays would take longer than all else here
         return agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
@@ -414,7 +397,6 @@ def _descriptors(agent: Any, offset: _Int64s, size: _Int64s, region: Region) -> 
 
 
 def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:
-    """Return descriptors as NIXL takes them: address, length, device; shape (n, 3)."""
     rows = np.zeros((len(size), 3), np.uint64)
     rows[:, 0] = offset + address
     rows[:, 1] = size
@@ -423,19 +405,16 @@ def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDAr
 
 
 def _on_off(value: str, name: str) -> bool:
-    """Return whether *value* of the option *name* is "true"; raise a `ConfigError` if it is no truth value."""
     if value not in ("true", "false"):
         raise ConfigError(f"backend.options.{name} must be true or false, got {value!r}")
     return value == "true"
 
 
 def _count(value: str, name: str) -> int:
-    """Return *value* of the option *name* as a number; raise a `ConfigError` if it is not a whole one."""
     if not value.isdecimal():
         raise ConfigError(f"backend.options.{name} must be a whole number, 0 for none, got {value!r}")
     return int(value)
 
 
 def _name(transports: set[str]) -> str:
-    """Return what results say of the engine: its version and the transports that UCX reports."""
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()

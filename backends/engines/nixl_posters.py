@@ -85,7 +85,6 @@ class Posters:
             self._clock.call(partial(self._took, transfer, self._begun(transfer)))
 
     def _begun(self, transfer: PostedTransfer) -> Started:
-        """Make and start the handle of *transfer*, unless it failed while it waited."""
         handle, prepared = None, self._clock.now
         try:
             if transfer.triggered:

@@ -160,7 +160,6 @@ class NvlinkEndpoint(RealEndpoint):
         return partner
 
     def _map(self, partner: _Partner, what: _Mapping) -> int:
-        """Return the address at which *what* of *partner* is mapped; map it if it is not yet."""
         if what not in partner.mapped:
             try:
                 partner.mapped[what] = self._gpu.cuda.map(what.handle)
@@ -179,7 +178,6 @@ class NvlinkEndpoint(RealEndpoint):
                 self._gpu.cuda.unmap(partner.mapped.pop(what))
 
     def _unmap_all(self, partner: _Partner) -> None:
-        """Unmap everything of *partner*, none of whose copies is under way."""
         for address in partner.mapped.values():
             self._gpu.cuda.unmap(address)
         partner.mapped.clear()
@@ -217,7 +215,6 @@ class NvlinkEndpoint(RealEndpoint):
         self._gpu.completions.when_done(partner.stream, partial(self._done, transfer))
 
     def _done(self, transfer: PostedTransfer, error: TransferFailed | None) -> None:
-        """Report *transfer*, whose copies have ended; unmap a lost peer's memory with the last of them."""
         partner: _Partner = transfer.peer.handle
         partner.moving -= 1
         if error is None:

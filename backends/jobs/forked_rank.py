@@ -44,7 +44,6 @@ class ForkedRank:
             os.kill(self.pid, number)
 
     def _look(self, options: int) -> int | None:
-        """Return how it ended, None if it has not; *options* are those of `os.waitpid`."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             if pid:

@@ -134,7 +134,6 @@ class Processes:
         return nullcontext() if self.link is None else joined(self.link, self.nodes)
 
     def _spawn(self, spec: RankSpec, network: EmulatedLink | None) -> Spawn:
-        """Return what starts the process of *spec*, in the namespace of its node if that has one."""
         if network is None:
             return self.spawn
 
@@ -153,7 +152,6 @@ class Processes:
     def _describe(
         self, spec: RankSpec, keys: Keys, network: EmulatedLink | None, processors: list[int]
     ) -> supervision.Start:
-        """Return what the process of *spec* is told: who it is, its keys, its program, its engine and its memory."""
         return supervision.Start(
             name=spec.name,
             keys=keys,
@@ -175,14 +173,12 @@ class Processes:
 
 
 def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[float, str, int]]:
-    """Return when which rank is sent which signal, in the order of time."""
     spans = [(name, *span) for name, times in pause.items() for span in times]
     stops = [(start, name, signal.SIGSTOP.value) for name, start, _ in spans]
     return sorted([*stops, *((end, name, signal.SIGCONT.value) for name, _, end in spans)])
 
 
 def _settings(library: Collective | None) -> Settings | None:
-    """Return what ranks are told of the collective *library*, None without one."""
     if library is None:
         return None
     return Settings(
@@ -223,7 +219,6 @@ class _ProcessJob:
         self._selector.register(child.connection, selectors.EVENT_READ, child)
 
     def until_ready(self, deadline: float) -> None:
-        """Wait until all children are ready; raise what kept one from it."""
         while not all(child.uri for child in self._children):
             for child, message in self._messages(deadline - time.monotonic()):
                 if isinstance(message, supervision.WorkerReady):
@@ -239,7 +234,6 @@ class _ProcessJob:
                 raise TransferTimeout(said)
 
     def go(self, restarts: bool) -> float:
-        """Let all children run, some of which may be started again; return the job's zero."""
         self._origin = time.monotonic()
         self._restarts = restarts
         for child in self._children:
@@ -248,25 +242,20 @@ class _ProcessJob:
         return self._origin
 
     def _release(self, child: ChildProcess) -> None:
-        """Tell *child* to run, with the job's zero and where the others are."""
         others = {other.name: other.uri for other in self._children if other.name != child.name}
         with suppress(OSError):  # it has just ended
             go = supervision.Go(self._origin, others, self._silence / 4, self._restarts)
             supervision.send(child.connection, go)
 
     def _again(self, old: ChildProcess) -> None:
-        """Start the rank of *old*, which has ended, anew.
-
-        The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
-        at once.
-        """
+        # The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
+        # at once.
         child = ChildProcess(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
         self._selector.register(child.connection, selectors.EVENT_READ, child)
         old.stop()
 
     def _rejoin(self, child: ChildProcess, uri: str) -> None:
-        """Let *child*, which was started again and is ready, run, once the others have been told where it is."""
         child.uri = uri
         for other in self._children:
             if other is not child and other.uri and not other.ended:
@@ -281,10 +270,7 @@ class _ProcessJob:
         restart: dict[str, float],
         signals: list[tuple[float, str, int]],
     ) -> None:
-        """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*.
-
-        One that has been silent for too long is killed, and the others find it gone.
-        """
+        # One that has been silent for too long is killed, and the others find it gone.
         while not all(child.ended for child in self._children):
             now = time.monotonic() - self._origin
             for child in tuple(self._children):
@@ -305,7 +291,6 @@ class _ProcessJob:
             self._take(max(min(wake - now, self._silence / 4), 1e-3))
 
     def _end_silent(self) -> None:
-        """Kill the children that were silent for too long, once it is sure that they were, and not this process."""
         if self._silent():
             self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
         for child, limit in self._silent():
@@ -313,7 +298,6 @@ class _ProcessJob:
             child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
 
     def _silent(self) -> list[tuple[ChildProcess, float]]:
-        """Return the children of which too long nothing was heard, and how long that is in seconds."""
         found, now = [], time.monotonic()
         for child in self._children:
             limit = self._silence
@@ -326,7 +310,6 @@ class _ProcessJob:
         return found
 
     def _take(self, timeout: float) -> None:
-        """Act on what children say, and on their ends, within *timeout* seconds."""
         for child, message in self._messages(timeout):
             if isinstance(message, supervision.Done):
                 child.done = message
@@ -342,7 +325,6 @@ class _ProcessJob:
                 child.seconds = time.monotonic() - self._origin
 
     def outcome(self) -> Outcome:
-        """Return how the job ended."""
         results = {child.name: child.result() for child in self._children}
         done = [child.done for child in self._children if child.done is not None]
         pools = {name: peak for message in done for name, peak in message.pools.items()}
@@ -350,7 +332,6 @@ class _ProcessJob:
         return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
 
     def _messages(self, timeout: float) -> Iterator[tuple[ChildProcess, supervision.Message]]:
-        """Yield what children say within *timeout* seconds; one that has ended is listened to no more."""
         for key, _ in self._selector.select(max(0.0, timeout)):
             child: ChildProcess = key.data
             for message in child.receive():
@@ -360,7 +341,6 @@ class _ProcessJob:
 
 
 def _rebuilt(child: ChildProcess, message: supervision.WorkerFailed) -> PdsimError:
-    """Return the exception that kept *child* from starting, as the class that it was."""
     kind = getattr(errors, message.kind, None)
     if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
         return kind(message.message)
@@ -369,10 +349,7 @@ def _rebuilt(child: ChildProcess, message: supervision.WorkerFailed) -> PdsimErr
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Turn SIGTERM into an exception while ranks run, so that they are ended on the way out.
-
-    Only the main thread can: on another one this does nothing.
-    """
+    # Only the main thread can: on another one this does nothing.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

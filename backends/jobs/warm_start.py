@@ -81,7 +81,6 @@ class WarmStart:
         return ForkedRank(int(answer))
 
     def _started(self) -> socket.socket:
-        """Start the process that forks, and return a socket of it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE)
         with theirs:
@@ -97,15 +96,12 @@ class WarmStart:
 
 
 def _adopt(on: bool) -> None:
-    """Have processes below this one whose parents end become children of this one, or no longer."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def _fork(asked: dict[str, Any], connection: int, output: int) -> int:
-    """Fork a rank that belongs to whoever adopts it, and return its number.
-
-    It is the child of a process that ends at once, so that the supervisor, and not this process, hears how it ends.
-    """
+    # It is the child of a process that ends at once, so that the supervisor, and not this process, hears how it
+    # ends.
     read, write = os.pipe()
     middle = os.fork()
     if not middle:

@@ -92,7 +92,6 @@ class Pulse:
         self._clock.call_at(self._clock.now + min(interval, COUNTED), self._beat, None)
 
     def _beat(self, _: object) -> None:
-        """Tell the supervisor that the clock goes, and do it again after the interval."""
         read, of = self._rank.counted or (int, 0)
         with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
             supervision.send(self._connection, supervision.Alive(read(), of), wait=False)
@@ -178,7 +177,6 @@ def main() -> None:
 
 
 def _open(rank: Rank, uris: Mapping[str, str]) -> None:
-    """Tell *rank* where others are, or are now that they were started again: what is held against them is over."""
     rank.channel.open(uris)  # type: ignore[attr-defined]
     control = _control(rank)
     for name in uris if control is not None else ():
@@ -186,19 +184,16 @@ def _open(rank: Rank, uris: Mapping[str, str]) -> None:
 
 
 def _control(rank: Rank) -> Any:
-    """Return the control connections of a `RealEndpoint`; None of an endpoint that makes do without."""
     return getattr(rank.endpoint, "control", None)
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the supervisor dies, however it dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
 
 
 def _nap_as_told() -> None:
-    """Take from the kernel the 50 us by which it may lengthen a sleep: naps between polls are shorter than that."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
 
 
@@ -214,18 +209,14 @@ def keep_memory() -> None:
 
 
 def _leave(code: int) -> None:
-    """End this process with *code*, without the exit handlers of native libraries, which may hang or abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
-    """Return clock, rank, recorder and program, as *start* describes them.
-
-    Processors are set before libraries start threads, which inherit them.  Raise a `ConfigError` if there is no such
-    program, and whatever the engine raises.
-    """
+    # Processors are set before libraries start threads, which inherit them.  Raise a `ConfigError` if there is no
+    # such program, and whatever the engine raises.
     module, _, function = start.program.partition(":")
     if start.processors:
         os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
@@ -261,7 +252,6 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
 
 
 def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
-    """Return the memory of the rank's place."""
     if start.gpu is None:
         return HostDevice(clock, start.capacity)
     from backends.cuda.cuda_device import CudaDevice
@@ -270,11 +260,8 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
 
 
 def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
-    """Run *program* to its end and return what the supervisor is to know of it; no exception gets out.
-
-    What it returns must be plain data.  An error that is not pdsim's own also prints its traceback,
-    which the supervisor has in the output of the process.
-    """
+    # What it returns must be plain data.  An error that is not pdsim's own also prints its traceback,
+    # which the supervisor has in the output of the process.
     value, error = None, ""
     try:
         value = clock.run(clock.process(program(rank, **start.arguments)))

@@ -106,12 +106,10 @@ class Http:
 
 
 def _named(name: str) -> dict[str, str] | None:
-    """Return the header by which vLLM takes *name* for a request's, or None for none."""
     return {"X-Request-Id": name} if name else None
 
 
 def _check(status: int, server: LiveServer, data: bytes) -> None:
-    """Raise a `RequestFailed` with the server's own words unless *status* is 200."""
     if status == 200:
         return
     import msgspec
@@ -125,7 +123,6 @@ def _check(status: int, server: LiveServer, data: bytes) -> None:
 
 @contextmanager
 def _failures(server: LiveServer) -> Iterator[None]:
-    """Turn what goes wrong on a connection that was made into a `RequestFailed`."""
     import aiohttp
 
     try:
@@ -138,7 +135,6 @@ def _failures(server: LiveServer) -> Iterator[None]:
 
 @contextmanager
 def _connection_failures(server: LiveServer) -> Iterator[None]:
-    """Turn a connection that cannot be made into a `RequestFailed`."""
     import aiohttp
 
     try:
@@ -201,10 +197,7 @@ async def _one(
     start: float,
     timeout: float,
 ) -> None:
-    """Serve one request; its row says how that went.
-
-    A user with less patience than the timeout leaves when it is over, which is the status ``Aborted``.
-    """
+    # A user with less patience than the timeout leaves when it is over, which is the status ``Aborted``.
     loop = asyncio.get_running_loop()
     patience = request.patience if request.patience is not None and request.patience < timeout else None
     try:
@@ -234,19 +227,16 @@ class _Ahead:
         return self._size >= AHEAD or self._next == len(self._requests)
 
     def make(self) -> None:
-        """Make the next prompt."""
         body = self._prompt(self._next, self._requests[self._next])
         self._next += 1
         self._size += len(body)
         self._made.append(body)
 
     def fill(self) -> None:
-        """Make prompts until there are enough."""
         while not self.full:
             self.make()
 
     def take(self) -> bytes:
-        """Return the prompt of the request that arrives now."""
         if not self._made:
             self.make()
         body = self._made.popleft()
@@ -256,7 +246,6 @@ class _Ahead:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from pausing the client while it measures."""
     gc.collect()
     was = gc.isenabled()
     gc.freeze()

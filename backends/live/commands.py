@@ -105,11 +105,8 @@ def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
 
 
 def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return name, role and GPUs of each server.
-
-    Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.
-    Raise a `ConfigError` if it names another number of GPUs than the layout takes.
-    """
+    # Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.
+    # Raise a `ConfigError` if it names another number of GPUs than the layout takes.
     live, parallel = config.live, config.parallel
     sides = [("prefill", parallel.prefill, live.prefill_gpus), ("decode", parallel.decode, live.decode_gpus)]
     if live.layout == "colocated":
@@ -133,13 +130,11 @@ def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _model(engine: str, model: Path, config: Config) -> list[str]:
-    """Return the flags that name the model's folder and how it is called, and have its weights made up."""
     name = "--model" if engine == "vllm" else "--model-path"
     return [name, str(model), "--served-model-name", config.model.name, "--load-format", "dummy"]
 
 
 def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of vLLM's server *number* in *role*, with its KV connector."""
     arguments = [
         *("--max-model-len", str(config.model.context)),
         *("--tensor-parallel-size", str(side.tp)),
@@ -168,10 +163,7 @@ def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[l
 
 
 def _sglang(config: Config, role: str, side: Side, _: int, bootstrap: int) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of an SGLang server in *role*, with its transfer backend.
-
-    Prompts are token ids, so the server needs no tokenizer.
-    """
+    # Prompts are token ids, so the server needs no tokenizer.
     arguments = [
         "--skip-tokenizer-init",
         "--enable-metrics",
@@ -207,7 +199,6 @@ _ENVIRONMENTS = {
 
 
 def _connector(config: Config, names: Mapping[str, str]) -> str:
-    """Return what an engine calls the backend of *config*."""
     family = config.backend.name.partition("_")[0]
     if family not in names:
         raise ConfigError(

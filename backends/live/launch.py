@@ -56,7 +56,6 @@ def started(
 
 
 def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
-    """Start *server*; its log begins with the command and what was added to the environment."""
     with (folder / f"{server.name}.log").open("wb") as log:
         log.write(f"# {' '.join(server.command)}\n# {dict(server.environment)}\n".encode())
         log.flush()
@@ -72,7 +71,6 @@ def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process should its parent be killed."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -85,10 +83,7 @@ def _await(
     ready: float,
     say: Callable[[str], None],
 ) -> None:
-    """Ask each of *servers* for its health every half second until all have answered.
-
-    Raise a `BackendUnavailable`, with the reason from its log, for one that ends, or after *ready* seconds.
-    """
+    # Raise a `BackendUnavailable`, with the reason from its log, for one that ends, or after *ready* seconds.
     began = time.monotonic()
     waiting = {server.name: server for server in servers}
     while waiting:
@@ -109,14 +104,12 @@ def _await(
 
 
 def _answers(url: str) -> bool:
-    """Return whether *url* answers with status 200 within five seconds."""
     with suppress(URLError, OSError, ValueError), urlopen(url, timeout=5) as answer:  # noqa: S310
         return bool(answer.status == 200)
     return False
 
 
 def _reason(folder: Path, name: str) -> str:
-    """Return the first error in a server's log, which caused the others, or else the log's last line."""
     log = folder / f"{name}.log"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     error = next((found.group() for line in lines[2:] if (found := _ERROR.search(line))), "")
@@ -124,10 +117,7 @@ def _reason(folder: Path, name: str) -> str:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End *processes* and whatever else is in their sessions, politely and then by force.
-
-    They get SIGTERM and `GRACE` seconds, then SIGKILL.
-    """
+    # They get SIGTERM and `GRACE` seconds, then SIGKILL.
     sessions = {process.pid for process in processes}
     for process in processes:
         with suppress(ProcessLookupError):
@@ -149,7 +139,6 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _members(sessions: set[int], processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Return the living processes of *sessions*; those that have ended and are ours are reaped."""
     for process in processes:
         process.poll()
     found = []

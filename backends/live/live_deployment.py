@@ -83,7 +83,6 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _launch_problems(config: Config, engine: str) -> Iterator[str]:
-    """Yield what keeps servers of *engine* from being started here: the model, the interpreter, or too few GPUs."""
     from backends.diagnosis import gpu_count
 
     if reason := model_folder.problem(config.model):
@@ -146,7 +145,6 @@ def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[L
 
 
 def _named(config: Config) -> list[tuple[str, LiveServer]]:
-    """Return role and server for each address in *config*."""
     live = config.live
     roles = (("server", live.url), ("prefill", live.prefill), ("decode", live.decode))
     return [
@@ -198,7 +196,6 @@ class LiveDeployment:
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
-        """Ask who the servers are, warm them up, and replay *requests* while their metrics are sampled."""
         from backends.live.client import Http, Limits, replay, session
         from backends.live.metrics import Sampler
         from backends.live.prompts import encoded
@@ -233,7 +230,6 @@ class LiveDeployment:
         return Served(start, rows, names, sampler.reported(), samples, notes)
 
     def _route(self, model: str, policy: str) -> RequestRoute:
-        """Return the route that requests take: to one server, or to a pair in the way of vLLM or of SGLang."""
         from backends.live.formats import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
 
         live, engine = self.config.live, self.engine
@@ -254,7 +250,6 @@ class LiveDeployment:
         return SglangPair(prefills, self.role("decode"), form, ports, policy=policy, exact=exact)
 
     async def _model(self, opened: Any) -> str:
-        """Return what the servers call their model.  Raise a `BackendUnavailable` or a `ConfigError`."""
         live = self.config.live
         if live.model or live.launch:
             return live.model or self.config.model.name
@@ -269,16 +264,12 @@ class LiveDeployment:
 
 
 def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
-    """Return requests like the shortest and the longest of *requests*, one after the other.
-
-    The output is at most 16 tokens, and *times* requests are sent of either length.
-    """
+    # The output is at most 16 tokens, and *times* requests are sent of either length.
     ends = (min(requests, key=lambda one: one.input), max(requests, key=lambda one: one.input))
     return [Request(0.0, one.input, min(one.output, 16)) for one in ends for _ in range(times)]
 
 
 async def _version(opened: Any, server: LiveServer) -> str:
-    """Return engine and version as *server* reports them.  Raise a `BackendUnavailable` if nobody answers."""
     for path, name in (("/version", "vllm"), ("/server_info", "sglang"), ("/get_server_info", "sglang")):
         answer = await _json(opened, server, path, required=False)
         if isinstance(answer, Mapping) and "version" in answer:
@@ -288,7 +279,6 @@ async def _version(opened: Any, server: LiveServer) -> str:
 
 
 async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = True) -> Any:
-    """Return the JSON at *path*, None of what is not there unless it is *required*."""
     import aiohttp
 
     try:
@@ -309,13 +299,11 @@ async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = 
 
 
 def _shown(url: str) -> str:
-    """Return *url* without a user and a password."""
     scheme, where, path, query, fragment = urlsplit(url)
     return urlunsplit((scheme, where.rpartition("@")[2], path, query, fragment))
 
 
 def _write_samples(path: Path, samples: Sequence[MetricSample]) -> None:
-    """Write *samples* to the Parquet file *path*, a row each."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -180,7 +180,6 @@ class Sampler:
         }
 
     async def _watch(self) -> None:
-        """Read all pages every so many seconds, until the block ends."""
         while True:
             await asyncio.sleep(self._every)
             await self._read()
@@ -189,7 +188,6 @@ class Sampler:
         await asyncio.gather(*(self._read_one(server) for server in self._servers))
 
     async def _read_one(self, server: LiveServer) -> None:
-        """Read the page of *server*; one that has none, or does not answer, is passed over."""
         import aiohttp
 
         now = asyncio.get_running_loop().time()
@@ -213,7 +211,6 @@ class Sampler:
 
 
 def _moving(page: Page) -> Iterator[tuple[str, float]]:
-    """Yield the engine's own gauges and counters, not those of its interpreter and its web server."""
     for numbers in (page.gauges, page.counters):
         for name, value in numbers.items():
             if ":" in name and not name.endswith("_created") and math.isfinite(value):

@@ -46,7 +46,6 @@ def write(model: Llm, folder: Path) -> Path:
 
 
 def _config(model: Llm) -> dict[str, Any]:
-    """Return what `config.json` says: the shape, and over it what the model's own file says besides."""
     return {
         "hidden_size": model.hidden,
         "num_hidden_layers": model.layers,
@@ -66,7 +65,6 @@ def _config(model: Llm) -> dict[str, Any]:
 
 
 def _tokenizer(vocabulary: int) -> dict[str, Any]:
-    """Return a tokenizer in the format of the library `tokenizers`: words, told apart by white space."""
     return {
         "version": "1.0",
         "truncation": None,

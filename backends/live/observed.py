@@ -114,7 +114,6 @@ def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
 
 
 def _vllm_bench(text: str) -> Iterator[Observed]:
-    """Yield the requests of one benchmark, whose columns are lists of equal length, in seconds."""
     log = json.loads(text)
     if "start_times" not in log:
         raise ValueError("no start_times, without which arrivals are unknown: save it with --save-detailed")
@@ -131,7 +130,6 @@ def _vllm_bench(text: str) -> Iterator[Observed]:
 
 
 def _aiperf(text: str) -> Iterator[Observed]:
-    """Yield the requests of a profile, without those of the warm-up; values have their units beside them."""
     for line in filter(None, text.splitlines()):
         record = json.loads(line)
         about, metrics = record["metadata"], record.get("metrics") or {}
@@ -158,7 +156,6 @@ def _seconds(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def _sglang(text: str) -> Iterator[Observed]:
-    """Yield the requests of SGLang's servers; of a pair, times of both as decode's answer carries them."""
     for line in filter(None, text.splitlines()):
         record = json.loads(line)
         record = record.get("meta_info", record)

@@ -47,6 +47,5 @@ def _named(request: Request) -> list[int]:
 
 
 def _drawn(seed: int, kind: str, name: int, count: int, low: int, high: int) -> Ids:
-    """Return *count* ids from *low* to *high*, exclusive, from a stream of random numbers of their own."""
     entropy = [seed, *kind.encode(), *divmod(name & (1 << 64) - 1, 1 << 32)]
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy))).integers(low, high, count)

@@ -108,7 +108,6 @@ class _ServerPool:
         self._servers, self._policy = servers, policy
 
     def choose(self) -> LiveServer:
-        """Return the server with the fewest requests so far, or the fewest tokens outstanding."""
         if self._policy == "round_robin":
             return min(self._servers, key=lambda server: server.sent)
         return min(self._servers, key=lambda server: (server.load, server.sent))
@@ -140,13 +139,11 @@ async def _stream(
     exact: bool,
     name: str = "",
 ) -> None:
-    """Read the tokens of *row* from *server*.
-
-    Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as many.
-
-    A server that counts in its first chunk counts in all; of another one a final count corrects how many there were,
-    not when they came.
-    """
+    # Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as
+    # many.
+    #
+    # A server that counts in its first chunk counts in all; of another one a final count corrects how many there
+    # were, not when they came.
     counts: bool | None = None
     now = 0.0
     async for now, data in post.events(server, form.path, body, name):
@@ -174,7 +171,6 @@ async def _stream(
 
 
 def _arrived(row: RequestRow, now: float, new: int) -> None:
-    """Enter *new* tokens that came at *now*."""
     if row.last is None:
         row.first = now
     else:
@@ -259,10 +255,7 @@ class VllmPair:
 
     @staticmethod
     def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
-        """Return the parameters in prefill's answer *data* that decode needs.
-
-        Raise a `RequestFailed` if the answer is an error or has none.
-        """
+        # Raise a `RequestFailed` if the answer is an error or has none.
         try:
             answer = msgspec.json.decode(data, type=_Answer)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -329,7 +322,6 @@ class SglangPair:
         row: RequestRow,
         meeting: Mapping[str, Any],
     ) -> None:
-        """Send the prompt to prefill *server* and wait for its answer, whose numbers go into *row*."""
         with _Visit(server, request.input):
             body = self._format.body(prompt, request.output, stream=False, extra=meeting)
             data = await post.answer(server, self._format.path, body)
@@ -351,7 +343,6 @@ class SglangPair:
         row: RequestRow,
         meeting: Mapping[str, Any],
     ) -> None:
-        """Send the prompt to decode *server* and read the stream of tokens into *row*."""
         with _Visit(server, request.input + request.output):
             body = self._format.body(prompt, request.output, stream=True, extra=meeting)
             await _stream(post, server, self._format, body, row, request.output, exact=self._exact)

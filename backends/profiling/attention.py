@@ -108,7 +108,6 @@ def decode(case: Mapping[str, Any], device: str) -> Calls:
 
 
 def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-    """Return attention whose keys and values are in blocks, in an order that is not that of memory."""
     import torch
 
     batch, context, heads, width = k.shape

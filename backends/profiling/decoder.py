@@ -94,11 +94,8 @@ class DecoderStack:
         new: int,
         kernel: str,
     ) -> torch.Tensor:
-        """Return the next tokens, or the last layer's output without a head.
-
-        *x* is (sequences x new, hidden), *cache* a (2, sequence, token, KV head, element) tensor a
-        layer, whose last *new* tokens are overwritten.
-        """
+        # *x* is (sequences x new, hidden), *cache* a (2, sequence, token, KV head, element) tensor a
+        # layer, whose last *new* tokens are overwritten.
         import torch
 
         norm, rotate, silu_mul = (compiled(name, self.device) for name in ("norm", "rotate", "silu_mul"))

@@ -91,11 +91,8 @@ def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> lis
 
 
 def _all(subjects: Sequence[Subject], memory: float, small: bool) -> Iterator[Case]:
-    """Yield the cases of *subjects* in the order of their value, some of them more than once.
-
-    The last ones have ``round=1``: they are the same as earlier ones, and show by how much the GPU
-    has drifted.
-    """
+    # The last ones have ``round=1``: they are the same as earlier ones, and show by how much the GPU
+    # has drifted.
     yield from ({"operator": "launch", "mode": mode, "tokens": 1} for mode in ("graph", "eager"))
     for place, subject in enumerate(subjects):
         for part in (_linear, _attention, _pointwise, _mixture, _forwards):
@@ -107,7 +104,6 @@ def _all(subjects: Sequence[Subject], memory: float, small: bool) -> Iterator[Ca
 
 
 def _kept(case: Mapping[str, Any]) -> bool:
-    """Return whether *case* is measured of subjects after the first, too: every second size."""
     if case["operator"] == "gemm":
         return int(case["tokens"]) in ROWS[::2]
     if case["operator"] == "decode":
@@ -120,7 +116,6 @@ def _named(subject: Subject) -> Case:
 
 
 def _linear(subject: Subject, memory: float, small: bool) -> Iterator[Case]:  # noqa: ARG001
-    """Yield the matrix products, in bf16."""
     for product in products(subject.model, subject.tp):
         for rows in TINY["rows"] if small else ROWS:
             if product.name == "head" and rows > 512:
@@ -137,7 +132,6 @@ def _linear(subject: Subject, memory: float, small: bool) -> Iterator[Case]:  # 
 
 
 def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    """Yield the products of `_linear` in FP8, every third size, for models that are released or often run so."""
     if small or subject.model.hidden < 4096:
         return
     for case in _linear(subject, memory, small):
@@ -146,7 +140,6 @@ def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _heads(model: Llm, tp: int) -> Case:
-    """Return the columns of the heads that one of *tp* ranks has; a KV head that is shared counts on every rank."""
     return {
         "heads": max(1, model.heads // tp),
         "kv_heads": max(1, model.kv_heads // tp),
@@ -156,11 +149,8 @@ def _heads(model: Llm, tp: int) -> Case:
 
 
 def _attention(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    """Yield grouped-query attention: decode by context and batch, prefill alone, and prefill over earlier chunks.
-
-    Decode has a row for the kernel over dense memory, and for a few sizes the one over pages, to
-    see what pages cost.  Latent attention has cases of its own (`_latent`).
-    """
+    # Decode has a row for the kernel over dense memory, and for a few sizes the one over pages, to
+    # see what pages cost.  Latent attention has cases of its own (`_latent`).
     if subject.model.attention == "mla":
         yield from _latent(subject, memory, small)
         return
@@ -182,7 +172,6 @@ def _attention(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _latent(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    """Yield latent attention both ways: expanded to heads as in prefill, and absorbed as in decode."""
     model = subject.model
     rank = model.latent_dim - model.rope_dim
     for heads in dict.fromkeys((max(1, model.heads // subject.tp), model.heads)):
@@ -203,7 +192,6 @@ def _latent(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _pointwise(subject: Subject, memory: float, small: bool) -> Iterator[Case]:  # noqa: ARG001
-    """Yield norms with the residual's sum, activations, and rotation with the store of keys and values."""
     model, shape = subject.model, layer_shape(subject.model)
     wide = (shape.expert * model.experts_per_token if model.experts else shape.intermediate) // subject.tp
     heads = _heads(model, subject.tp)
@@ -217,7 +205,6 @@ def _pointwise(subject: Subject, memory: float, small: bool) -> Iterator[Case]: 
 
 
 def _mixture(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    """Yield experts by tokens and by experts hit, and the whole layer with routing."""
     model, shape = subject.model, layer_shape(subject.model)
     if not model.experts:
         return
@@ -238,16 +225,12 @@ def _mixture(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _hit(model: Llm, tokens: int) -> float:
-    """Return how many experts *tokens* hit in the mean, each routed independently and evenly.
-
-    With E experts of which a token takes k, one expert is missed by all of n tokens with
-    probability (1 - k/E)^n.
-    """
+    # With E experts of which a token takes k, one expert is missed by all of n tokens with
+    # probability (1 - k/E)^n.
     return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
 
 
 def _forwards(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    """Yield whole decode steps and whole prefills of so many layers, in a graph and launched one by one."""
     model = subject.model
     if model.attention == "mla":
         return  # no kernel of PyTorch's does its decode as engines do: its parts are measured
@@ -272,7 +255,6 @@ def _forwards(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _anchors(subject: Subject) -> Iterator[Case]:
-    """Yield a few cases that are measured a second time at the end, so that a drift of the GPU shows."""
     for case in _linear(subject, 0.0, False):
         if case["tokens"] in (1, 64, 1024):
             yield case

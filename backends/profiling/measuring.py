@@ -49,7 +49,6 @@ class _Measurer:
         self._kernels: dict[str, str] = {}
 
     def run(self, cases: list[dict[str, Any]]) -> None:
-        """Measure *cases* until the deadline, in their order, and write a row for each."""
         new = not self._path.exists()
         with self._path.open("a", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, [*COLUMNS, *TIMES], lineterminator="\n")
@@ -67,10 +66,7 @@ class _Measurer:
                     file.flush()
 
     def _tried(self, case: Mapping[str, Any]) -> Timing | None:
-        """Return the time of *case*, None if PyTorch refuses it; what it allocated is freed either way.
-
-        An error of the CUDA context is raised: every later call of this process would fail, too.
-        """
+        # An error of the CUDA context is raised: every later call of this process would fail, too.
         try:
             return self._measured(case)
         except Exception as error:  # one kernel that is not there must not cost the others
@@ -82,7 +78,6 @@ class _Measurer:
             self._free()
 
     def _measured(self, case: Mapping[str, Any]) -> Timing:
-        """Return the time of *case*, in a CUDA graph or launched one by one, as its mode says."""
         if case["operator"] in ("step", "forward"):
             calls: list[Callable[[], object]] = [self._whole(case)]
         else:
@@ -91,10 +86,7 @@ class _Measurer:
         return self._watch.eager(calls) if case["mode"] == "eager" else self._watch.graph(calls)
 
     def _whole(self, case: Mapping[str, Any]) -> Callable[[], object]:
-        """Return one forward of a whole decoder.
-
-        It is built anew only if its shape differs from that of the case before.
-        """
+        # It is built anew only if its shape differs from that of the case before.
         import torch
 
         with torch.inference_mode():
@@ -108,7 +100,6 @@ class _Measurer:
             return self._decoder.call(case, self._kernels)
 
     def _working(self, new: int) -> str:
-        """Return the attention kernel for *new* tokens that works here, the fastest known first."""
         import torch
 
         if self.device == "cpu":
@@ -125,7 +116,6 @@ class _Measurer:
         return "reference"
 
     def _free(self, all_of_it: bool = False) -> None:
-        """Give cached memory back if more than half of the GPU is reserved, or *all_of_it* regardless of that."""
         if self.device == "cpu":
             return
         import torch
@@ -135,7 +125,6 @@ class _Measurer:
             torch.cuda.empty_cache()
 
     def _agree(self, value: float) -> float:
-        """Return the largest *value* of all ranks that measure together; alone, *value*."""
         if not self._together:
             return value
         import torch
@@ -148,7 +137,6 @@ class _Measurer:
     # --- all-reduces -----------------------------------------------------------------------------------------------
 
     def meet(self, path: str) -> None:
-        """Join the group of all ranks, over NCCL, or over Gloo on a processor."""
         import torch
         import torch.distributed as dist
 
@@ -162,11 +150,8 @@ class _Measurer:
         self._together = True
 
     def _collective(self, case: Mapping[str, Any]) -> list[Callable[[], object]]:
-        """Return the calls of an all-reduce: by NCCL, or PyTorch's kernels over symmetric memory.
-
-        The same buffer is reduced eight times in a row: what a collective costs does not depend on
-        its contents.
-        """
+        # The same buffer is reduced eight times in a row: what a collective costs does not depend on
+        # its contents.
         import torch
         import torch.distributed as dist
 

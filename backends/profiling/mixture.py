@@ -48,7 +48,6 @@ def experts(case: Mapping[str, Any], device: str) -> Calls:
 
 
 def _even(routed: int, hit: int, count: int, shift: int, device: str) -> torch.Tensor:
-    """Return the expert of each of *routed* rows, ascending: *hit* of *count* experts, spread over all of them."""
     import torch
 
     chosen = ((torch.arange(hit, device=device) * count // hit + shift) % count).sort().values
@@ -89,7 +88,6 @@ def assigned(logits: torch.Tensor, per: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _gathered(made: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return for each token the weighted sum of what its experts made: (token, hidden), in the order of tokens."""
     weighted = made * weights.flatten()[order, None].to(made.dtype)
     return made.new_zeros(rows, made.shape[1]).index_add_(0, order // weights.shape[1], weighted)
 

@@ -50,7 +50,6 @@ def build(case: Case, device: str) -> Calls:
 
 
 def _launch(case: Case, device: str) -> Calls:  # noqa: ARG001
-    """Return additions to 32 numbers: what launching a kernel costs when there is nothing for it to do."""
     import torch
 
     one = torch.zeros(32, device=device)
@@ -58,7 +57,6 @@ def _launch(case: Case, device: str) -> Calls:  # noqa: ARG001
 
 
 def _gemm(case: Case, device: str) -> Calls:
-    """Return products of (tokens, k) with transposed (n, k), in bf16 or FP8 (e4m3) with results in bf16."""
     import torch
     from torch import _scaled_mm
 
@@ -92,7 +90,6 @@ def weight(n: int, k: int, device: str) -> torch.Tensor:
 
 
 def _norm(case: Case, device: str) -> Calls:
-    """Return RMS norms of (tokens, n) together with the sum with the residual, compiled into one kernel."""
     import torch
 
     rows, width = int(case["tokens"]), int(case["n"])
@@ -103,7 +100,6 @@ def _norm(case: Case, device: str) -> Calls:
 
 
 def _activation(case: Case, device: str) -> Calls:
-    """Return the gated activation of (tokens, 2 n): SiLU of one half times the other."""
     import torch
 
     x = torch.randn(int(case["tokens"]), 2 * int(case["n"]), device=device, dtype=torch.bfloat16)
@@ -112,7 +108,6 @@ def _activation(case: Case, device: str) -> Calls:
 
 
 def _rotary(case: Case, device: str) -> Calls:
-    """Return norms and rotations of queries and keys, and the store of keys and values as a cache has them."""
     import torch
 
     rows, heads, kv, width = (int(case[name]) for name in ("tokens", "heads", "kv_heads", "head_dim"))

@@ -121,12 +121,9 @@ def _run(
     output: Path,
     joint: list[str],
 ) -> list[str]:
-    """Have *world* workers measure *cases*; return what failed.
-
-    *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a
-    collective that the new one has not entered.  A worker that goes on 30 s beyond the *deadline*
-    is killed.
-    """
+    # *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a
+    # collective that the new one has not entered.  A worker that goes on 30 s beyond the *deadline*
+    # is killed.
     numbered = [{**case, "number": number} for number, case in enumerate(cases)]
     job = {
         "cases": numbered,
@@ -174,11 +171,8 @@ def _run(
 def _start(
     job: Path, rank: int, log: Path, where: ProfiledDevice, joint: bool, after: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start the worker of *rank*, which sees its GPU only unless it measures *joint*ly, and goes on *after* a case.
-
-    ``CUDA_VISIBLE_DEVICES`` of this process is kept to.  PyTorch compiles on one thread, so that
-    workers do not disturb each other's measurements.
-    """
+    # ``CUDA_VISIBLE_DEVICES`` of this process is kept to.  PyTorch compiles on one thread, so that
+    # workers do not disturb each other's measurements.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
     if where.kind == "cuda" and not joint:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -190,6 +184,5 @@ def _start(
 
 
 def _last(log: Path) -> int:
-    """Return the number of the case that a worker began last, -1 if none."""
     numbers = re.findall(r"^case (\d+) ", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return int(numbers[-1]) if numbers else -1

@@ -101,10 +101,7 @@ class Stopwatch:
         return self._on_gpu(every, len(calls))
 
     def _on_gpu(self, run: Callable[[], object], loops: int) -> Timing:
-        """Return the time of one of *loops* calls that *run* makes.
-
-        It is taken by events around as many runs as take a while.
-        """
+        # It is taken by events around as many runs as take a while.
         import torch
 
         def elapsed(count: int) -> float:
@@ -124,8 +121,6 @@ class Stopwatch:
         return _timing([elapsed(count) / count / loops for _ in range(repeats)])
 
     def _on_host(self, calls: Sequence[Call]) -> Timing:
-        """Return the time of one of *calls* on this thread of the processor, others' time not counted."""
-
         def elapsed(count: int) -> float:
             begin = time.thread_time()
             for _ in range(count):
@@ -140,7 +135,6 @@ class Stopwatch:
 
 
 def _timing(samples: Sequence[float]) -> Timing:
-    """Return the median and the quartiles of *samples*, the nearest ones for few."""
     ordered = sorted(samples)
     quarter = len(ordered) // 4
     return Timing(median(ordered), ordered[quarter], ordered[-1 - quarter], len(ordered))

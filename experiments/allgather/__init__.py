@@ -111,7 +111,6 @@ def check(config: Config) -> Iterator[str]:
 
 
 def _missing(collective: Collective) -> str:
-    """Return what the library of *collective* needs here to run, or nothing."""
     known = collective.implementation in plugins.names(plugins.COLLECTIVES)
     return str(plugins.resolve(plugins.COLLECTIVES, collective.implementation).missing()) if known else ""
 
@@ -154,7 +153,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint]) -> list[RankSpec]:
-    """Return the ranks of one job, one for each GPU, and what they measure."""
     assert config.collective is not None
     names = [f"rank{index}" for index in range(points[0].ranks)]
     symmetric = any(point.pool == SYMMETRIC for point in points)

@@ -89,10 +89,7 @@ def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome, *, device: b
 
 
 def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str, device: bool) -> GatherRow:
-    """Return the row of *point*, the *number*-th of its job.
-
-    The records of all ranks are put side by side, gather by gather; what some rank has no record of is left out.
-    """
+    # The records of all ranks are put side by side, gather by gather; what some rank has no record of is left out.
     ranks = outcome.ranks.values()
     records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
     together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
@@ -113,11 +110,8 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
 
 
 def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
-    """Return how long an all-gather took, from the records of all ranks.
-
-    With *device* their times are the device's, and those of the rank that did not wait for others
-    count.
-    """
+    # With *device* their times are the device's, and those of the rank that did not wait for others
+    # count.
     if device:  # of the rank that did not wait for others
         return min(record.seen - record.submitted for record in each)
     return max(record.seen for record in each) - max(record.submitted for record in each)

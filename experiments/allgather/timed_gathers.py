@@ -59,10 +59,7 @@ def measure(
 def _equal(
     rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int, warmup: int, verify: bool
 ) -> Program:
-    """Gather equal pieces, *warmup* and *repeat* times.
-
-    Return how many pieces were checked, and how many of them were right.
-    """
+    # Return how many pieces were checked, and how many of them were right.
     size, ranks = point["size"], len(group.names)
     source = yield from allocate(rank, group, size, point["pool"])
     target = yield from allocate(rank, group, size * ranks, point["pool"])
@@ -81,10 +78,7 @@ def _equal(
 def _padded(
     rank: Rank, group: Group, point: dict[str, Any], row: int, repeat: int, warmup: int, verify: bool
 ) -> Program:
-    """Gather a batch that is split in a zigzag.
-
-    Return how many of its tokens were checked, and how many were right.
-    """
+    # Return how many of its tokens were checked, and how many were right.
     split = zigzag(point["batch"], len(group.names))
     gather = PaddedAllGather(rank, group, row, split.longest, point["pool"])
     yield from gather.open()
@@ -115,7 +109,6 @@ def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _holds(buffer: Buffer, offset: int, seed: int, size: int) -> bool:
-    """Return whether the two ends of what lies at *offset* are those of the pattern of *seed*."""
     expected, window = pattern(seed, size), min(size, WINDOW)
     ends = (0, size - window)
     return all(buffer.read(offset + at, window) == expected[at : at + window].tobytes() for at in ends)

@@ -91,7 +91,6 @@ class _Chain:
     start: float  # load of the first probe
 
     def capacities(self) -> list[Capacity]:
-        """Return the capacity of each shape of the chain, in order; runs in a process of the pool."""
         found: list[Capacity] = []
         start = self.start
         for shape in self.shapes:
@@ -152,7 +151,6 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
 
 @contextmanager
 def _mapping(processes: int) -> Iterator[Callable[..., Iterator[list[Capacity]]]]:
-    """Yield a `map` over so many processes; what it yields does not depend on their number."""
     if processes == 1:
         yield map
         return

@@ -22,12 +22,10 @@ Found = Mapping[Shape, Capacity]
 
 
 def _rate(shape: Shape, probe: Probe, gpus: int) -> float:
-    """Return the requests a second of the whole machine: as many copies of *shape* as fit."""
     return probe.rate * (gpus // shape.gpus)
 
 
 def _tokens(shape: Shape, probe: Probe, gpus: int) -> float:
-    """Return the output tokens a second and GPU of the machine."""
     return probe.tokens * (gpus // shape.gpus) / gpus
 
 
@@ -138,7 +136,6 @@ def tables(found: Found, refused: Mapping[Shape, str], gpus: int, config: Config
 
 
 def _reason(text: str) -> str:
-    """Return what a refusal says without the numbers of its own."""
     return text.rpartition("; ")[0].split(": ", 1)[-1] if "GPUs" not in text else "more GPUs than the machine has"
 
 
@@ -155,10 +152,7 @@ def _answer(
     config: Config,
     search: Search,
 ) -> list[list[str]]:
-    """Return the lines of the answer.
-
-    What was searched, the best deployment, its interval, and how many come close.
-    """
+    # What was searched, the best deployment, its interval, and how many come close.
     slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
     searched = f"{len(found)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
     lines = [["searched", searched], ["SLO", f"{slo} for {search.attainment:.0%} of requests"]]
@@ -189,7 +183,6 @@ def _answer(
 
 
 def _high(entry: tuple[Shape, Capacity, Probe], gpus: int) -> float:
-    """Return the requests a second of the machine at the upper end of a deployment's interval of loads."""
     shape, one, probe = entry
     return _rate(shape, probe, gpus) / probe.load * one.high
 

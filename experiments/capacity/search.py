@@ -123,10 +123,7 @@ def bisect(
 def _surely(
     measure: Callable[[float], Probe], target: float, load: float, highest: float, probes: Sequence[Probe]
 ) -> list[Probe]:
-    """Return probes away from *load*, until both sides are sure.
-
-    Down to one that surely holds, and up to one that surely fails, if there is any.
-    """
+    # Down to one that surely holds, and up to one that surely fails, if there is any.
     found: list[Probe] = []
     for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
         at = load

@@ -93,7 +93,6 @@ class _Combination(NamedTuple):
 
     @property
     def named(self) -> list[str]:
-        """The first cells of its row."""
         return [self.backend, self.engine, "staged" if self.staging else "as it is", self.metadata]
 
 
@@ -141,7 +140,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
-    """Yield all rows: the product of the options, then one for each serving engine without disaggregation."""
     for parts in product(options.backends, options.engines, options.staging, options.metadata):
         yield _Combination(*parts)
     if options.colocated:
@@ -152,10 +150,7 @@ def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
 def _served(
     config: Config, target: Target, options: CompareEnginesOptions, one: _Combination, progress: ShowProgress
 ) -> Result:
-    """Return what serving as *one* says.
-
-    Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing.
-    """
+    # Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing.
     engine = options.engines[one.engine]
     if one.backend not in options.backends:
         colocated = ServeOptions(router=options.router, deployment="colocated")
@@ -186,12 +181,9 @@ def _served(
 
 
 def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
-    """Return *backend* as it is on the machine of *config*.
-
-    Rates of NVLink are shares of the machine's line rate, costs as its options have them.
-
-    As a run does with `backend=`, except that no calibration is laid over it.
-    """
+    # Rates of NVLink are shares of the machine's line rate, costs as its options have them.
+    #
+    # As a run does with `backend=`, except that no calibration is laid over it.
     found: dict[str, Any] = {}
     for name in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, name)

@@ -131,7 +131,6 @@ def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
 
 
 def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
-    """Run *trials* one after the other, in a process of the pool."""
     return [trial.run() for trial in trials]
 
 
@@ -141,7 +140,6 @@ def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
 def _result(
     trials: Sequence[FaultTrial], tried: Sequence[Tried], ran: int, seconds: float, more: Sequence[str]
 ) -> Result:
-    """Return what is said of *tried*, of which *ran* were run now in so many *seconds*; *more* are further notes."""
     by_seed = {trial.seed: trial for trial in trials}
     first: dict[str, Tried] = {}
     for each in tried:
@@ -158,7 +156,6 @@ def _result(
 
 
 def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) -> list[Metric]:
-    """Return the counts of scenarios, requests, violations and events, and scenarios a second."""
     requests = sum(trial.requests for trial in trials)
     events = sum(each.events for each in tried)
     bad = sum(bool(each.violations) for each in tried)
@@ -172,7 +169,6 @@ def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) 
 
 
 def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
-    """Return how requests ended, and if any invariant was violated, the *rows* about that."""
     statuses: dict[str, int] = {}
     for each in tried:
         for status, count in each.statuses.items():

@@ -83,7 +83,6 @@ class CampaignParts:
         return f"{self._path} keeps {len(self.tried)} scenarios, {bad} with violations"
 
     def _read(self, text: str, head: Mapping[str, Any]) -> None:
-        """Take the scenarios in *text*, whose first line must be *head*, and cut off a last line that was torn."""
         first, *lines = text.splitlines(keepends=True)
         found = json.loads(first)
         for key, value in head.items():

@@ -123,7 +123,6 @@ class Causes:
         return kind == "PeerLost" and (any(when <= at for when in losses) or self._alone(name, error, at))
 
     def _alone(self, name: str, error: str, at: float) -> bool:
-        """Return whether rank *name* has lost the router, and noticed it in time."""
         lost = self._scenario.kill.get(ROUTER)
         if lost is None or f"nothing from {ROUTER}" not in error:
             return False
@@ -178,14 +177,10 @@ class Causes:
 
     @property
     def _models(self) -> tuple[EngineModel | None, ...]:
-        """The engine's models of transfers within a node and between nodes."""
         return self._scenario.engine.intra, self._scenario.engine.inter
 
     def _limited(self, status: str, life: Life) -> bool:
-        """Return whether a limit of the scenario explains *status*.
-
-        The scenario limits the time of a room as *status* says, and the request has taken so long.
-        """
+        # The scenario limits the time of a room as *status* says, and the request has taken so long.
         job = self._scenario.job
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
@@ -197,11 +192,8 @@ class Causes:
         return self._waits_at_the_router(life) or self._scenario.faults.delay > job.engine.lease / 100  # in the mean
 
     def _waits_at_the_router(self, life: Life) -> bool:
-        """Return whether all that the router had to send on until *life* ended is as long as a lease lives alone.
-
-        It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
-        heartbeat comes up to `ServingEngine.heartbeat` seconds after.
-        """
+        # It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
+        # heartbeat comes up to `ServingEngine.heartbeat` seconds after.
         engine = self._scenario.job.engine
         passes = 2 * sum(at <= life.ended for each in self._lives for at, *_ in each.tries)
         return passes * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
@@ -215,7 +207,6 @@ class Causes:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
 
     def _lost(self, status: str, life: Life) -> bool:
-        """Return whether the instance that *status* names was lost, or all of the side of which none was left."""
         missing = re.search(r"no (\w+) instance is left", status)
         if missing:
             out = [name for name in self._instances if self._is_out(name, life.ended, life.ended)]
@@ -225,44 +216,35 @@ class Causes:
         return named is not None and named[0] in life.instances and self._is_out(named[0], life.began, life.ended)
 
     def _parted(self, side: str, out: list[str]) -> bool:
-        """Return whether of every pair one is *out*, so that none is connected."""
         job = self._scenario.job
         return side == "connected" and all(p in out or d in out for p in job.prefills for d in job.decodes)
 
     def _is_out(self, instance: str, start: float, end: float) -> bool:
-        """Return whether *instance* cannot serve at any time from *start* to *end*."""
         return instance in self._outages and self._outages[instance].reaches(start, end)
 
     def _slowed(self, life: Life) -> bool:
-        """Return whether the request was slowed down.
-
-        A transfer of it was held up, or a rank or link of its instances slow meanwhile.
-        """
+        # A transfer of it was held up, or a rank or link of its instances slow meanwhile.
         if any(room in self._held for _, room, *_ in life.tries) or self._queued(life):
             return True
         return self._is_disturbed(life.instances, life) or self._behind(life)
 
     def _is_disturbed(self, instances: Iterable[str], life: Life) -> bool:
-        """Return whether one of *instances* was slow while *life* went on."""
         windows = [self._disturbed[name] for name in instances if name in self._disturbed]
         return any(start <= life.ended and life.began <= end + BACKLOG for each in windows for start, end in each)
 
     def _behind(self, life: Life) -> bool:
-        """Return whether it waited: the engine carries a rank's transfers in order, and one was slow."""
         if not any(model is not None and model.in_order for model in self._models):
             return False
         before = [other for other in self._lives if other.began <= life.ended and other.ended >= life.began]
         return any(self._is_disturbed(other.instances, life) for other in before if other.instances & life.instances)
 
     def _queued(self, life: Life) -> bool:
-        """Return whether transfers wait for room in a send queue in which one of the same instances was held up."""
         if not any(model is not None and model.full == "wait" and model.depth for model in self._models):
             return False
         beside = [other for other in self._lives if other.instances & life.instances and other.began <= life.ended]
         return any(room in self._held for other in beside for _, room, *_ in other.tries)
 
     def _short(self, number: int, life: Life) -> bool:
-        """Return whether another request left pages in quarantine at an instance of this one, by a fault."""
         for other, (each, status) in enumerate(zip(self._lives, self._statuses, strict=True)):
             shares = other != number and each.instances & life.instances and each.began <= life.ended
             if shares and (len(each.tries) > 1 or self._quarantined(each, status, life.ended)):
@@ -270,10 +252,7 @@ class Causes:
         return False
 
     def _quarantined(self, life: Life, status: str, until: float) -> bool:
-        """Return whether a request that ended with *status* may have left pages in quarantine.
-
-        One that has been pulled, too: prefill revokes it if it is not told so before the lease ends.
-        """
+        # One that has been pulled, too: prefill revokes it if it is not told so before the lease ends.
         if status == "ok" and self._scenario.job.engine.handoff != "pull":
             return False
         if status != "ok" and (not status.startswith("Aborted") or self._slowed(life)):
@@ -282,7 +261,6 @@ class Causes:
 
 
 def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield the instances of which a rank, or a link of its GPU, is slow, and from when until when."""
     faults = scenario.faults
     places = {f"node{spec.place.node}/gpu{spec.place.gpu}": spec.name for spec in scenario.specs}
     found: dict[str, list[tuple[float, float]]] = {}

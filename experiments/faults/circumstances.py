@@ -215,7 +215,6 @@ def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
 
 
 def _costs(random: np.random.Generator) -> HostCosts:
-    """Return what the host of one side adds: all that there is, whether that side has a use for it or not."""
     found = {}
     for name in (each.name for each in fields(HostCosts)):
         chance, size = random.random(2).tolist()

@@ -69,7 +69,6 @@ class _QuietRouter(Router):
         self._lives: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
 
     def report(self) -> dict[str, Any]:
-        """As `Router.report`, with the probes and how each request went."""
         probes = [[instance_of(p.prefill), instance_of(p.decode), p.status] for p in self._probes or ()]
         self.requests = self._served
         return super().report() | {"probes": probes, "lives": list(self._lives)}
@@ -98,7 +97,6 @@ class _QuietRouter(Router):
             )
 
     def _probe_connected(self, until: float) -> None:
-        """Send the probes once all that are expected are connected, at the time *until* in any case."""
         prefills, decodes = (
             [name for name in side if name in self.expected] for side in (self.job.prefills, self.job.decodes)
         )
@@ -108,7 +106,6 @@ class _QuietRouter(Router):
             self.clock.call_at(min(self.clock.now + _LOOK, until), self._probe_connected, until)
 
     def _probe(self) -> None:
-        """Send a request through every pair of instances; those that are not connected have failed it."""
         self._resting = False
         first = len(self.requests)
         pairs = [(prefill, decode) for prefill in self.job.prefills for decode in self.job.decodes]
@@ -138,7 +135,6 @@ def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> 
 
 
 def _held(job: Deployment, request: Submit) -> int:
-    """Return how many pages of *request* are not to be sent."""
     pages = job.page_count(request.input)
     # a page that the input fills in part is always sent
     return min(request.room % pages, (request.input - 1) // job.page_size)

@@ -263,7 +263,6 @@ def attempt(scenario: Scenario) -> Tried:
 
 
 def _config(seed: int, random: np.random.Generator) -> Config:
-    """Return the configuration of *seed*, on a machine of eight small GPUs; model, layout and sizes are drawn."""
     prefill, decode = _SIDES[random.integers(len(_SIDES))]
     model = _MODELS[random.integers(len(_MODELS))]
     return Config(
@@ -284,10 +283,7 @@ def _config(seed: int, random: np.random.Generator) -> Config:
 
 
 def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False) -> Deployment:
-    """Return *job* with pools that hold from one to six of the longest requests.
-
-    Its policy is drawn unless *fixed*.
-    """
+    # Its policy is drawn unless *fixed*.
     least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
     prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
     job = replace(
@@ -306,7 +302,6 @@ def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False)
 
 
 def _requests(seed: int, count: int) -> list[Request]:
-    """Return *count* requests; the first of more are what fewer would be."""
     arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * _gap(seed)).tolist()
     longest, random = _LONGEST, stream(seed, "faults.lengths")
     lengths = 1 + (random.random((count, 2)) * longest).astype(int)
@@ -314,27 +309,21 @@ def _requests(seed: int, count: int) -> list[Request]:
 
 
 def _gap(seed: int) -> float:
-    """Return the mean seconds between requests."""
     return float(10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0)))
 
 
 def _cancels(seed: int, count: int) -> dict[int, float]:
-    """Return when users leave, in seconds after their arrival, by the number of their request.
-
-    About a quarter of them.
-    """
+    # About a quarter of them.
     draws = stream(seed, "faults.aborts").random((count, 2)).tolist()
     return {number: 10.0 ** (-4.5 + 3.5 * after) for number, (chance, after) in enumerate(draws) if chance < 0.25}
 
 
 def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
-    """Return one rank, and when it is killed."""
     random = stream(seed, "faults.kills")
     return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
 
 
 def _losses(seed: int, job: Deployment, span: float, kill: Mapping[str, float]) -> dict[str, float]:
-    """Return one rank of each of two or more instances, without those of *kill*: at one instant, or at any."""
     random = stream(seed, "faults.losses")
     instances = (*job.prefills, *job.decodes)
     many = int(random.integers(2, len(instances) + 1))
@@ -349,10 +338,7 @@ def _losses(seed: int, job: Deployment, span: float, kill: Mapping[str, float]) 
 
 
 def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Return when all ranks of a prefill and a decode instance are killed, and when they are started again: at once.
-
-    In one half of the scenarios at the same instant, in the other up to a few messages apart.
-    """
+    # In one half of the scenarios at the same instant, in the other up to a few messages apart.
     random = stream(seed, "faults.together")
     instances = (job.prefills[random.integers(len(job.prefills))], job.decodes[random.integers(len(job.decodes))])
     names = [name for instance in instances for name in job.ranks(instance)]
@@ -363,17 +349,13 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
 
 
 def _ends(faults: Faults) -> list[float]:
-    """Return when each fault is over that has an end: slow ranks, squeezed links, absences."""
     ends = [slow.end for slow in faults.slow] + [squeeze.end for squeeze in faults.squeezes]
     return ends + [absence.end for absence in faults.absences]
 
 
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
-    """Return when ranks are started again: every rank of an instance that loses one, the killed one first.
-
-    It comes back within a second of its end, and the others of its instance within a second after
-    that.
-    """
+    # It comes back within a second of its end, and the others of its instance within a second after
+    # that.
     random = stream(seed, "faults.restarts")
     found: dict[str, float] = {}
     for name, at in kill.items():
@@ -384,10 +366,7 @@ def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str
 
 
 def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Faults:
-    """Return what is to go wrong of those *kinds*, at times within *span* seconds.
-
-    All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
-    """
+    # All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
     random = stream(seed, "faults.plan")
     share, delay, late, lateness = random.random(4).tolist()
     rank, gpu = ranks[random.integers(len(ranks))], int(random.integers(len(ranks)))
@@ -410,23 +389,18 @@ def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Fault
 
 
 def _holding(spec: RankSpec) -> RankSpec:
-    """Return *spec* with a leader that holds pages, if it is a decode rank."""
     decode = instance_of(spec.name).startswith("decode")
     return replace(spec, program="experiments.faults.programs:decode") if decode else spec
 
 
 def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
-    """Return *squeeze* for a machine with several nodes: of the GPU's PCIe link instead of its NVLink.
-
-    KV goes over the network there, so that is the way from the GPU to a network card that the
-    squeeze must lie on.  The GPU is the one of the rank with the number that the link names.
-    """
+    # KV goes over the network there, so that is the way from the GPU to a network card that the
+    # squeeze must lie on.  The GPU is the one of the rank with the number that the link names.
     place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
     return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")
 
 
 def _side(side: Side) -> str:
-    """Return the layout of *side* in a few words."""
     sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
     text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
     return f"{side.instances} x{text}"

@@ -169,7 +169,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _attempt(target: Target, ranks: Sequence[RankSpec], first: bool) -> Outcome:
-    """Run a job; one that cannot be started is an outcome too, unless none ever could."""
     try:
         return target.run(ranks)
     except TransferError as error:
@@ -202,7 +201,6 @@ def _with_router(ranks: Sequence[RankSpec]) -> list[RankSpec]:
 
 
 def _side(rank: str, gpus: int) -> Place:
-    """Return the GPU of *rank*: prefill on the first half of *gpus* of a node, decode on the second, by turns."""
     if rank == ROUTER or not gpus:
         return Place()
     first, count = (0, gpus // 2 or 1) if rank.startswith("prefill") else (gpus // 2, gpus - gpus // 2)
@@ -210,10 +208,7 @@ def _side(rank: str, gpus: int) -> Place:
 
 
 def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
-    """Return the configuration of one job.
-
-    The pool holds the longest request twice, unless the configuration says otherwise; forwards take no time.
-    """
+    # The pool holds the longest request twice, unless the configuration says otherwise; forwards take no time.
     metadata: dict[str, Any] = {**METADATA[way.metadata]}
     tokens = max(options.tokens) + 2 * config.kv.page_size
     largest = tokens * kv_shape(config.model).token_bytes(min(way.prefill, way.decode))
@@ -234,7 +229,6 @@ def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
 
 
 def _warm(options: HandoffOptions) -> int:
-    """Return how many requests at the start of each job are its warm-up."""
     return len(options.tokens) * options.warmup
 
 
@@ -243,15 +237,12 @@ def _shapes(options: HandoffOptions, way: Way) -> list[HandoffShape]:
 
 
 def _failures(found: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """Yield a line for each rank that ended with an error, and for each shape that was not handed over."""
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
     yield from (f"{row.handoff.label}: {row.status}" for row in found if row.status != "ok")
 
 
 def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Return the outcomes of all ways as one, whose ranks, links and pools are named after their way."""
-
     def of_all(part: str) -> dict[str, Any]:
         items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
         return {f"{label} {name}": value for label, values in items for name, value in values.items()}

@@ -94,10 +94,7 @@ def _row(
     values: Sequence[Sequence[object]],
     records: dict[int, list[TransferRecord]],
 ) -> HandoffRow:
-    """Return the row of *shape*: the times of its measured requests.
-
-    Bytes, descriptors and paths are those of the last of them.
-    """
+    # Bytes, descriptors and paths are those of the last of them.
     mine = [number for number, request in enumerate(requests) if request.input == shape.tokens]
     errors = [str(values[number][3]) for number in mine if values[number][3] != "ok"]
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}
@@ -112,7 +109,6 @@ def _row(
 
 
 def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of each of `STAGES` of one request, from its stamps and the records of its writes."""
     reserved, noticed, started, _, arrived = (float(stamp) for stamp in stamps[:5])  # type: ignore[arg-type]
     first = min(record.submitted for record in records)
     last = min(arrived, max(record.seen for record in records))  # the target may be told before the source

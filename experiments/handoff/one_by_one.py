@@ -34,7 +34,6 @@ class _OneByOne(Arrivals):
     """Each request arrives when the one before it is over, whatever its time."""
 
     def follow(self, request: RoutedRequest) -> None:  # noqa: ARG002 whichever it was
-        """Let the next arrive."""
         self._advance(None)
 
     def _advance(self, _: Event | None) -> None:

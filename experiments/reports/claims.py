@@ -137,7 +137,6 @@ class ReportRun:
         )
 
     def _transfers(self) -> Iterator[TransferRecord]:
-        """Yield the transfers of all variants, each with its variant's label in front of its own."""
         for label, result in self._results.items():
             yield from (record._replace(label=f"{label} {record.label}") for record in result.transfers)
 
@@ -167,20 +166,17 @@ def burst(requests: int, tokens: int, output: int = 1) -> Workload:
 
 
 def _effects(claim: Claim, points: Iterable[ReportPoint]) -> list[float]:
-    """Return the effects of *claim* at *points*, those left out at which one of the values is missing."""
     found = (claim.effect(point) for point in points if point.claim == claim.name)
     return [effect for effect in found if effect is not None]
 
 
 def _metrics(claim: Claim, points: Sequence[ReportPoint]) -> Iterator[Metric]:
-    """Yield the least and the most effect of *claim*."""
     effects = _effects(claim, points)
     for name, value in (("least", min(effects, default=None)), ("most", max(effects, default=None))):
         yield Metric(f"{claim.name}_{name}", value, f"{name} effect of: {claim.text}", tabled=True)
 
 
 def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
-    """Return a row for each claim and machine, with the range of factors of both targets and the verdict."""
     columns = {
         "claim": "about the change",
         "says": "",
@@ -203,13 +199,11 @@ def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
 
 
 def _range(effects: Sequence[float]) -> str | None:
-    """Return the range of *effects* with three digits, one number if both ends are the same, None without any."""
     low, high = (f"{end(effects, default=0.0):.3g}" for end in (min, max))
     return (low if low == high else f"{low} to {high}") if effects else None
 
 
 def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
-    """Return the table of all *points* of *claims*, those of this run and the committed ones."""
     about = {claim.name: claim for claim in claims}
     columns = {
         "claim": "",

@@ -162,16 +162,12 @@ class ReportFigure:
 
 
 def _sides(prefill: Side, decode: Side) -> Parallel:
-    """Return the parallelism of both sides."""
     return Parallel(prefill=prefill, decode=decode)
 
 
 def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, Any], busy: float) -> float:
-    """Return the mean seconds of the handoff of one prompt of 10,240 tokens of DeepSeek-V3.
-
-    Nothing else is under way, so it is a time without contention.  KV has two bytes an element: the reported seconds
-    and rates together are 70 kB a token.  A call takes *busy* seconds; 0: as `conf/backend` has it.
-    """
+    # Nothing else is under way, so it is a time without contention.  KV has two bytes an element: the reported
+    # seconds and rates together are 70 kB a token.  A call takes *busy* seconds; 0: as `conf/backend` has it.
     return parts.serve(
         "transfer_avg_s",
         *(hw, "deepseek-v3", "mooncake", policy),
@@ -184,7 +180,6 @@ def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, An
 
 
 def _calls(parts: Parts, grouping: str = "pages", busy: float = 0.0) -> tuple[float, float]:
-    """Return seconds of a handoff with a call for each descriptor, and with one for all (SGLang 7236)."""
     parallel, policy = _sides(Side(tp=8), Side(tp=8)), {"grouping": grouping, "queues": 1}
     return (
         _deepseek(parts, "2x8xh800", parallel, {**policy, "call": "descriptor"}, busy),
@@ -193,7 +188,6 @@ def _calls(parts: Parts, grouping: str = "pages", busy: float = 0.0) -> tuple[fl
 
 
 def _layers(parts: Parts, busy: float = 0.0) -> tuple[float, float]:
-    """Return seconds of a handoff with a call for each layer, and with all layers in one (SGLang 9149)."""
     parallel, policy = _sides(Side(tp=8, pp=2), Side(tp=16)), {"grouping": "pages", "queues": 4}
     return (
         _deepseek(parts, "8x8xh200", parallel, {**policy, "call": "plane"}, busy),
@@ -202,7 +196,6 @@ def _layers(parts: Parts, busy: float = 0.0) -> tuple[float, float]:
 
 
 def _unloaded(sglang: ServingEngine, ahead: bool) -> ServingEngine:
-    """Return *sglang* without what its prefill takes longer under load, and with or without a step *ahead*."""
     quick = replace(sglang.prefill, send_next=0.0, posted_beside=0.0, posted_more=0.0)
     return replace(sglang, busy=1.0, prefill=quick, ahead=ahead)
 
@@ -217,10 +210,7 @@ def _prompts(
     prefill: int = 2,
     **kv: Any,
 ) -> float:
-    """Return the mean TTFT of *count* prompts of *tokens* at once, from TP *prefill* to TP 4, between nodes.
-
-    A *descriptor* of NIXL takes so many seconds; 0: as `conf/backend` has it.
-    """
+    # A *descriptor* of NIXL takes so many seconds; 0: as `conf/backend` has it.
     return parts.serve(
         "ttft_avg_s",
         *("2x8xh100", "llama-8b", backend, {}),
@@ -233,24 +223,19 @@ def _prompts(
 
 
 def _staging(parts: Parts, count: int, **setup: Any) -> tuple[float, float]:
-    """Return TTFT of *count* prompts in slices, and staged (SGLang 22536)."""
     setup = {"descriptor": UNPREPARED, **setup}
     return _prompts(parts, "nixl", count, **setup), _prompts(parts, "nixl", count, staging=True, **setup)
 
 
 def _engines(parts: Parts, count: int, **setup: Any) -> tuple[float, float]:
-    """Return TTFT of *count* prompts over Mooncake and over NIXL (SGLang 26406)."""
     return _prompts(parts, "mooncake", count, **setup), _prompts(parts, "nixl", count, **setup)
 
 
 def _unequal(parts: Parts, backend: str, count: int, **setup: Any) -> tuple[float, float]:
-    """Return TTFT of *count* prompts from TP 2 to 4, and from TP 4 to 4 (SGLang 26406)."""
     return _prompts(parts, backend, count, **setup), _prompts(parts, backend, count, prefill=4, **setup)
 
 
 def _polling(parts: Parts, tokens: int = 4096, load: float = 0.9, call: float = 0.0) -> tuple[float, float]:
-    """Return the mean transfer as seen between forwards, and as seen when it is complete (SGLang 37766)."""
-
     def transfer(notify: str) -> float:
         lengths: dict[str, Any] = {"input_mean": tokens, "input_cv": 0.0, "output_mean": 8, "output_cv": 0.0}
         return parts.serve(
@@ -268,8 +253,6 @@ def _polling(parts: Parts, tokens: int = 4096, load: float = 0.9, call: float = 
 def _reserved(
     parts: Parts, count: int = 256, prompt: int = 512, output: int = 512, pool: int = 12
 ) -> tuple[float, float]:
-    """Return output tokens a second with 512 and with 1,024 tokens reserved for each request (SGLang 6860)."""
-
     def throughput(tokens: int) -> float:
         return parts.serve(
             "output_tokens_per_s",

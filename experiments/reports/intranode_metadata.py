@@ -61,13 +61,11 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _as(config: Config, variant: str) -> Config:
-    """Return *config* with the metadata of *variant*."""
     way, memory = VARIANTS[variant]
     return replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
 
 
 def _handoffs(trial: ReportRun, options: IntranodeMetadataOptions) -> None:
-    """Compare handoffs by themselves."""
     tcp, nvlink = (
         as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs")
         for variant in VARIANTS

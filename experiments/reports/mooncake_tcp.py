@@ -95,7 +95,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
-    """Hand over single requests by either transport, and note time, bytes and descriptors of each shape."""
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
     shapes = handoff.HandoffOptions(
         tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline
@@ -115,7 +114,6 @@ def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport |
 
 
 def _prompts(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
-    """Serve prompts that arrive at once, with prefill and decode of the largest of the sizes that fit."""
     tp = max(int(text.partition("to")[0]) for text in options.fitting(trial.config.hw.gpus * trial.config.hw.nodes))
     parallel, given = Parallel(prefill=Side(tp=tp), decode=Side(tp=tp)), burst(options.requests, options.prompt)
 

@@ -84,14 +84,12 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _policies(config: Config, workers: int) -> Iterator[tuple[str, Policy]]:
-    """Yield the policies before and after, as MORI-IO's were, whatever the engine."""
     policy = replace(config.policy, call="plane", grouping="runs", metadata="control", staging=False)
     yield "queued", replace(policy, queues=workers, shard="session", notify="message")
     yield "inline", replace(policy, queues=0, notify="poll")
 
 
 def _concurrency(trial: ReportRun, options: MoriStateOptions, requests: int) -> None:
-    """Serve *requests* at once, with and without forwards."""
     own = replace(
         trial.config,
         model=options.served,
@@ -122,11 +120,8 @@ def _handoffs(
     pool: int = 0,
     metadata: tuple[str, ...] = ("policy",),
 ) -> Rows:
-    """Return the rows of single handoffs by way and number of tokens, of ranks that post inline.
-
-    *tp* are the ranks of prefill and decode as ``NtoM``, *pool* the bytes of each rank's KV pool, 0
-    for what is left, *metadata* the ways that it goes.
-    """
+    # *tp* are the ranks of prefill and decode as ``NtoM``, *pool* the bytes of each rank's KV pool, 0
+    # for what is left, *metadata* the ways that it goes.
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
     given = handoff.HandoffOptions(
@@ -142,7 +137,6 @@ def _handoffs(
 
 
 def _metadata(trial: ReportRun, options: MoriStateOptions) -> None:
-    """Compare handoffs whose metadata goes with the last batch, and over the control channel."""
     own = replace(trial.config, model=options.served)
     found = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
@@ -151,7 +145,6 @@ def _metadata(trial: ReportRun, options: MoriStateOptions) -> None:
 
 
 def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -> Iterator[list[Any]]:
-    """Hand *model* over, and one that has its layers of full attention only and no index beside them."""
     attention = [model.hybrid.pattern[layer % len(model.hybrid.pattern)] for layer in range(model.layers)].count("a")
     alone = replace(model, layers=attention, hybrid=Hybrid())
     plain, state = (
@@ -163,7 +156,6 @@ def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -
 
 
 def _slices(trial: ReportRun, options: MoriStateOptions) -> Iterator[list[Any]]:
-    """Yield what handing over between unlike ranks costs beside equal ones of prefill's size."""
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
     found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))
@@ -181,7 +173,6 @@ def _cost(
     plain: Mapping[str, Any],
     row: Mapping[str, Any],
 ) -> list[Any]:
-    """Count the handoffs of *row*, and return how much longer than *plain* they took."""
     trial.add(claim, at, options.repeat, row["n"])
     before, after = plain["p50"], row["p50"]
     return [at, before, after, after / before if before and after else None]

@@ -87,19 +87,16 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _sides(tp: str) -> tuple[int, int]:
-    """Return the ranks of prefill and of decode that *tp*, such as "4to2", names."""
     prefill, decode = map(int, tp.split("to"))
     return prefill, decode
 
 
 def _fits(config: Config, prefill: int, decode: int) -> bool:
-    """Return whether the machine has GPUs for so many ranks of both sides; hosts always have."""
     gpus = config.hw.gpus * config.hw.nodes
     return not gpus or prefill + decode <= gpus
 
 
 def _handoffs(trial: ReportRun, options: NixlStagingOptions) -> None:
-    """Compare handoffs by themselves."""
     sliced, staged = (as_rows(trial.run(path, options.handoff(path)), "Handoffs") for path in ("sliced", "staged"))
     for before, after in zip(sliced, staged, strict=True):
         at = f"{before['way'].split()[0]} {before['tokens']} tokens"
@@ -108,7 +105,6 @@ def _handoffs(trial: ReportRun, options: NixlStagingOptions) -> None:
 
 
 def _prompts(trial: ReportRun, options: NixlStagingOptions, count: int) -> None:
-    """Compare how *count* prompts that arrive at once are served by TP4 and DP4+TP4+EP4."""
     tokens = options.prompt_tokens + trial.config.kv.page_size
     most = count * tokens * kv_shape(trial.config.model).token_bytes(1)  # all of them in one group's ring
     kv = replace(trial.config.kv, staging_ring=min(trial.config.kv.staging_ring, most))

@@ -73,13 +73,11 @@ def keep(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _text(seed: str) -> str:
-    """Return the file of *seed*, "" if there is none."""
     file = data("reports", f"{seed}.csv")
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _parsed(text: str) -> list[ReportPoint]:
-    """Return the points in *text*, lines that begin with # left out."""
     rows: Iterable[dict[str, Any]] = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     return [
         ReportPoint(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows
@@ -87,12 +85,10 @@ def _parsed(text: str) -> list[ReportPoint]:
 
 
 def _number(text: str | None, kind: type[Any]) -> Any:
-    """Return *text* as a *kind* of number, None if it is empty."""
     return kind(text) if text else None
 
 
 def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
-    """Return the file with *comments* and *points*."""
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([field.name for field in fields(ReportPoint)])
@@ -102,12 +98,10 @@ def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
 
 
 def _short(value: float) -> str:
-    """Return *value* with six digits, whole numbers without a point."""
     return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
 
 
 def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the points that *run* itself got, by heading, and not those that it read from a file."""
     try:
         (table,) = (table for table in run["tables"] if table["title"] == "Points")
     except ValueError:
@@ -119,15 +113,11 @@ def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the machines, with engine or collective, and the target that *run* is of."""
     return [(f"{run['hw']} {engine}", run["target"]) for engine in (run["backend"], run.get("collective"))]
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    """Return the machine that *run* is of, as its points name it.
-
-    Raise a `ConfigError` if the run failed or has no points.
-    """
+    # Raise a `ConfigError` if the run failed or has no points.
     rows = _rows(run)
     if run["failures"] or not rows:
         raise ConfigError(
@@ -137,10 +127,7 @@ def _machine(run: Mapping[str, Any]) -> str:
 
 
 def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[ReportPoint]:
-    """Yield the points of *runs* of one machine and target: medians of both sides, least and most effect.
-
-    Raise a `ConfigError` for runs with different points.
-    """
+    # Raise a `ConfigError` for runs with different points.
     tables = [{(row["claim"], row["at"]): row for row in _rows(run)} for run in runs]
     for run, table in zip(runs, tables, strict=True):
         if list(table) != list(tables[0]):
@@ -155,13 +142,11 @@ def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> It
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median of *values*; None if a run got none, for the median of the others would be of other runs."""
     known = [float(value) for value in values if value is not None]
     return median(known) if len(known) == len(values) else None
 
 
 def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return how *runs* were made: when, of which source, on what, by which command."""
     first = runs[0]
     words = [word for word in first["overrides"] if not word.startswith(("seed=", "output="))]
     commit = str((first.get("git") or {}).get("commit") or "unknown")[:7]
@@ -174,7 +159,6 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _loaded(folder: Path) -> dict[str, Any]:
-    """Return the run in *folder*, and what it gathered with."""
     from omegaconf import OmegaConf
 
     from pdsim.results.store import load

@@ -104,14 +104,12 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _at(row: dict[str, Any]) -> str:
-    """Return the name of the point that *row* is of: ranks and piece, or ranks and batch."""
     return (
         f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
     )
 
 
 def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | None, float | None]]:
-    """Yield what each claim compares, from the rows of one point in `pools`."""
     plain, reserved = pools["default"]["med us"], pools[SYMMETRIC]["med us"]
     yield EQUAL if pools["default"]["batch"] == "-" else PADDED, plain, reserved
     grown = pools[f"{SYMMETRIC}, grown"]
@@ -122,7 +120,6 @@ def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | N
 
 
 def _repaid(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield after how many all-gathers at least and at most a growth is made up for by their being faster."""
     counts = []
     for pools in found.values():
         grown = pools[f"{SYMMETRIC}, grown"]

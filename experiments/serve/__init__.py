@@ -161,7 +161,6 @@ def observed(config: Config, found: Any, source: str) -> Result:
 
 
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
-    """Return what is said before all else: the offered load, and what it means if it is high."""
     if offered is None:
         why = "users wait for their answers" if workload.arrivals == "sessions" else "all requests arrive at once"
         return [f"offered load: none, for {why}"]
@@ -202,7 +201,6 @@ def job(config: Config, options: ServeOptions) -> Deployment:
 
 
 def _job(config: Config, options: ServeOptions) -> Deployment:
-    """Return the deployment with prefill and decode apart, before it is checked."""
     parallel, shape = config.parallel, kv_shape(config.model)
     if config.engine.packed:
         shape = replace(shape, head_bytes=2 * shape.head_bytes, packed=True)
@@ -255,7 +253,6 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
 
 
 def _check_cache(config: Config, job: Deployment) -> None:
-    """Raise a `ValueError` if the prefixes of *job* cannot be cached."""
     if config.cache.host and config.target != "model":
         raise ValueError("cache.host has target=model; leave it at 0")
     if job.shape.state.mamba or job.shape.state.window:
@@ -268,7 +265,6 @@ def _check_cache(config: Config, job: Deployment) -> None:
 
 
 def _colocated(config: Config, job: Deployment) -> Deployment:
-    """Return *job* with engines like those of prefill on the GPUs of both sides, which prefill and decode."""
     side = config.parallel.prefill
     if side.pp * side.cp * side.dp * side.ep > 1 or config.target != "model":
         raise ValueError(
@@ -294,10 +290,7 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
 
 
 def _rates(config: Config) -> dict[str, dict[str, float]]:
-    """Return the line rate from each prefill instance to each of decode, in bytes/s of a pair of GPUs.
-
-    With data-parallel attention the groups of an engine are instances by themselves, on the engine's node.
-    """
+    # With data-parallel attention the groups of an engine are instances by themselves, on the engine's node.
     hw, parallel = config.hw, config.parallel
     near = hw.interconnect.rate if hw.interconnect.kind != "none" else hw.host.tcp_rate
     far = hw.nic.rate if hw.nic.count else hw.host.tcp_rate
@@ -313,10 +306,7 @@ def _rates(config: Config) -> dict[str, dict[str, float]]:
 
 
 def _staging(config: Config, shape: KvShape) -> Staging:
-    """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left.
-
-    Bytes; the buffer is for the side with more ranks, whose chunks are the smaller ones.
-    """
+    # Bytes; the buffer is for the side with more ranks, whose chunks are the smaller ones.
     kv, parallel = config.kv, config.parallel
     tokens = (config.scheduler.chunk // kv.page_size + 1) * kv.page_size
     chunk = tokens * shape.token_bytes(max(parallel.prefill.attention_tp, parallel.decode.attention_tp))
@@ -365,7 +355,6 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
 
 
 def _gpu(grid: Grid, dp: int, number: int, index: int) -> int:
-    """Return which of its side's GPUs a rank has: the tensor-parallel ranks of all *dp* groups are neighbours."""
     engine, group = divmod(number, dp)
     block, tp = divmod(index, grid.tp)
     return engine * dp * grid.size + (block * dp + group) * grid.tp + tp
@@ -376,8 +365,6 @@ def _grid(side: Side) -> Grid:
 
 
 def _sizes(parallel: Parallel) -> str:
-    """Return the parallelism of both sides as errors name it."""
-
     def text(side: Side) -> str:
         return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}" + (f" ep={side.ep}" if side.ep > 1 else "")
 
@@ -437,7 +424,6 @@ def result(
 
 
 def _line(rank: RankResult) -> str:
-    """Return the reason for which *rank* ended without what it printed last, which `summary.json` has."""
     return next(iter(rank.error.splitlines()), "ended without a result")
 
 
@@ -468,7 +454,6 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
 
 
 def _largest(requests: RequestTable, what: Deployment) -> Iterable[tuple[int, Request]]:
-    """Return *requests* and their numbers if one may be too large for *what*; none if the largest are not."""
     prompts, ends = requests.input, requests.input + requests.output
     if not len(requests):
         return ()

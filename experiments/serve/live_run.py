@@ -97,10 +97,7 @@ def result(config: Config, requests: Sequence[Request], served: Served) -> Resul
 
 
 def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]]:
-    """Return one row a request, in columns.
-
-    Times of a failed request are None but what was seen before it failed.
-    """
+    # Times of a failed request are None but what was seen before it failed.
     rows: list[dict[str, Any]] = [
         {"id": number, "arrival": request.arrival, "input": request.input, "output": request.output}
         | {"patience": request.patience, "prefill": row.prefill, "decode": row.decode, "status": row.status}
@@ -113,12 +110,9 @@ def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]
 
 
 def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
-    """Return the latencies of *row* in seconds, None those that it did not live to see.
-
-    *arrival* is when the workload asked for it, on the client's clock.  TPOT is the mean over all
-    tokens but the first, *itl_...* are percentiles of single gaps, and *queueing* is what the
-    server itself reports of its queues.
-    """
+    # *arrival* is when the workload asked for it, on the client's clock.  TPOT is the mean over all
+    # tokens but the first, *itl_...* are percentiles of single gaps, and *queueing* is what the
+    # server itself reports of its queues.
     found: dict[str, float | None] = dict.fromkeys(
         ("ttft", "tpot", "e2e", "queueing", "prefilled", "handoff", "itl_p50", "itl_p99", "itl_max")
     )
@@ -141,7 +135,6 @@ def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
 
 
 def _reported_metrics(served: Served) -> list[Metric]:
-    """Return the mean and the median of what each server reports of its requests' phases."""
     found = []
     for server, page in served.reported.items():
         for what, names in REPORTED.items():
@@ -157,7 +150,6 @@ def _reported_metrics(served: Served) -> list[Metric]:
 
 
 def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], served: Served) -> list[Table]:
-    """Return the tables of latencies and instances, and what the servers report where they report anything."""
     heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     rows = [[name, *report.spread(spread[name]), text] for name, text in LATENCIES.items() if len(spread[name])]
     tables = [
@@ -181,12 +173,10 @@ def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], ser
 
 
 def _told(name: str, histogram: Histogram) -> bool:
-    """Return whether a histogram is of the engine's own and has observations."""
     return ":" in name and histogram.count > 0
 
 
 def _failures(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return a line for each request that failed; one whose user left, as the workload says, did not."""
     return [
         f"request {number}: {status}"
         for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
@@ -195,7 +185,6 @@ def _failures(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _notes(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return what a reader must know of the client: that it was late."""
     late = [
         sent - arrival for sent, arrival in zip(columns["sent"], columns["arrival"], strict=True) if sent is not None
     ]

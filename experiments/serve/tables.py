@@ -97,7 +97,6 @@ def shed(status: str) -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """Return *values* as an array, floats with NaN for None."""
     return values.values if isinstance(values, ArrayColumn) else ArrayColumn.of(values).values
 
 
@@ -114,7 +113,6 @@ def makespan(table: Columns) -> float:
 
 
 def _good(table: Columns, slo: Slo) -> int:
-    """Return how many requests meet both limits of *slo*; one of a single token has no TPOT, and meets that one."""
     ttft, tpot = _numbers(table["ttft"]), _numbers(table["tpot"])
     return int(((ttft <= slo.ttft) & (np.nan_to_num(tpot) <= slo.tpot)).sum())
 
@@ -341,13 +339,11 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
 
 
 def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Return what the leader of each instance reported, of those that lived to the end."""
     leaders = {name.removesuffix(".0"): rank.value for name, rank in outcome.ranks.items() if name.endswith(".0")}
     return {name: value for name, value in leaders.items() if value}
 
 
 def _pages(outcome: Outcome) -> dict[str, float]:
-    """Return the most pages that each instance had in use, as a share of its pool."""
     return {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
 
 
@@ -375,7 +371,6 @@ def instances(table: Columns) -> list[list[Any]]:
 
 
 def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) -> int:
-    """Return the sum of whole numbers, of those for which *which* is true."""
     numbers = values.values if isinstance(values, ArrayColumn) else np.array(values, dtype=np.int64)
     return int(numbers[slice(None) if which is None else which].sum())
 
@@ -424,7 +419,6 @@ class Paths:
             self._count(log.runs())
 
     def _count(self, runs: Iterable[RecordRun]) -> None:
-        """Add the transfers of *runs* to the totals, and their paths to the requests."""
         requests, totals = self._taken, self._totals
         for _, label, nbytes, descriptors, count in runs:
             room, _, path = label.split("/")
@@ -448,7 +442,6 @@ class Paths:
         return [joined[taken] for taken in self._taken]
 
     def _in_order(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the paths that were taken with their totals, in the order of `PATHS`."""
         return ((path, self._totals[path]) for path in PATHS if path in self._totals)
 
     def metrics(self) -> list[Metric]:
@@ -469,7 +462,6 @@ class Paths:
 
 
 def _joined(paths: set[str]) -> str | None:
-    """Return *paths* in order, without the one that only metadata took."""
     kv = paths - {"metadata"} or paths
     return "+".join(path for path in PATHS if path in kv) or None
 
@@ -490,7 +482,6 @@ def path_notes(outcome: Outcome) -> list[str]:
 
 
 def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return for each reason how often metadata took the control channel for it, over all ranks."""
     found: dict[str, int] = {}
     for value in values:
         for text, count in value.get("fallbacks", {}).items():

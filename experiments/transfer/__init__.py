@@ -139,7 +139,6 @@ def check(config: Config) -> Iterator[str]:
 
 
 def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterator[str]:
-    """Yield a line if *placement* lists too few GPUs for *ranks* ranks, or one that the machine does not have."""
     if len(placement) < ranks:
         yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
     for gpu in placement:
@@ -150,7 +149,6 @@ def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterato
 
 
 def _memory(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> Iterator[str]:
-    """Yield a line if some place lacks memory for its ranks, which names the point that needs most of it there."""
     tasks = [point.task(options.ranks) for point in points]
     where = _places(config, options, points)
     needs = {name: region_bytes(name, tasks) for name in where}
@@ -199,7 +197,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _attempt(target: Target, specs: Sequence[RankSpec], first: bool) -> Outcome:
-    """Run a job; one that cannot be started is an outcome too, unless none ever could."""
     try:
         outcome = target.run(specs)
     except TransferError as error:
@@ -211,15 +208,11 @@ def _attempt(target: Target, specs: Sequence[RankSpec], first: bool) -> Outcome:
 
 
 def _said(rank: RankResult) -> dict[str, Any]:
-    """Return what *rank*'s program returned: the points that it has ended, and an error.
-
-    A rank that died returned nothing, and so has ended no point.
-    """
+    # A rank that died returned nothing, and so has ended no point.
     return rank.value or {"points": [], "error": ""}
 
 
 def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOptions) -> list[TransferRow]:
-    """Return the rows of those of *points* that the job has ended, or has ended with."""
     done = max((_said(rank)["points"] for rank in outcome.ranks.values()), key=len)
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
     # A rank that was killed cannot say why; what the others saw names it.
@@ -240,7 +233,6 @@ def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOp
 def _result(
     config: Config, options: TransferOptions, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]
 ) -> Result:
-    """Return the result of *rows*, with a line for each rank that failed and each point that was not completed."""
     whole = _merged(outcomes)
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
@@ -263,11 +255,7 @@ def _result(
 
 
 def _merged(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcomes of all jobs as one; what belongs to a later job is named with its number.
-
-    Seconds and events add up; ranks, links and pools of the second job are named "job 2 NAME".
-    """
-
+    # Seconds and events add up; ranks, links and pools of the second job are named "job 2 NAME".
     def of_all(part: str) -> dict[str, Any]:
         items = [(f"job {number} " if number > 1 else "", getattr(each, part)) for number, each in numbered]
         return {f"{prefix}{name}": value for prefix, values in items for name, value in values.items()}
@@ -283,17 +271,14 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _ranks(options: TransferOptions, points: Sequence[TransferPoint]) -> list[str]:
-    """Return the names of all ranks that take part in a flow of *points*."""
     return names([flow for point in points for flow in point.flows(options.ranks)])
 
 
 def _places(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> dict[str, Place]:
-    """Return the place of each rank, as ``experiment.placement`` says."""
     return places(config.hw, _ranks(options, points), options.placement)
 
 
 def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> list[RankSpec]:
-    """Return the ranks that run *points*, all with the same arguments."""
     arguments = {
         "points": [point.task(options.ranks) for point in points],
         "warmup": options.warmup,
@@ -309,7 +294,6 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
 
 
 def _notes(config: Config, options: TransferOptions) -> Sequence[str]:
-    """Return that nothing was verified, where bytes were to be verified and memory has no contents."""
     if options.verify and config.target == "model" and config.memory == "timing":
         return ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
     return []

@@ -71,7 +71,6 @@ def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
 
 
 def _area(task: Task) -> int:
-    """Return the bytes that one flow of *task* takes on either side."""
     return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
 
 
@@ -131,7 +130,6 @@ def exchange(
 
 
 def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the sum of what all ranks *found*, of which those that could check nothing say so."""
     slots, checked, verified = (sum(counts) for counts in zip(*found, strict=True))
     return {"slots": slots, "verified": verified if checked else None}
 
@@ -164,7 +162,6 @@ class _TransferLoop:
         self._posts = [self._slots(index, region, peers) for index in mine]
 
     def _slots(self, index: int, region: Region, peers: Mapping[str, Peer]) -> list[Post]:
-        """Return for each slot of flow *index* the call that starts its transfer."""
         task, rank = self._task, self._rank
         source, sink = task["flows"][index]
         peer = peers[source if task["read"] else sink]
@@ -174,15 +171,11 @@ class _TransferLoop:
         return [partial(start, peer, self._plan.batch(index, slot, *ends)) for slot in range(task["concurrency"])]
 
     def fill(self) -> None:
-        """Give every slot that this rank sends from the bytes of this point, if they are checked."""
         if self._check:
             self._plan.fill(self._rank.name, self._buffer)
 
     def found(self, warmup: int) -> tuple[int, int, int]:
-        """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent.
-
-        *warmup* is that of `transfer`: a flow of fewer transfers than slots leaves the last slots unused.
-        """
+        # *warmup* is that of `transfer`: a flow of fewer transfers than slots leaves the last slots unused.
         flows = enumerate(self._task["flows"])
         received = [index for index, flow in flows if flow[1] == self._rank.name]
         used = self._task["concurrency"]
@@ -194,23 +187,18 @@ class _TransferLoop:
         return slots, slots, sum(self._plan.verified(index, used, self._buffer) for index in received)
 
     def transfer(self, warmup: int) -> Generator[Any, Any, None]:
-        """Make the transfers of every flow, *warmup* more than are measured.
-
-        Raise the first error when all that were started have ended.
-        """
+        # Raise the first error when all that were started have ended.
         clock = self._rank.clock
         if error := (yield from _all(clock, [self._flow(loops, warmup) for loops in self._loops()])):
             raise error
 
     def _loops(self) -> list[list[_Waves]]:
-        """Return what goes on by itself, each as the loops that run side by side in it."""
         if self._task["schedule"] == "free":
             return [[[[post]] for post in slots] for slots in self._posts]
         every = [post for slots in self._posts for post in slots]
         return [[[[post] for post in every] if self._task["schedule"] == "serial" else [every]]]
 
     def _flow(self, loops: Sequence[_Waves], warmup: int) -> _Loop:
-        """Run *loops* for the warm-up and, when it has ended in all of them, at once for what is measured."""
         start = {"timeout": self._timeout}
         for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
             # the slots of a flow share its budget: a slow transfer does not hold up the others
@@ -226,7 +214,6 @@ class _TransferLoop:
 
 
 def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
-    """Run *loops* side by side, and return the first error when all have ended."""
     first: TransferError | None = None
     for process in [clock.process(loop) for loop in loops]:
         error = yield process
@@ -244,7 +231,6 @@ class _Pauses:
         self._free = 0.0
 
     def next(self) -> Seconds:
-        """Return in how many seconds a pause that is asked for now is over: of half to one and a half *mean*."""
         now = self._clock.now
         self._free = max(now, self._free) + next(self._drawn)
         return self._free - now
@@ -257,10 +243,7 @@ def _loop(
     start: Mapping[str, Any],
     pauses: _Pauses | None,
 ) -> _Loop:
-    """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows.
-
-    After each wave comes one of *pauses*.
-    """
+    # After each wave comes one of *pauses*.
     try:
         for _ in budget:
             clock.settle()
@@ -295,13 +278,11 @@ class _Plan:
         self._to = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
 
     def batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
-        """Return the descriptors of a transfer of flow *index*."""
         source_offset = self._at(index, slot, self.flows[index][0]) + self._from * self.size
         target_offset = self._at(index, slot, self.flows[index][1]) + self._to * self.size
         return Batch(source, target, source_offset, target_offset, np.full(len(self._from), self.size))
 
     def fill(self, rank: str, buffer: Buffer) -> None:
-        """Give every slot that *rank* sends from the bytes of this point, and zeros to those that it receives in."""
         for index, (source, sink) in enumerate(self.flows):
             for slot in range(self.concurrency):
                 if source == rank:
@@ -310,7 +291,6 @@ class _Plan:
                     buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
 
     def verified(self, index: int, slots: int, buffer: Buffer) -> int:
-        """Return how many of the first *slots* of flow *index* hold what was sent, and zeros between the blocks."""
         sink = self.flows[index][1]
         good = 0
         for slot in range(slots):
@@ -321,11 +301,9 @@ class _Plan:
         return good
 
     def _at(self, index: int, slot: int, rank: str) -> int:
-        """Return where *slot* of flow *index* begins in the buffer of *rank*, which holds its flows in order."""
         before = sum(rank in flow for flow in self.flows[:index])
         return (before * self.concurrency + slot) * self._places * self.size
 
     def _content(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of all places of a slot, shape (places, size): both sides can compute them."""
         generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, self._point]))
         return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)

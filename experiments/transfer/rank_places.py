@@ -66,7 +66,6 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
 
 
 def _rotated(sources: Sequence[str], sinks: Sequence[str], rotate: bool) -> list[Flow]:
-    """Return a flow from each source to each sink but itself; with *rotate* each source begins with another sink."""
     found: list[Flow] = []
     for index, source in enumerate(sources):
         first = index % len(sinks) if rotate else 0
@@ -118,7 +117,6 @@ def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], 
 
 
 def _free_memory() -> int | None:
-    """Return the bytes that can be allocated without swapping, or None where the kernel does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

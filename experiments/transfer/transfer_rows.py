@@ -169,7 +169,6 @@ def _rates(row: TransferRow) -> list[Any]:
 
 
 def _flows(row: TransferRow) -> Iterator[list[Any]]:
-    """Yield source, sink, transfers, quartiles of latency, rate, start and end of each flow of the point."""
     of_flow: dict[Flow, list[TransferRecord]] = {(source, sink): [] for source, sink in row.flows}
     for record in row.done:
         of_flow[record.source, record.target].append(record)

@@ -139,7 +139,6 @@ def bounds(options: ValidateOptions) -> dict[str, Bound]:
 
 
 def _small(each: Compared, large: float) -> Compared:
-    """Return *each* in the class that it is judged in: one of its own for pairs of less than *large* bytes."""
     value = each.predicted
     if not value.group.startswith("pair") or value.nbytes >= large:
         return each
@@ -147,7 +146,6 @@ def _small(each: Compared, large: float) -> Compared:
 
 
 def _take(config: Config, options: ValidateOptions, folder: Path, progress: ShowProgress) -> None:
-    """Take what is stored to *folder*, and predict it if that was not done, or is to be done anew."""
     source = Path(options.stored)
     take(source, folder)
     made = (source / EXPECTED).is_file()
@@ -162,10 +160,7 @@ def _take(config: Config, options: ValidateOptions, folder: Path, progress: Show
 def _expected(
     config: Config, options: ValidateOptions, folder: Path, notes: list[str], progress: ShowProgress
 ) -> list[DesignPart]:
-    """Return the design that is to be measured.
-
-    Its predictions are in *folder* then, those of an earlier run or new ones.
-    """
+    # Its predictions are in *folder* then, those of an earlier run or new ones.
     if config.target != "real":
         raise ConfigError(
             "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was "
@@ -179,7 +174,6 @@ def _expected(
 
 
 def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> list[DesignPart]:
-    """Return those of the parts *asked* for that can be run; a note says what cannot."""
     found = []
     for part in asked:
         problems = part.problems(config)
@@ -198,11 +192,8 @@ def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> li
 def _compared(
     config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]
 ) -> Result:
-    """Return what the files in *folder* say, read back from there.
-
-    Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files, so
-    what is compared is what was kept.
-    """
+    # Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files,
+    # so what is compared is what was kept.
     expected, measured = read(folder / EXPECTED, "expected"), read(folder / MEASURED, "measured")
     found = compare(
         values_in(expected, "expected", str(folder / EXPECTED)),
@@ -231,12 +222,10 @@ def _compared(
 
 
 def _left(each: Class) -> str:
-    """Return how much of the error of a class is the floor, "" where no floor is known."""
     return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
 
 
 def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """Return when predictions that were made elsewhere were made, and of what."""
     span = ahead(expected, measured["began"])
     return (
         f"predicted at {expected['written']}, {span} before the first transfer, at commit {expected['commit']} with "
@@ -245,7 +234,6 @@ def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
 
 
 def _foretold(folder: Path, notes: Sequence[str]) -> Result:
-    """Return what the predictions in *folder* say, read back from there."""
     expected = read(folder / EXPECTED)
     found = values_in(expected, "expected", str(folder / EXPECTED))
     return Result(
@@ -256,14 +244,12 @@ def _foretold(folder: Path, notes: Sequence[str]) -> Result:
 
 
 def _judged(each: Class) -> str:
-    """Return the error that the bound of *each* is about: seconds of small transfers, a share of all others."""
     if each.bound is None or each.bound.seconds is None or each.seconds is None:
         return f"{each.median:.1%}"
     return f"{each.seconds * 1e3:.2f} ms"
 
 
 def _write_parquet(path: Path, found: Sequence[Compared]) -> None:
-    """Write *found* to the Parquet file *path*, a row for each quantity."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -167,10 +167,7 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
 
 
 def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
-    """Yield the handoffs between *ways*, and those of metadata alone.
-
-    Metadata is handed over between equal ranks, by the engine and by TCP.
-    """
+    # Metadata is handed over between equal ranks, by the engine and by TCP.
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
     placement = "packed" if not gpus or gpus >= most else "sides"
@@ -200,12 +197,10 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
 
 
 def _share(design: Design, repeat: int) -> int:
-    """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
     return -(-repeat // DesignPart(handoff.HandoffOptions()).jobs(design.jobs))
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
-    """Return those of *tokens* whose slices, one a token and plane of each layer, are few enough to wait for."""
     planes = config.model.layers * (1 if config.model.attention == "mla" else 2)
     if left := [str(count) for count in tokens if count * planes > design.slices]:
         notes.append(f"left out, with more than {design.slices} slices: sliced handoffs of {', '.join(left)} tokens")
@@ -213,7 +208,6 @@ def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[s
 
 
 def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> DesignPart:
-    """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
     options = allgather.AllgatherOptions(ranks=ranks, batches=(), growth=False, repeat=design.repeat, verify=False)
     pieces = sorted(design.pieces)
     for count in range(len(pieces), 0, -1):
@@ -229,7 +223,6 @@ def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list
 
 
 def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[TransferPoint]:
-    """Return the points of transfers that the ranks and their memory allow; a note names those that are left out."""
     most = len(design.placement) if design.placement[0].isdecimal() else ranks
     contention = design.patterns if "contention" in design.classes else ()
     small = [pattern for pattern in contention if len(names(TransferPoint(pattern, 1, 1, 1).flows(HOSTED))) <= most]
@@ -240,7 +233,6 @@ def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> lis
 
 
 def _pairs(design: Design) -> Iterator[TransferPoint]:
-    """Yield the points of one pair of ranks, writes and reads as the classes say."""
     for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
         for size in design.size:
             few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
@@ -248,7 +240,6 @@ def _pairs(design: Design) -> Iterator[TransferPoint]:
 
 
 def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoint]:
-    """Yield the points of *patterns*, in which transfers share ports, cards or memories."""
     sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
     for pattern in patterns:
         yield from (
@@ -259,7 +250,6 @@ def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoin
 def _fitting(
     config: Config, design: Design, points: Sequence[TransferPoint], notes: list[str]
 ) -> list[TransferPoint]:
-    """Return those of *points* whose ranks have the memory for all of them, for which the largest are left out."""
     ranks = {name for point in points for name in names(point.flows(HOSTED))}
     if design.placement[0].isdecimal() and len(ranks) > len(design.placement):
         return list(points)  # which the experiment refuses: they have no place

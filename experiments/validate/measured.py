@@ -80,12 +80,9 @@ def measure(
 
 
 def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> list[float]:
-    """Return the share of all measuring that is done when each part of *design* is.
-
-    Jobs are taken to last *seconds* and `START`.
-
-    Without *seconds*, as in predictions of an earlier version, all jobs count the same.
-    """
+    # Jobs are taken to last *seconds* and `START`.
+    #
+    # Without *seconds*, as in predictions of an earlier version, all jobs count the same.
     of_job = [START + each for each in seconds] or [START] * len(design)
     whole = list(accumulate(part.jobs(jobs) * each for part, each in zip(design, of_job, strict=True)))
     return [each / whole[-1] for each in whole]
@@ -94,7 +91,6 @@ def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> 
 def _jobs(
     config: Config, part: DesignPart, jobs: int, target: Target, failures: list[str], progress: ShowProgress
 ) -> list[Result]:
-    """Run *part* in as many jobs as its kind is, and return what came of it; an error is one of *failures*."""
     results: list[Result] = []
     count = part.jobs(jobs)
     for job in range(count):

@@ -63,7 +63,6 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress:
 
 
 def _modelled(config: Config) -> tuple[Config, Model]:
-    """Return what predicts a part."""
     model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
     return replace(config, target="model", memory="timing", launch=Launch()), model
 
@@ -113,14 +112,12 @@ def now() -> str:
 
 
 def _system(config: Config) -> dict[str, Any]:
-    """Return `SYSTEM` of *config* as JSON holds it, without sources, and with what it gathers with."""
     found = {name: plain(getattr(config, name)) for name in SYSTEM}
     found["model"].pop("sources")
     return found | {"collective": None if config.collective is None else config.collective.name}
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys that are in both and differ, with ``key=value`` of *there*."""
     for name in (name for name in there if name in here):
         key = f"{at}.{name}" if at else name
         if isinstance(there[name], Mapping) and isinstance(here[name], Mapping):

@@ -111,12 +111,9 @@ def design_of(source: Path, folder: Path) -> list[DesignPart]:
 
 
 def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
-    """Return the part whose options are *values*, as JSON or YAML hold them.
-
-    Their points are written to a file in *folder*.
-
-    Raise a `ConfigError` if the experiment has no such options.
-    """
+    # Their points are written to a file in *folder*.
+    #
+    # Raise a `ConfigError` if the experiment has no such options.
     points = values.get("points", "")
     if isinstance(points, list):
         write_points(folder / POINTS, [TransferPoint(*point) for point in points])
@@ -126,7 +123,6 @@ def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
 
 
 def _config(source: Path) -> dict[str, Any]:
-    """Return the configuration of the run in *source*; raise a `ConfigError` if there is none."""
     from omegaconf import OmegaConf
 
     path = source / "config.yaml"
@@ -137,7 +133,6 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _records(path: Path) -> list[TransferRecord]:
-    """Return the transfers in the file *path* of a run, as they were recorded."""
     rows = (
         schema.read_table(path)
         .rename_columns({"batch_size": "descriptors"})

@@ -59,7 +59,6 @@ def values(experiment: str, result: Result) -> list[Value]:
 
 
 def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
-    """Yield the median time of every flow and, where a point has several, the rate of all together."""
     by_point: dict[str, dict[tuple[str, str], list[TransferRecord]]] = {}
     for record in records:
         by_point.setdefault(record.label, {}).setdefault((record.source, record.target), []).append(record)
@@ -79,12 +78,9 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
 
 
 def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
-    """Return bytes/s of *flow*, one of those of a point that make up *every*.
-
-    It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the
-    pauses in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it
-    asks for the next one, which belongs to no transfer and is 0 on the model.
-    """
+    # It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the
+    # pauses in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it
+    # asks for the next one, which belongs to no transfer and is 0 on the model.
     begin, end = min(record.submitted for record in flow), max(record.seen for record in flow)
     mine = [record for record in every if _initiator(record) == _initiator(flow[0])]
     return sum(record.nbytes for record in flow) / (end - begin - _pauses(mine, begin, end))
@@ -95,7 +91,6 @@ def _initiator(record: TransferRecord) -> str:
 
 
 def _pauses(records: Sequence[TransferRecord], begin: float, end: float) -> float:
-    """Return how much of the time from *begin* to *end* none of *records* is under way."""
     total, until = 0.0, begin
     for record in sorted(records, key=lambda record: record.submitted):
         total += max(0.0, min(record.submitted, end) - until)

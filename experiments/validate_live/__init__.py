@@ -118,7 +118,6 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
 
 
 def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
-    """Return the parts that *options* ask for, warm-ups included."""
     context = config.model.context
     found: dict[str, Sequence[Request]] = dict(
         single_requests(options.lengths, options.single_output, options.singles, context)
@@ -130,7 +129,6 @@ def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
 
 
 def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) -> None:
-    """Write what the model of today says of *parts*, with its hash."""
     rows = predicted(replace(config, target="model"), parts, progress)
     content = {
         "kind": "serving",
@@ -143,7 +141,6 @@ def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) 
 
 
 def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
-    """Take predictions made before to *folder*.  Raise a `ConfigError` if they are of other requests."""
     source = Path(options.expected)
     if not source.is_file():
         raise ConfigError(
@@ -162,11 +159,8 @@ def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
 
 
 def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: ShowProgress) -> None:
-    """Take what is stored to *folder*, and predict it anew if that is asked for.
-
-    A folder of ``validate_live`` has predictions and measurements; one of a live or observed run
-    has requests alone, which are predicted here.  Raise a `ConfigError` for any other.
-    """
+    # A folder of ``validate_live`` has predictions and measurements; one of a live or observed run
+    # has requests alone, which are predicted here.  Raise a `ConfigError` for any other.
     source = Path(options.stored)
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
         _take_run(config, source, folder, progress)
@@ -183,7 +177,6 @@ def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: 
 
 
 def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress) -> None:
-    """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
     rows = schema.read_table(source / REQUESTS).to_pylist()
     names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
     _expect(
@@ -197,12 +190,9 @@ def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress
 def _measure(
     config: Config, options: ValidateLiveOptions, target: LiveDeployment, folder: Path, progress: ShowProgress
 ) -> list[str]:
-    """Send the requests of every part to *target*, write what became of each, and return what failed.
-
-    Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of
-    prompts differ from run to run, so that a server which caches prefixes has none of them.  The
-    file is written anew after each part, so that a run that is ended early leaves what it had.
-    """
+    # Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of
+    # prompts differ from run to run, so that a server which caches prefixes has none of them.  The
+    # file is written anew after each part, so that a run that is ended early leaves what it had.
     expected = read(folder / EXPECTED)
     runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
     failures: list[str] = []
@@ -237,7 +227,6 @@ def _measure(
 
 
 def _foretold(folder: Path) -> Result:
-    """Return the predictions in *folder* as a result, without errors: nothing was measured."""
     made: Quantiles = read(folder / EXPECTED)["predicted"]
     found = [
         Judged(part, metric, value, (value,)) for part, metrics in made.items() for metric, value in metrics.items()
@@ -251,10 +240,7 @@ def _foretold(folder: Path) -> Result:
 
 
 def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str]) -> Result:
-    """Return the errors of what is in *folder*.
-
-    A metric beyond its bound, and beyond twice its floor, is a failure.
-    """
+    # A metric beyond its bound, and beyond twice its floor, is a failure.
     expected, measured = read(folder / EXPECTED, "predicted"), read(folder / MEASURED, "runs")
     found = of_files(expected, measured)
     if not found:

@@ -73,8 +73,6 @@ class Summary:
 
 
 def _plain(*names: str, **renamed: str) -> Callable[[Columns], Columns]:
-    """Return a reader of the columns *names*, and of those *renamed*, with latencies of milliseconds."""
-
     def read(table: Columns) -> Columns:
         found = {name: table[name] for name in names} | {new: table[old] for new, old in renamed.items()}
         return {**found, "seconds": table["latency"] * 1e-3}
@@ -83,7 +81,6 @@ def _plain(*names: str, **renamed: str) -> Callable[[Columns], Columns]:
 
 
 def _gemm(table: Columns) -> Columns:
-    """Return columns of products, of whole sizes: a row more than a tile, as 129, costs up to a tile more."""
     m = table["m"].astype(int)
     keep = (m % 16 == 0) | np.isin(m, (1, 2, 4, 8))
     return {
@@ -93,7 +90,6 @@ def _gemm(table: Columns) -> Columns:
 
 
 def _attention(table: Columns) -> Columns:
-    """Return columns of attention; as many KV heads as heads are 0, so that heads can be interpolated."""
     heads, kv = table["num_heads"].astype(int), table["num_key_value_heads"].astype(int)
     window = table.get("window_size", np.zeros(len(heads), int))
     return {
@@ -123,7 +119,6 @@ def _moe(table: Columns) -> Columns:
 
 
 def _allreduce(table: Columns) -> Columns:
-    """Return columns of all-reduces in a CUDA graph, or of those there are."""
     kind = table.get("backend", table["kernel_source"]).astype(str)
     graph = np.char.find(kind, "graph") >= 0
     keep = graph if graph.any() else np.ones(len(kind), bool)
@@ -134,7 +129,6 @@ def _allreduce(table: Columns) -> Columns:
 
 
 def _deepep(table: Columns) -> Columns:
-    """Return columns of both halves of an exchange by DeepEP: dispatch and combine, of all SMs that were tried."""
     name = "num_token" if "num_token" in table else "num_tokens"
     both: list[Columns] = []
     for half in ("dispatch", "combine"):
@@ -154,7 +148,6 @@ def _deepep(table: Columns) -> Columns:
 
 
 def _alltoall(table: Columns) -> Columns:
-    """Return columns of exchanges of tokens among experts' ranks, as vLLM and TensorRT-LLM have them."""
     return {
         "mode": table.get("comm_backend", table["kernel_source"]).astype(str), "half": table["phase"].astype(str),
         "dtype": table.get("comm_dtype", np.full(len(table["latency"]), "default")),
@@ -240,7 +233,6 @@ def tables_of(folder: Path, engine: str, version: str) -> Iterator[tuple[Kind, s
 
 
 def _newest(folder: Path, pattern: str, engine: str, version: str) -> tuple[Path | None, str]:
-    """Return the file of *version*, or of the newest one before it, and that version."""
     found = [(_order(path.parent.name), path) for path in folder.glob(pattern.format(engine=engine, version="*"))]
     known = [each for each in found if each[0] <= _order(version)]
     if not known:
@@ -297,10 +289,7 @@ def compact(kind: Kind, columns: Columns, version: str = "", seed: int = 0) -> t
 
 
 def _dense(kind: Kind, columns: Columns) -> tuple[list[Key], list[Floats], Floats]:
-    """Return keys, sizes and the logarithms of seconds at each, not a number where nothing was measured.
-
-    Of several kernels for the same sizes the fastest counts, as an engine that tunes itself takes it.
-    """
+    # Of several kernels for the same sizes the fastest counts, as an engine that tunes itself takes it.
     found = [np.unique(columns[name], return_inverse=True) for name in kind.columns]
     joint = np.ravel_multi_index([place for _, place in found], [len(values) for values, _ in found])
     codes, place = np.unique(joint, return_inverse=True)
@@ -320,10 +309,7 @@ def _dense(kind: Kind, columns: Columns) -> tuple[list[Key], list[Floats], Float
 
 
 def _filled(values: Floats) -> Floats:
-    """Return *values* with those that are missing taken over from neighbours: the nearest along the last axes first.
-
-    What is filled counts as not measured; it only lets curves end where rows do.
-    """
+    # What is filled counts as not measured; it only lets curves end where rows do.
     filled = values.copy()
     for axis in range(values.ndim - 1, -1, -1):
         filled = _along(filled, axis)
@@ -331,7 +317,6 @@ def _filled(values: Floats) -> Floats:
 
 
 def _along(values: Floats, axis: int) -> Floats:
-    """Return *values* with gaps along *axis* interpolated by place, and the ends extended with their slope."""
     lines = np.moveaxis(values, axis, -1).copy()
     flat = lines.reshape(-1, lines.shape[-1])
     places = np.arange(flat.shape[1])
@@ -348,7 +333,6 @@ def _along(values: Floats, axis: int) -> Floats:
 
 
 def _around(axes: Sequence[Floats], values: Floats) -> Floats:
-    """Return the median, over the axes, of each value's interpolation between its two neighbours."""
     said = np.full((len(axes), *values.shape), np.nan)
     for axis, sizes in enumerate(axes):
         if len(sizes) < 3:
@@ -364,7 +348,6 @@ def _around(axes: Sequence[Floats], values: Floats) -> Floats:
 
 
 def _smooth(kind: Kind, axes: Sequence[Floats], values: Floats) -> Floats:
-    """Return *values* without single ones that are `SPIKE` longer than both neighbours by tokens or context."""
     if kind.noisy:
         middle = _around(axes, values)
         values = np.where(np.abs(values - middle) > DISTURBED, middle, values)
@@ -379,7 +362,6 @@ def _smooth(kind: Kind, axes: Sequence[Floats], values: Floats) -> Floats:
 
 
 def _rising(kind: Kind, values: Floats) -> Floats:
-    """Return *values* that never fall along the axes where times cannot: those nearest to *values* in the mean."""
     rising = values
     for _ in range(2 if len(kind.monotone) > 1 else 1):
         for name in kind.monotone:
@@ -394,7 +376,6 @@ def _rising(kind: Kind, values: Floats) -> Floats:
 
 
 def _isotonic(values: Floats) -> Floats:
-    """Return the nearest values that do not fall along the last axis: neighbours that do are averaged (PAV)."""
     lines = values.reshape(-1, values.shape[-1]).copy()
     for row in np.flatnonzero((np.diff(lines, axis=1) < 0.0).any(1)):
         blocks: list[tuple[float, int]] = []
@@ -410,10 +391,7 @@ def _isotonic(values: Floats) -> Floats:
 
 def _chosen(kind: Kind, axes: Sequence[Floats], values: Floats, whole: Floats, chooses: npt.NDArray[np.bool_]
             ) -> list[list[int]]:  # fmt: skip
-    """Return the places of the sizes to keep: the ends, and one more after the other where errors are largest.
-
-    Rows of all sizes are off from *whole* already where they are noisy or fall; no choice is better than that.
-    """
+    # Rows of all sizes are off from *whole* already where they are noisy or fall; no choice is better than that.
     kept = [sorted({0, len(sizes) - 1}) for sizes in axes]
     noise = np.abs(np.expm1(whole - values))
     for _ in range(sum(map(len, axes))):
@@ -446,13 +424,11 @@ def _chosen(kind: Kind, axes: Sequence[Floats], values: Floats, whole: Floats, c
 
 
 def _gap(kept: Sequence[int], place: int) -> slice:
-    """Return the places between the kept ones around *place*."""
     after = next(index for index, each in enumerate(kept) if each > place)
     return slice(kept[after - 1] + 1, kept[after])
 
 
 def _errors(axes: Sequence[Floats], kept: Sequence[Sequence[int]], thin: Floats, values: Floats) -> Floats:
-    """Return the relative errors of *thin*, of the sizes *kept*, at all sizes of *values*."""
     found = thin
     for axis, (sizes, some) in enumerate(zip(axes, kept, strict=True)):
         weights = np.zeros((len(sizes), len(some)))

@@ -70,7 +70,6 @@ def shared(found: Fit, spans: Spans, crowds: Points, base: EngineModel) -> tuple
 
 
 def _split(found: Fit, share: float, queue_rate: float) -> Fit:
-    """Return *found* with *share* of its constant as *call*, and the rest as *latency*."""
     constant = found.at["call"] + found.at["latency"]
     parts = {"call": share * constant, "latency": (1.0 - share) * constant} if share < 1.0 else {}
     limit = {"queue_rate": queue_rate} if math.isfinite(queue_rate) else {}
@@ -78,28 +77,21 @@ def _split(found: Fit, share: float, queue_rate: float) -> Fit:
 
 
 def _loss(found: Fit, crowds: Points) -> Floats:
-    """Return what each of *crowds* counts for, as in `pdsim.calibration.fit`: scipy's ``soft_l1``."""
     away = np.log(found.seconds(crowds) / crowds.seconds) / SCALE
     loss: Floats = 2.0 * (np.sqrt(1.0 + away * away) - 1.0)
     return loss
 
 
 def _least(losses: Floats, samples: int) -> Ints:
-    """Return for each column of *losses*, shape (cell, resample), the first cell with the least loss.
-
-    Equal cells are common, and rounding, which depends on the processor, would choose among them.
-    """
+    # Equal cells are common, and rounding, which depends on the processor, would choose among them.
     enough = losses.min(axis=0) * (1.0 + EQUAL) + samples * EQUAL
     found: Ints = (losses <= enough).argmax(axis=0)
     return found
 
 
 def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
-    """Return *found* with *share* of its constant as *call*, if its interval *ends* tells it.
-
-    An interval that reaches 1 leaves all of it *call*.  One that starts at 0 makes all of it *latency*, and one
-    between the two frees both parameters, each with an interval of its own.
-    """
+    # An interval that reaches 1 leaves all of it *call*.  One that starts at 0 makes all of it *latency*, and one
+    # between the two frees both parameters, each with an interval of its own.
     low, high = ends
     if high >= 1.0:
         return found, spans
@@ -115,10 +107,7 @@ def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float
 
 
 def _with_queues(found: Fit, spans: Spans, rate: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
-    """Return *found* limited to *rate* bytes/s by its queues, if the samples tell it.
-
-    It stays as it is if *ends*, the interval, is infinite or too wide.
-    """
+    # It stays as it is if *ends*, the interval, is infinite or too wide.
     low, high = ends
     if not math.isfinite(high) or high > WIDEST * low * (1.0 + EQUAL):  # a whole number of steps may be just so wide
         return found, spans

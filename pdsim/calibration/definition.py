@@ -166,7 +166,6 @@ def covers(keys: Iterable[str], number: str) -> bool:
 
 
 def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
-    """Raise a `ConfigError` unless *calibration* names the machine and the backend of *values*."""
     for group in OWNERS:
         owner = values.get(group)
         name = owner.get("name") if isinstance(owner, Mapping) else None
@@ -179,11 +178,8 @@ def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
 
 
 def _set(values: Mapping[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
-    """Return a copy of *values* with *value* at *path*.
-
-    Mappings on the way are copied, so that the caller's stay as they are.  Raise a `ConfigError` that names *key* if
-    one is missing: only the last part of a path may be new.
-    """
+    # Mappings on the way are copied, so that the caller's stay as they are.  Raise a `ConfigError` that names *key*
+    # if one is missing: only the last part of a path may be new.
     head, *rest = path
     if not rest:
         return {**values, head: value}

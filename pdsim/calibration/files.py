@@ -115,11 +115,7 @@ def _per_queue(name: str, value: float, base: EngineModel) -> float:
 
 
 def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> str:
-    """Return the steps of the ramp at one end of their intervals: ``"64 x 1.2us and 512 x 3us"``.
-
-    *which* is 0 for the lower end and 1 for the upper one.
-    """
-
+    # *which* is 0 for the lower end and 1 for the upper one.
     def value(name: str) -> float:
         return spans[name][which] if name in spans else found.at[name]
 
@@ -166,10 +162,7 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
 
 
 def _plain(value: Any) -> Any:
-    """Return *value* as mappings, lists and numbers that YAML writes.
-
-    Floats have four digits, and fields of dataclasses that are None are left out.
-    """
+    # Floats have four digits, and fields of dataclasses that are None are left out.
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -119,7 +119,6 @@ def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] |
 def _best(
     form: Form, points: Points, fixed: Mapping[str, float], starts: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the parameters of the search that ends at the least cost, the first of *starts* among equals."""
     if not form.free:
         return dict(fixed)
     results = [_least(form, points, fixed, start) for start in starts]
@@ -129,10 +128,7 @@ def _best(
 
 
 def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mapping[str, float]) -> Any:
-    """Return scipy's solution from *start*, parameters as logarithms.
-
-    Each stays within a factor of ``exp(12)`` of its start.
-    """
+    # Each stays within a factor of ``exp(12)`` of its start.
     from scipy.optimize import least_squares
 
     logs = np.log([start[name] for name in form.free])
@@ -142,8 +138,6 @@ def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mappin
 
 
 def _residuals(form: Form, points: Points, fixed: Mapping[str, float]) -> Any:
-    """Return a function from the logarithms of the free parameters to ``log(model / sample)``, shape (point,)."""
-
     def residuals(logs: Floats) -> Floats:
         at = {**fixed, **dict(zip(form.free, np.exp(logs), strict=True))}
         found: Floats = np.log(form.seconds(at, points) / points.seconds)
@@ -153,10 +147,7 @@ def _residuals(form: Form, points: Points, fixed: Mapping[str, float]) -> Any:
 
 
 def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
-    """Yield starts: what the extremes of the samples suggest, and that times random factors.
-
-    The first is the guess itself; the others multiply it by log-normal factors drawn from a fixed seed.
-    """
+    # The first is the guess itself; the others multiply it by log-normal factors drawn from a fixed seed.
     total = points.blocks * points.size
     least, rate = float(points.seconds.min()), float((total / points.seconds).max())
     each = float((points.seconds / points.blocks / points.concurrency).min())
@@ -243,7 +234,6 @@ def simplest(fits: Sequence[Fit], points: Points, base: EngineModel) -> Fit:
 
 
 def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
-    """Return those of *fits* that are within twice the best at the samples themselves, of equal ones the first."""
     if not fits:
         raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
     means = [float(np.abs(errors(one, points)).mean()) for one in fits]
@@ -256,7 +246,6 @@ def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
 
 
 def _fold_errors(found: Fit, points: Points, base: EngineModel) -> Iterator[Floats]:
-    """Yield, fold by fold, the errors at samples that were left out while the form of *found* was fitted again."""
     for kept, left in folds(len(points), FOLDS):
         yield errors(fit(found.form, points.take(kept), base, found.at), points.take(left))
 
@@ -279,7 +268,6 @@ def folds(count: int, parts: int) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _identified(found: Fit, points: Points, base: EngineModel) -> Fit:
-    """Return *found* without the parameters that do what others do, at the samples."""
     given_up: list[str] = []
     while (name := _dependent(found, points)) is not None:
         given_up.append(name)
@@ -288,7 +276,6 @@ def _identified(found: Fit, points: Points, base: EngineModel) -> Fit:
 
 
 def _given_up(found: Fit, names: Sequence[str], points: Points, base: EngineModel) -> Fit:
-    """Return *found*, fitted again with its parameters *names* as they are in *base*."""
     form, start = found.form, start_of(base, points.queues)
     for name in names:
         form = form.without(name)
@@ -296,10 +283,7 @@ def _given_up(found: Fit, names: Sequence[str], points: Points, base: EngineMode
 
 
 def _dependent(found: Fit, points: Points) -> str | None:
-    """Return the parameter to give up if the Jacobian of the residuals is rank-deficient, or None.
-
-    A parameter is involved by its share of the whole null space: which vectors span that is a matter of rounding.
-    """
+    # A parameter is involved by its share of the whole null space: which vectors span that is a matter of rounding.
     free = found.form.free
     if not free:
         return None

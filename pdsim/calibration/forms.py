@@ -119,10 +119,7 @@ class Form:
 
 
 def _posting(at: Parameters, n: Floats) -> Floats:
-    """Return the seconds that posting *n* descriptors takes, shape of *n*: the call, each descriptor, and the ramps.
-
-    Threads of the engine shorten it as `pdsim.hardware.costs.Workers` says.
-    """
+    # Threads of the engine shorten it as `pdsim.hardware.costs.Workers` says.
     if at["workers"]:
         n = np.minimum(n, np.maximum(n // at["workers"], at["least"]))
     seconds: Floats = at["call"] + n * at["descriptor"]
@@ -132,7 +129,6 @@ def _posting(at: Parameters, n: Floats) -> Floats:
 
 
 def _saved(at: Parameters, n: Floats, total: Floats) -> tuple[Floats, Floats]:
-    """Return by how much posting and latency are shorter, as `EngineModel.saved` does."""
     small = (n <= at["small_descriptors"]) & (total <= at["small_bytes"])
     saving = np.where(small, at["saving"], 0.0)
     late = np.minimum(saving, at["latency"])

@@ -111,18 +111,14 @@ def _nbytes(row: Sample) -> int:
 
 
 def _place(row: Sample) -> tuple[Any, ...]:
-    """Return where *row* comes: as in the grid, single descriptors first.
-
-    So the order of a file decides nothing.
-
-    Folds, and the samples that a bootstrap draws, are chosen by their place.
-    """
+    # So the order of a file decides nothing.
+    #
+    # Folds, and the samples that a bootstrap draws, are chosen by their place.
     where = row.blocks > 1, row.size, row.blocks, row.concurrency, row.operation
     return *where, row.layout, row.queues, row.held, row.seconds
 
 
 def _apart(rows: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Return of *rows* those to fit and those of crowds, which tell the rest; all are to fit if few are alone."""
     alone = [row for row in rows if row.concurrency == 1]
     if len(alone) < fit.LEAST:
         return list(rows), []
@@ -148,11 +144,8 @@ class _OfReads:
 
 
 def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
-    """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were.
-
-    The held-out reads judge it.  A parameter of *base* that says what reads cost more is set to zero for a
-    calibration of reads, since its samples contain that cost already.
-    """
+    # The held-out reads judge it.  A parameter of *base* that says what reads cost more is set to zero for a
+    # calibration of reads, since its samples contain that cost already.
     if operation == "read":
         return _OfReads({f"{at}.{name}": "0s" for name in read_overhead.FREE[:2] if getattr(base, name)})
     more = read_overhead.beyond(found, [row for row in every if not row.held], base)
@@ -165,17 +158,13 @@ def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, ope
 
 
 def _unidentified(parameters: Sequence[str], at: str, told: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of *parameters* that have no interval in *told*.
-
-    Those within a key that has one are left out, too, as of a ramp of which one step is known.
-    """
+    # Those within a key that has one are left out, too, as of a ramp of which one step is known.
     return tuple(dict.fromkeys(key for name in parameters if (key := files.key_of(at, name)) not in told))
 
 
 def _errors(
     found: Fit, chosen: Fit, kept: Sequence[Sample], left: Sequence[Sample], base: EngineModel
 ) -> tuple[HeldOut, dict[str, Any]]:
-    """Return the errors at what was held out or, where nothing was, at what is left out in turn."""
     if left:
         errors, rows, how = fit.errors(found, points_of(left)), left, DRAWN
     else:
@@ -188,7 +177,6 @@ def _errors(
 
 
 def _summary(errors: Any, rows: Sequence[Sample], how: str) -> HeldOut:
-    """Return what *errors* amount to, beside what jobs that differ make of them."""
     least = noise_floor.floor(row.per_job for row in rows)
     found = fit.summary(errors, how)
     if least is None:
@@ -197,7 +185,6 @@ def _summary(errors: Any, rows: Sequence[Sample], how: str) -> HeldOut:
 
 
 def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
-    """Return the errors by the power of ten of the bytes of a transfer, ``"1e+06 B"``, smallest first."""
     found: dict[str, list[float]] = {}
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: pair[0].blocks * pair[0].size):
         decade = 10 ** (len(str(row.blocks * row.size)) - 1)
@@ -206,6 +193,5 @@ def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
 
 
 def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
-    """Return what the samples say of where they are from, and of this fit its command and commit."""
     found = {key: value for key, value in about.items() if key not in ("kind", "source", "date", "turn")}
     return found | {"fit": command, "commit": commit()}

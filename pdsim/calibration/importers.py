@@ -68,28 +68,22 @@ def tool_of(text: str) -> str:
 
 
 def _comments(text: str) -> dict[str, str]:
-    """Return the entries of the comments at the top of a table: lines such as ``# source: ...``."""
     lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
 def _sample(seconds: float, **where: Any) -> Sample:
-    """Return a sample whose quartiles equal its only number, *seconds*; *where* are the other fields."""
     return Sample(seconds=seconds, low=seconds, high=seconds, **where)
 
 
 def _option(text: str, name: str, default: str) -> str:
-    """Return the value of the last option *name* of a command line in *text*, or what a listing says of it."""
     said = re.findall(rf"--?{name}[= ]([\w.]+)", text) or re.findall(rf"--{name}=[^)]*\)\s*:\s*(\S+)", text)
     return said[-1] if said else default
 
 
 def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, str]]:
-    """Yield the rows below each line that has the heading *first*, by heading, while they begin with a number.
-
-    *split* is the regular expression between cells; two or more blanks by default, because headings contain single
-    ones. Lines with another number of cells than the heading are skipped.
-    """
+    # *split* is the regular expression between cells; two or more blanks by default, because headings contain single
+    # ones. Lines with another number of cells than the heading are skipped.
     heads: list[str] = []
     for line in text.splitlines():
         cells = [cell for cell in re.split(split, line.strip().strip("|").strip()) if cell]
@@ -103,11 +97,8 @@ def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, 
 
 
 def _nixlbench(text: str) -> Rows:
-    """Yield rows; Avg Lat is the time of the loop by the blocks of one thread (nixlbench, utils.cpp, printStats).
-
-    Times a row's batch size it is the time of a transfer.  Threads are those of the listing of
-    options that nixlbench prints, or of its command line, 1 without either.
-    """
+    # Times a row's batch size it is the time of a transfer.  Threads are those of the listing of
+    # options that nixlbench prints, or of its command line, 1 without either.
     listed = re.search(r"--num_threads=N\)\s*:\s*(\d+)", text)
     threads = int(listed[1]) if listed else int(_option(text, "num_threads", "1"))
     listed = re.search(r"--op_type=\[READ,WRITE\]\)\s*:\s*(\w+)", text)
@@ -119,7 +110,6 @@ def _nixlbench(text: str) -> Rows:
 
 
 def _tebench(text: str) -> Rows:
-    """Yield rows; Avg Tx is the time of a batch, and how many threads there were follows from the bandwidth."""
     operation = _option(text, "op_type", "write")
     for row in _table(text, "BlkSize (B)"):
         size, batch, seconds = int(row["BlkSize (B)"]), int(row["Batch"]), float(row["Avg Tx (us)"]) * 1e-6
@@ -129,10 +119,7 @@ def _tebench(text: str) -> Rows:
 
 
 def _transfer_engine_bench(text: str) -> Rows:
-    """Yield a row for each result below its command line, which it does not repeat.
-
-    Defaults are those of its flags.
-    """
+    # Defaults are those of its flags.
     command = ""
     for line in text.splitlines():
         if re.search(r"transfer_engine_bench .*-segment_id", line):  # the initiator's
@@ -155,11 +142,8 @@ def _transfer_engine_bench(text: str) -> Rows:
 
 
 def _mori(text: str) -> Rows:
-    """Yield the rows of MORI-IO's benchmarks, the Python and the C++ one.
-
-    Avg Lat is of a batch in the first, and of a block in the second, which has a total for each
-    message size.
-    """
+    # Avg Lat is of a batch in the first, and of a block in the second, which has a total for each
+    # message size.
     where = {"operation": _option(text, "op-type", _option(text, "op", "read"))}
     queues = int(_option(text, "num-qp-per-transfer", "4"))
     rows = list(_table(text, "MsgSize (B)", r"\s*\|\s*|\s{2,}"))
@@ -175,11 +159,8 @@ def _mori(text: str) -> Rows:
 
 
 def _perftest(text: str) -> Rows:
-    """Yield the rows of a latency or a bandwidth test.
-
-    A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20
-    bytes.
-    """
+    # A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20
+    # bytes.
     operation = "read" if re.search(r"RDMA_Read|ib_read", text) else "write"
     depth, queues = (re.search(rf"{name}\s*:\s*(\d+)", text) for name in ("TX depth", "Number of qps"))
     where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0}
@@ -195,10 +176,7 @@ def _perftest(text: str) -> Rows:
 
 
 def _nvbandwidth(text: str) -> Rows:
-    """Yield a sample for each matrix of rates between GPUs.
-
-    Its cells are copies of the buffer; the median counts.
-    """
+    # Its cells are copies of the buffer; the median counts.
     size = int(_option(text, "bufferSize", _option(text, "b", "512"))) << 20
     matrix = r"memcpy \w+ GPU\(row\) (<?->?) GPU\(column\) bandwidth \(GB/s\)\n(.*\n)((?:\s*\d+ .*\n)+)"
     for arrow, _, body in re.findall(matrix, text):
@@ -219,7 +197,6 @@ def _nvbandwidth(text: str) -> Rows:
 
 
 def _nccl(text: str) -> Rows:
-    """Yield rows, out of place; sendrecv_perf is a pair, a collective is a pattern of its name."""
     named = re.search(r"(\w+)_perf", text)
     if named is None:
         raise ConfigError("nccl-tests does not always say which test it is: put its command line above its output")
@@ -235,12 +212,9 @@ def _nccl(text: str) -> Rows:
 
 
 def _vllm(text: str) -> Rows:
-    """Yield a row for each line of vLLM's log on KV transfers.
-
-    A line has the means of some seconds, of reads of blocks of one size.
-
-    Its MB is 2**20 bytes.  A line of fewer than one descriptor or byte says nothing.
-    """
+    # A line has the means of some seconds, of reads of blocks of one size.
+    #
+    # Its MB is 2**20 bytes.  A line of fewer than one descriptor or byte says nothing.
     rule = r"Avg xfer time \(ms\)=([\d.]+).*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
     for time, size, descriptors in re.findall(rule, text):
         blocks, nbytes = round(float(descriptors)), float(size) * 2**20
@@ -249,12 +223,9 @@ def _vllm(text: str) -> Rows:
 
 
 def _published(text: str) -> Rows:
-    """Yield the rows of a table of published numbers, whose first line says source and settings.
-
-    Two shapes: a latency for each size and batch, or rates of writes and reads of a whole node for
-    each block size.  QPs, threads, batch and GPUs are read from the first line's words, as in
-    "8xH800, threads 12, batch 64, 2 QPs".
-    """
+    # Two shapes: a latency for each size and batch, or rates of writes and reads of a whole node for
+    # each block size.  QPs, threads, batch and GPUs are read from the first line's words, as in
+    # "8xH800, threads 12, batch 64, 2 QPs".
     about = next(line for line in text.splitlines() if line.startswith("#"))
     rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
     queues, threads, batch, gpus = (
@@ -273,7 +244,6 @@ def _published(text: str) -> Rows:
 
 
 def _rate_of_all(row: Mapping[str, str], operation: str, threads: int, batch: int, gpus: int) -> Sample:
-    """Return what a GB/s of a whole node says: *threads* over *gpus*, each with one *batch* in flight."""
     size, rate = int(row["block_bytes"]), float(row[f"{operation}_gbs"]) * 1e9
     seconds = threads * batch * size / rate
     return _sample(

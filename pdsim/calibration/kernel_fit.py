@@ -166,7 +166,6 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
-    """Return, for each size of an all-reduce, that of the fastest kernel."""
     found: dict[tuple[int, int], Row] = {}
     for row in rows:
         key = row["gpus"], row["tokens"] * row["n"]
@@ -176,7 +175,6 @@ def _fastest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _filled(kernels: Kernels, other: Kernels) -> Kernels:
-    """Return *kernels* with those of *other* where there are none, as of experts, which one model alone has."""
     lacking = {name: value for name, value in vars(other).items() if getattr(kernels, name) is None}
     return replace(kernels, **lacking)
 
@@ -185,7 +183,6 @@ def _filled(kernels: Kernels, other: Kernels) -> Kernels:
 
 
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
-    """Return kernels fitted to *rows*, an operator each; one with fewer than three rows is left out."""
     found: dict[str, Any] = {}
     for name in OPERATORS:
         mine = [row for row in rows if operator_of(row) == name]
@@ -210,11 +207,8 @@ _SHAPES = 200
 
 
 def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[str, Correction]:
-    """Return what *rows* of products take over what *kernels* say, by shape.
-
-    A shape ("n x k", and its type) has a factor at each number of tokens that was measured, to three digits.  A
-    roof is one line for all shapes; what a library chooses for one of them may be well off it.
-    """
+    # A shape ("n x k", and its type) has a factor at each number of tokens that was measured, to three digits.  A
+    # roof is one line for all shapes; what a library chooses for one of them may be well off it.
     shapes: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["operator"] == "gemm":
@@ -230,7 +224,6 @@ def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[st
 
 
 def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
-    """Return the all-reduce among *gpus* that fits *rows*: a latency in seconds, and bytes/s of the tensor."""
     from scipy.optimize import least_squares
 
     mine = [row for row in rows if row["operator"] == "allreduce" and row["gpus"] == gpus]
@@ -249,7 +242,6 @@ def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
 
 
 def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
-    """Yield the errors of each operator, of the rows that it was fitted to and of those held out."""
     for name in [*OPERATORS, "allreduce"]:
         for rows, where in ((fitted, "fitted to"), (held, "held out")):
             ratios = [_seconds(kernels, row, peaks) / row["seconds"] for row in rows if operator_of(row) == name]
@@ -258,7 +250,6 @@ def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], 
 
 
 def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
-    """Return what *kernels* say of an operator's *row*."""
     name = operator_of(row)
     if name == "allreduce":
         ring = kernels.allreduce[str(row["gpus"])]
@@ -272,7 +263,6 @@ def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
 
 
 def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
-    """Yield the errors of whole steps and prefills: of each model, operator and mode."""
     keys = dict.fromkeys((str(row["model"]), row["tp"], str(row["operator"]), str(row["mode"])) for row in rows)
     for model, tp, operator, mode in keys:
         if operator == "step" and mode == "eager":
@@ -294,7 +284,6 @@ def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterato
 
 
 def _reading(time: OperatorForward, batch: int, context: int) -> float:
-    """Return the seconds that a step of *batch* sequences of *context* tokens takes longer for reading them."""
     return max(time.context_of(batch) * batch * context, time.sequence * context)
 
 
@@ -325,7 +314,6 @@ def layer_launch(rows: Sequence[Row], mixed: bool = False) -> float:
 
 
 def _errors(what: str, ratios: Sequence[float]) -> Errors:
-    """Return the errors of the model's seconds over the measured ones, *ratios*."""
     apart = np.array(ratios) - 1.0
     found = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
     return Errors(what, len(ratios), *(float(value) for value in found))

@@ -55,12 +55,10 @@ _DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8"}
 
 
 def _whole_number(size: int) -> bool:
-    """Return whether *size* is no neighbour of a tile's, such as 129, of which the tables have many."""
     return size < 16 or size % 16 == 0
 
 
 def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of a product, of widths between `_NARROWEST` and `_WIDEST`."""
     m, n, k = (int(row[name]) for name in ("m", "n", "k"))
     usual = min(n, k) >= _NARROWEST and max(n, k) <= _WIDEST and _whole_number(m)
     if row["gemm_dtype"] not in _DTYPES or not usual:
@@ -69,7 +67,6 @@ def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _plain(row: dict[str, Any]) -> bool:
-    """Return whether attention of *row* has queries, keys and values in bf16."""
     types = [row[name] for name in ("attn_dtype", "mla_dtype", "kv_cache_dtype") if name in row]
     return all(each == "bfloat16" for each in types)
 
@@ -81,25 +78,20 @@ def _heads(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prefill(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of one whole prompt of 128 tokens and more, without context; shorter ones are all launch."""
     if not _plain(row) or row["batch_size"] != 1 or row["step"] or row["isl"] < 128:
         return None
     return {**_heads(row), "operator": "prefill", "tokens": int(row["isl"])}
 
 
 def _decode(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of one step; ``step`` counts the tokens before it, so the context is one more."""
     if not _plain(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
         return None
     return {**_heads(row), "operator": "decode", "batch": int(row["batch_size"]), "context": int(row["step"]) + 1}
 
 
 def _latent_prefill(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of absorbed attention.
-
-    The tables do not say which they have, but counted as expanded they reach 185 TFLOPS and as absorbed 620, as
-    other attention does.
-    """
+    # The tables do not say which they have, but counted as expanded they reach 185 TFLOPS and as absorbed 620, as
+    # other attention does.
     if not _plain(row) or row["batch_size"] != 1 or row["isl"] < 128:
         return None
     sizes = {"tokens": int(row["isl"]), "heads": int(row["num_heads"]), "kv_heads": 1}
@@ -107,7 +99,6 @@ def _latent_prefill(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _latent_decode(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of one step of latent attention, whose cache has one head of `_LATENT` elements."""
     if not _plain(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
         return None
     sizes = {"batch": int(row["batch_size"]), "context": int(row["step"]) + 1, "heads": int(row["num_heads"])}
@@ -115,7 +106,6 @@ def _latent_decode(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of experts that tokens are spread over evenly: they hit as many as they can."""
     if row["moe_dtype"] not in _DTYPES or row["distribution"] != "balanced" or row["moe_ep_size"] != 1:
         return None
     tokens, per, count = (int(row[name]) for name in ("num_tokens", "topk", "num_experts"))
@@ -129,7 +119,6 @@ def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _allreduce(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row of an all-reduce from a CUDA graph; *message_size* is in elements, of rows of 1024."""
     if not str(row["backend"]).endswith("graph") or row["message_size"] < 1024:
         return None
     size = {"tokens": int(row["message_size"]) // 1024, "n": 1024}

@@ -49,7 +49,6 @@ def beyond(
 
 
 def _chosen(writes: Fit, points: Points, base: EngineModel) -> Fit:
-    """Return the simplest of `_FORMS` that predicts unseen ones of *points*, reads as far off as *writes* are."""
     start = _start(writes, points)
     every = [
         fit.fit(replace(writes.form, free=free), points, base, {**writes.at, **{name: start[name] for name in free}})
@@ -59,10 +58,7 @@ def _chosen(writes: Fit, points: Points, base: EngineModel) -> Fit:
 
 
 def _as_writes_are(writes: Fit, samples: Sequence[Sample]) -> Points | None:
-    """Return the reads, each as far from what *writes* says of it as it is from the write beside it.
-
-    None if fewer than `LEAST` reads have a write of the same configuration.
-    """
+    # None if fewer than `LEAST` reads have a write of the same configuration.
     beside = {_where(row): row.seconds for row in samples if row.operation == "write"}
     reads = [row for row in samples if row.operation == "read" and row.concurrency == 1 and _where(row) in beside]
     if len(reads) < LEAST:
@@ -73,12 +69,10 @@ def _as_writes_are(writes: Fit, samples: Sequence[Sample]) -> Points | None:
 
 
 def _where(row: Sample) -> tuple[Any, ...]:
-    """Return what a read and a write must have in common to be compared."""
     return row.layout, row.queues, row.blocks, row.size, row.concurrency
 
 
 def _start(writes: Fit, points: Points) -> dict[str, float]:
-    """Return where to start: with all that reads take longer in either parameter, or next to nothing."""
     more = points.seconds - writes.seconds(points)
     once, each = float(np.median(more)), float(np.median(more / points.blocks))
     rate = float((points.blocks * points.size / points.seconds).max())

@@ -69,7 +69,6 @@ def fit_roof(name: str, rows: Sequence[Row], peaks: Peaks, blend: float = 0.0) -
 
 
 def _cuts(name: str, processors: int) -> Iterator[Roof]:
-    """Yield the tiles that are tried for the operator *name*; without *processors* none has turns."""
     for tile in _ROWS.get(name, (0,)):
         yield Roof(tile=tile)
         if tile and processors and "b" in OPERATORS[name]:
@@ -87,7 +86,6 @@ def row_seconds(roof: Roof, row: Row, peaks: Peaks) -> float:
 
 
 def _fitted(name: str, rows: Sequence[Row], peaks: Peaks, cut: Roof, power: float) -> tuple[float, Roof]:
-    """Return the cost of the best roof with the tiles of *cut*, and the roof; *power* is its blend, 0 if fitted."""
     from scipy.optimize import least_squares
 
     flops, nbytes, turns, depth = np.array([work(row, cut, peaks.processors) for row in rows], dtype=float).T

@@ -104,7 +104,6 @@ def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str]
 
 
 def _sample(label: str, flows: Sequence[Sequence[float]], by_job: Sequence[Sequence[float]], held: bool) -> Sample:
-    """Return the sample of the point called *label* from the seconds of its transfers, by flow and by job."""
     match = _LABEL.fullmatch(label)
     assert match is not None
     pattern, blocks, size, concurrency, words = match.groups()
@@ -193,10 +192,7 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
 
 
 def _value(kind: str, text: str) -> Any:
-    """Return *text* of a column as the type *kind* of its field.
-
-    A tuple is written with blanks between its numbers.
-    """
+    # A tuple is written with blanks between its numbers.
     if kind == "bool":
         return text == "1"
     if kind.startswith("tuple"):

@@ -101,7 +101,6 @@ def calibrate(words: Sequence[str]) -> int:
 
 
 def _asked(words: Sequence[str]) -> _Asked:
-    """Return what *words* ask for.  Raise a `ConfigError` for an unknown option and a value that it cannot have."""
     overrides, found = options.parse(
         "calibrate",
         words,
@@ -121,8 +120,6 @@ def _asked(words: Sequence[str]) -> _Asked:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from *least* on, which raises a `ValueError` for other texts."""
-
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise ValueError(f"must be a whole number >= {least}")
@@ -132,7 +129,6 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _largest(text: str) -> int:
-    """Return the bytes of the largest transfer; raise a `ValueError` below the smallest one of the grid."""
     size = parse_size(text)
     if size < sample_grid.SMALLEST:
         raise ValueError(f"must be >= {sample_grid.SMALLEST} bytes")
@@ -140,21 +136,18 @@ def _largest(text: str) -> int:
 
 
 def _plain_name(text: str) -> str:
-    """Return *text* if it can be the name of a file without a folder, else raise a `ValueError`."""
     if not re.fullmatch(r"[\w.-]+", text):
         raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
     return text
 
 
 def _which(text: str) -> str:
-    """Return *text* if it is one of the two models of an engine, else raise a `ValueError`."""
     if text not in ("intra", "inter"):
         raise ValueError("must be intra or inter")
     return text
 
 
 def _said(words: Sequence[str]) -> str:
-    """Return the command line as the calibration keeps it: without the folders of this machine."""
     kept = [word for word in words if not word.startswith("output=")]
     return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
 
@@ -163,11 +156,8 @@ def _said(words: Sequence[str]) -> str:
 
 
 def _measured(asked: _Asked, config: Config, command: str) -> Samples:
-    """Measure the grid with ``experiment=transfer``, keep its results as those of any run, and return the samples.
-
-    It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
-    (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
-    """
+    # It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
+    # (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
     from pdsim.config.compose import compose
     from pdsim.run import run
 
@@ -198,5 +188,4 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
 
 
 def _where(config: Config) -> str:
-    """Return what was measured, engine on machine, and whether it was the model."""
     return f"{config.backend.name} on {config.hw.name}" + (" (the model)" if config.target == "model" else "")

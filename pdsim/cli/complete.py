@@ -85,20 +85,17 @@ def values(prefix: str, **_: Any) -> list[str]:
 
 
 def _choices(key: str) -> tuple[str, ...] | list[str]:
-    """Return what can follow ``KEY=``: the options of a group, or of the few keys with fixed choices."""
     fixed = {"target": ("model", "real", "live"), "memory": ("timing", "tracked")}
     return fixed.get(key) or plugins.options(key)
 
 
 def _keys() -> list[str]:
-    """Return the dotted keys of a configuration."""
     from pdsim.config import Config
 
     return list(_below(Config, ""))
 
 
 def _below(cls: type, at: str) -> Iterator[str]:
-    """Yield the dotted keys of the dataclass *cls* and of those within it, each behind *at*."""
     hints = get_type_hints(cls)
     for field in fields(cls):
         hint, key = hints[field.name], f"{at}{field.name}"
@@ -110,12 +107,10 @@ def _below(cls: type, at: str) -> Iterator[str]:
 
 
 def _groups(prefix: str, **_: Any) -> list[str]:
-    """Return the groups that begin with *prefix*."""
     return [group for group in plugins.groups() if group.startswith(prefix)]
 
 
 def _folders(prefix: str, **_: Any) -> list[str]:
-    """Return folders that begin with *prefix*."""
     head, slash, _tail = prefix.rpartition("/")
     where = Path(f"{head}{slash}" or ".")
     try:

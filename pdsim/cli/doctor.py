@@ -86,7 +86,6 @@ def report(own: Sequence[Path] = ()) -> str:
 
 
 def _own(folders: Sequence[Path]) -> list[str]:
-    """Return what *folders* add to what pdsim has to choose from."""
     found = [
         f"  {group}={name}: {describe(group, name, [folder])}"
         for folder in folders
@@ -121,7 +120,6 @@ def host() -> str:
 
 
 def _package(name: str) -> Diagnosis:
-    """Return whether the optional package *name* is installed, and which extra has it if not."""
     try:
         return Diagnosis(name, works=True, version=version(name))
     except PackageNotFoundError:
@@ -130,7 +128,6 @@ def _package(name: str) -> Diagnosis:
 
 
 def _server(engine: str) -> Diagnosis:
-    """Return whether this interpreter can start servers of *engine*."""
     found = installed(engine)
     if not found:
         remedy = f"install {engine}, or name the interpreter that has it with live.python"
@@ -142,21 +139,18 @@ def _server(engine: str) -> Diagnosis:
 
 
 def _link() -> Diagnosis:
-    """Return whether nodes can be joined by a known link here, of which the reason says what would help."""
     problem = emulated_link.missing_requirements()
     reason, _, remedy = problem.partition("; ")
     return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
 
 
 def _table(found: Iterable[Diagnosis]) -> str:
-    """Return a line for each of *found*, names in a column as wide as the longest."""
     every = list(found)
     width = max(16, *(len(one.name) for one in every))
     return "\n".join(_row(one, width) for one in every)
 
 
 def _row(one: Diagnosis, width: int) -> str:
-    """Return the line about *one*: works and its version, or no, the reason and the remedy."""
     if one.works:
         return f"{one.name:<{width}} works  {one.version}".rstrip()
     return f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")

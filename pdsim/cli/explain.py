@@ -80,12 +80,10 @@ def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = Fal
 
 
 def _config(folder: Path) -> Config:
-    """Return the configuration that the run in *folder* kept."""
     return compose.composed(CommandLine(path=str(folder), name="config"))
 
 
 def _simulated(folder: Path, simulate: Any) -> dict[str, Figures | str]:
-    """Return what *simulate* does with a bar; a run that cannot be simulated again is a note instead."""
     experiment = store.load(folder)["experiment"]
     try:
         with terminal.Progress(f"{experiment} again") as bar:
@@ -96,31 +94,24 @@ def _simulated(folder: Path, simulate: Any) -> dict[str, Figures | str]:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return whether the run in *folder* was simulated."""
     return bool(store.load(folder)["target"] == "model")
 
 
 def _seconds(found: Figures) -> str:
-    """Return the time that *found* is judged by as text, "-" if there is none."""
     value = found.e2e if found.e2e is not None else found.transfer
     return "-" if value is None else format_time(value)
 
 
 def _plain(tried: Mapping[str, Figures | str]) -> dict[str, Any]:
-    """Return *tried* as JSON takes it: the figures of each relief, or the reason why it could not be simulated."""
     return {name: found if isinstance(found, str) else asdict(found) for name, found in tried.items()}
 
 
 def _value(found: Figures) -> float | None:
-    """Return the time that a run is judged by, in seconds.
-
-    End to end of a request, or of a transfer without requests.
-    """
+    # End to end of a request, or of a transfer without requests.
     return found.e2e if found.e2e is not None else found.transfer
 
 
 def _verdict(what: str, times: Mapping[str, float], tried: Mapping[str, Figures | str]) -> Iterator[str]:
-    """Yield what bounds the run, and which relief brings most."""
     total = sum(times.values())
     most = max(times, key=lambda name: times[name])
     if not total:
@@ -147,16 +138,12 @@ def _verdict(what: str, times: Mapping[str, float], tried: Mapping[str, Figures 
 
 
 def _change(after: float, before: float) -> str:
-    """Return the change in per cent, with a sign."""
     percent = 100.0 * (after / before - 1.0)
     return f"{percent:+.1f} %" if abs(percent) >= 9.95 else "0 %" if abs(percent) < 0.005 else f"{percent:+.2g} %"
 
 
 def _reliefs(times: Mapping[str, float], asked: Sequence[str], tried: Mapping[str, Figures | str]) -> Table:
-    """Return a row for each cause in *asked*: its time and share, and by how much each metric changes when relieved.
-
-    Without figures (*tried* is empty, or its base could not be simulated) the row says what the cause is instead.
-    """
+    # Without figures (*tried* is empty, or its base could not be simulated) the row says what the cause is instead.
     total, base = sum(times.values()), tried.get("")
     known = {each.cause: each for each in RELIEFS}
     shown = [name for name in _SHOWN if isinstance(base, Figures) and getattr(base, name) is not None]
@@ -175,7 +162,6 @@ def _reliefs(times: Mapping[str, float], asked: Sequence[str], tried: Mapping[st
 
 
 def _cell(found: Figures | str | None, base: Figures | str | None, name: str) -> str:
-    """Return the change of the metric *name* from *base* to *found*, "-" where either is not there."""
     if not isinstance(found, Figures) or not isinstance(base, Figures):
         return "-"
     after, before = getattr(found, name), getattr(base, name)
@@ -183,10 +169,7 @@ def _cell(found: Figures | str | None, base: Figures | str | None, name: str) ->
 
 
 def _exchanges(tried: Mapping[str, Figures | str]) -> Table:
-    """Return A, A with one group of B each, and B.
-
-    The last column is the share of the difference between A and B that the group makes alone.
-    """
+    # The last column is the share of the difference between A and B that the group makes alone.
     first, second = tried["A"], tried["B"]
     assert isinstance(first, Figures)
     assert isinstance(second, Figures)

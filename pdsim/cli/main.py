@@ -83,21 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(command: str, interrupt: KeyboardInterrupt) -> int:
-    """Say in one line that *command* was interrupted and what there is of it, and return the exit status."""
     return _fail(130, f"interrupted; {str(interrupt) or _left(command)}")
 
 
 def _left(command: str) -> str:
-    """Return what there is of *command* that was ended."""
     return "a run that had begun is marked incomplete" if command in _KEEP else "nothing was kept"
 
 
 def _command(words: Sequence[str]) -> int:
-    """Run the command that the first of *words* names, with the others, and return its exit status.
-
-    ``pdsim``, ``pdsim help`` and ``--help`` print the overview, ``help COMMAND`` and ``COMMAND --help`` that of one
-    command. Raise a `ConfigError` for a word that is not a command.
-    """
+    # ``pdsim``, ``pdsim help`` and ``--help`` print the overview, ``help COMMAND`` and ``COMMAND --help`` that of
+    # one command. Raise a `ConfigError` for a word that is not a command.
     if not words or words[0] in ("--help", "-h") or words == ["help"]:
         return _say(usage.overview())
     command, *rest = words
@@ -113,10 +108,7 @@ def _command(words: Sequence[str]) -> int:
 
 
 def _unknown(command: str, words: Sequence[str]) -> str:
-    """Return what to say of *command*, which there is not: the command that is meant, as far as it can be guessed.
-
-    An override such as ``hw=8xh20``, and the name of an experiment or a machine, are arguments of ``pdsim run``.
-    """
+    # An override such as ``hw=8xh20``, and the name of an experiment or a machine, are arguments of ``pdsim run``.
     if "=" in command:
         return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
     for group in ("experiment", "hw"):
@@ -129,14 +121,12 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Compose the configuration from *words*, run its experiment, keep and print its results.
-
-    With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.  With ``--json`` the only thing
-    on standard output is one JSON object, with ``--quiet`` nothing is.  ``--cfg job`` prints the configuration, with
-    calibrations applied, and runs nothing.  Return 1 if anything failed, else 0.
-
-    Raise a `ConfigError` for a run that cannot start, before anything is written. Raise what the experiment raises.
-    """
+    # With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.  With ``--json`` the only
+    # thing on standard output is one JSON object, with ``--quiet`` nothing is.  ``--cfg job`` prints the
+    # configuration, with calibrations applied, and runs nothing.  Return 1 if anything failed, else 0.
+    #
+    # Raise a `ConfigError` for a run that cannot start, before anything is written. Raise what the experiment
+    # raises.
     rest, json, quiet = _speaking(words)
     if {"-m", "--multirun"} & set(rest):
         return _sweep([word for word in words if word not in ("-m", "--multirun")])
@@ -171,10 +161,7 @@ def _show_configuration(config: Config) -> int:
 
 
 def _sweep(words: Sequence[str]) -> int:
-    """Run every combination of the values in *words*.
-
-    Those that an earlier call with the same words has run are not run again.
-    """
+    # Those that an earlier call with the same words has run are not run again.
     from pdsim.cli.sweep import sweep
 
     begun()
@@ -186,21 +173,16 @@ _VERBOSE = ("-v", "--verbose")
 
 
 def _is_verbose(words: Sequence[str]) -> bool:
-    """Return whether *words* ask for all metrics, definitions of columns, and points that cannot be run."""
     return any(word in _VERBOSE for word in words)
 
 
 def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
-    """Return *words* without the options that say how much is printed, whether it is JSON, and whether nothing."""
     quiet = bool({"--quiet", "-q"} & set(words))
     return [word for word in words if word not in ("--json", "--quiet", "-q")], "--json" in words, quiet
 
 
 def _show(words: Sequence[str]) -> int:
-    """Print what each of the folders in *words* keeps, a run or a sweep.
-
-    As a report, or as one JSON object a folder.
-    """
+    # As a report, or as one JSON object a folder.
     from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
 
@@ -217,10 +199,7 @@ def _show(words: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str]) -> int:
-    """Write the page, or the one figure, of a run, a sweep or a validation, and print its path.
-
-    A page cannot be had as JSON, nor more than one folder on it: both raise a `ConfigError`.
-    """
+    # A page cannot be had as JSON, nor more than one folder on it: both raise a `ConfigError`.
     from pdsim.cli.report import report
     from pdsim.sweep import best
 
@@ -236,7 +215,6 @@ def _report(words: Sequence[str]) -> int:
 
 
 def _timeline(words: Sequence[str]) -> int:
-    """Write the events of one run, or of several side by side, in Chrome's trace format, and print where."""
     from pdsim.cli.report import timeline
 
     options, rest = _options("timeline", words, "-o")
@@ -245,7 +223,6 @@ def _timeline(words: Sequence[str]) -> int:
 
 
 def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str, str], list[str]]:
-    """Return the values of *flags*, "" of those that are not there, and the other words."""
     found, rest = {}, [re.sub("^--output(=|$)", r"-o\1", word) for word in words]
     for flag in flags:
         found[flag], rest = _value(flag, rest, command)
@@ -255,10 +232,7 @@ def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str,
 
 
 def _best(words: Sequence[str]) -> int:
-    """Print the points of one sweep by goodput a GPU, highest first, with a chart of the best ones.
-
-    ``--slo ttft=2s,tpot=30ms`` judges all points by one SLO, instead of each by the one it was run with.
-    """
+    # ``--slo ttft=2s,tpot=30ms`` judges all points by one SLO, instead of each by the one it was run with.
     from dataclasses import asdict
 
     from pdsim.cli.report import is_sweep
@@ -279,11 +253,8 @@ def _best(words: Sequence[str]) -> int:
 
 
 def _explained(words: Sequence[str]) -> int:
-    """Print what bounded one run and what relief of each cause would bring, or what makes two runs differ.
-
-    Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N*
-    alone. Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
-    """
+    # Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N*
+    # alone. Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
     from pdsim.cli.explain import explain_one, explain_two
 
     number, rest = _value("--request", words, "explain")
@@ -304,7 +275,6 @@ def _explained(words: Sequence[str]) -> int:
 
 
 def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str]]:
-    """Return the value of *flag* among *words*, "" if it is not there, and the other words."""
     found, rest, left = "", [], iter(words)
     for word in left:
         name, equals, value = word.partition("=")
@@ -316,7 +286,6 @@ def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str
 
 
 def _compare(words: Sequence[str]) -> int:
-    """Print the numbers of two or more runs side by side, and the keys in which their configurations differ."""
     from pdsim.results import compare, terminal
 
     folders = _folders("compare", words)
@@ -329,7 +298,6 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
-    """Raise a `ConfigError` if one of *folders* is a sweep, for *command* is about runs."""
     from pdsim.cli.report import is_sweep
 
     if sweeps := [folder for folder in folders if is_sweep(folder)]:
@@ -338,10 +306,7 @@ def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
 
 
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
-    """Return the folders in *words*, without the options that every command which prints folders has.
-
-    Raise a `ConfigError` for an option that *command* has not, what is no folder of a run, and if there is none.
-    """
+    # Raise a `ConfigError` for an option that *command* has not, what is no folder of a run, and if there is none.
     begun()
     folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
     if flags := [word for word in map(str, folders) if word.startswith("-")]:
@@ -365,10 +330,8 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
 
 
 def _calibrate(words: Sequence[str]) -> int:
-    """Measure transfers, or read those of another tool, fit an engine's parameters, and write them down.
-
-    It needs SciPy, which the extra ``calibrate`` has; without it raise a `ConfigError` before anything is measured.
-    """
+    # It needs SciPy, which the extra ``calibrate`` has; without it raise a `ConfigError` before anything is
+    # measured.
     from pdsim.cli.calibrate import calibrate
 
     if find_spec("scipy") is None:
@@ -378,7 +341,6 @@ def _calibrate(words: Sequence[str]) -> int:
 
 
 def _refit(words: Sequence[str]) -> int:
-    """Fit shipped numbers again from the samples in ``data/``, and print their errors.  It needs SciPy."""
     if find_spec("scipy") is None:
         raise ConfigError("refit needs scipy; pip install 'pdsim[calibrate]'")
     if not data().is_dir():
@@ -387,7 +349,6 @@ def _refit(words: Sequence[str]) -> int:
 
 
 def _profile(words: Sequence[str]) -> int:
-    """Measure what a forward is made of, fit it, and write it down for ``compute=``."""
     from pdsim.cli.profile import profile
 
     begun()
@@ -395,7 +356,6 @@ def _profile(words: Sequence[str]) -> int:
 
 
 def _validate(words: Sequence[str]) -> int:
-    """Predict, measure and compare: ``run`` with ``experiment=validate``, or ``validate_live`` for servers."""
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
     live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
@@ -403,7 +363,6 @@ def _validate(words: Sequence[str]) -> int:
 
 
 def _observe(words: Sequence[str]) -> int:
-    """Make a workload and a measured run of the logs of a deployment."""
     from pdsim.cli.observe import observe
 
     begun()
@@ -411,11 +370,8 @@ def _observe(words: Sequence[str]) -> int:
 
 
 def _list(words: Sequence[str]) -> int:
-    """Print the options of the groups in *words*, or of all groups, each with the first line of its file.
-
-    Without a group it also names the implementations that packages register, with the package of those that are not
-    pdsim's.
-    """
+    # Without a group it also names the implementations that packages register, with the package of those that are
+    # not pdsim's.
     chosen, own = _chosen("list", words)
     known = plugins.groups(own)
     if wrong := [word for word in chosen if word not in known]:
@@ -434,7 +390,6 @@ def _list(words: Sequence[str]) -> int:
 
 
 def _chosen(command: str, words: Sequence[str]) -> tuple[Sequence[str], Sequence[Path]]:
-    """Return *words* without their options, and the folders of ``--config-dir``."""
     if not any(word.startswith("-") for word in words):
         return words, ()  # and pdsim.config is not imported, which takes longer than to list all groups
     from pdsim.config import compose
@@ -444,13 +399,11 @@ def _chosen(command: str, words: Sequence[str]) -> tuple[Sequence[str], Sequence
 
 
 def _from(group: str, name: str) -> str:
-    """Return " (from PACKAGE)" for what another package registers as *name*, "" for what comes with pdsim."""
     provider = plugins.provider(group, name)
     return "" if provider == "pdsim" else f" (from {provider})"
 
 
 def _doctor(words: Sequence[str]) -> int:
-    """Print which engines and devices work here, or with ``--host`` how quick this host's Python is."""
     chosen, own = _chosen("doctor", [word for word in words if word != "--host"])
     if chosen:
         raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {chosen[0]!r}")
@@ -460,7 +413,6 @@ def _doctor(words: Sequence[str]) -> int:
 
 
 def _completion(words: Sequence[str]) -> int:
-    """Print what a shell evaluates to complete commands, groups and keys."""
     from pdsim.cli.complete import script
 
     if words:
@@ -494,27 +446,23 @@ _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 
 
 def _say(text: str) -> int:
-    """Print *text* on standard output at once, and return the exit status of success."""
     print(text, flush=True)  # noqa: T201
     return 0
 
 
 def _print_anything() -> None:
-    """Have a terminal that knows few letters show others by their number, instead of ending in an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(status: int, text: str) -> int:
-    """Print *text*, each line as one of pdsim, on standard error, and return *status*."""
     for line in text.splitlines():
         print(f"pdsim: {line}", file=sys.stderr)  # noqa: T201
     return status
 
 
 def _explain(error: Exception) -> int:
-    """Print *error* in one line for each mistake, and return the exit status."""
     if isinstance(error, ConfigError):
         return _fail(2, str(error))
     if "hydra" in sys.modules:
@@ -529,7 +477,6 @@ def _explain(error: Exception) -> int:
 
 
 def _check_packages() -> None:
-    """Raise a `ConfigError` if the working directory hides a package of ours, whose names are everyday words."""
     home = Path(pdsim.__file__).resolve().parent.parent
     for name in ("conf", "backends", "experiments"):
         spec = find_spec(name)

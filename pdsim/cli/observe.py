@@ -50,7 +50,6 @@ def observe(words: Sequence[str]) -> int:
 
 
 def _of_transfers(path: Path) -> str:
-    """Return the format of *path* if it is what an engine logs of its transfers."""
     try:
         tool = importers.tool_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -59,7 +58,6 @@ def _of_transfers(path: Path) -> str:
 
 
 def _transfers(path: Path, tool: str, to: Path) -> int:
-    """Write the transfers that *tool* logged in *path* as samples, which calibrate fits and the model can repeat."""
     found = importers.read(path, tool)
     file = make(to, "--to ") / f"{path.stem}.samples.csv"
     points.write(
@@ -72,7 +70,6 @@ def _transfers(path: Path, tool: str, to: Path) -> int:
 
 
 def _asked(words: Sequence[str]) -> tuple[Path, str, Path, list[str]]:
-    """Return the log, its kind, the folder for the trace, and the overrides."""
     rest, asked = options.parse("observe", words, {"--format": ("kind", str), "--to": ("to", Path)})
     files = [word for word in rest if "=" not in word]
     if len(files) != 1:

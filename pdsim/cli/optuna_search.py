@@ -99,14 +99,12 @@ def search(
 
 
 def _within(progress: ShowProgress, done: int, trials: int) -> ShowProgress:
-    """Return what shows the progress of a batch as that of the search, of which *done* points are over."""
     return lambda _share, text="", _until=None: progress(
         done / trials, f"{done} of {trials} trials; {text.rpartition('; ')[2]}"
     )
 
 
 def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[float, float]]) -> dict[str, str]:
-    """Return the values that *trial* has for each key."""
     found: dict[str, str] = {}
     for axis in axes:
         name, steps = ",".join(axis.keys), range(len(axis.values))

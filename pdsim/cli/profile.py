@@ -124,11 +124,8 @@ def profile(words: Sequence[str]) -> int:
 
 
 def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
-    """Fit the operators that others published, write and print as `profile` does.
-
-    The tables are those of aiconfigurator, one folder a GPU.  Nothing is known of whole forwards
-    then, so the fit holds for every model whose operators are in the tables.
-    """
+    # The tables are those of aiconfigurator, one folder a GPU.  Nothing is known of whole forwards
+    # then, so the fit holds for every model whose operators are in the tables.
     from pdsim.calibration import published
     from pdsim.compute import operators
 
@@ -146,10 +143,7 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
 
 
 def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) -> int:
-    """Write the tables that others published as one compact file, and the choice for ``compute=`` that names it.
-
-    What no table has, norms, activations, rotary embeddings and launches, is that of the choice ``--compact``.
-    """
+    # What no table has, norms, activations, rotary embeddings and launches, is that of the choice ``--compact``.
     from pdsim.calibration import compaction
     from pdsim.compute import tables
 
@@ -207,7 +201,6 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
 
 
 def _release(folder: Path) -> str:
-    """Return " VERSION" of the installed aiconfigurator-core that *folder* belongs to, "" of a checkout."""
     found = [each.name for parent in folder.parents for each in parent.glob("aiconfigurator_core-*.dist-info")]
     return f" {found[0].split('-')[1].removesuffix('.dist')}" if found else ""
 
@@ -225,7 +218,6 @@ def errors(found: fits.KernelFit) -> Table:
 
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:
-    """Return what *words* ask for; ``model=NAME`` among the overrides stands for ``--models NAME``."""
     overrides, found = options.parse(
         "profile",
         words,
@@ -247,7 +239,6 @@ def _asked(words: Sequence[str]) -> _ProfileCommand:
 
 
 def _models(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return the models in *text*, each with its tensor-parallel ranks (default 1) and layers (default 0: all)."""
     found = []
     for word in text.split(","):
         match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?(?::(\d+))?", word)
@@ -282,7 +273,6 @@ Rows = list[dict[str, str]]
 
 
 def _device_found(kind: str) -> ProfiledDevice:
-    """Return the device of *kind* that PyTorch finds; raise a `ConfigError` if there is none."""
     from backends.profiling import runner
 
     return runner.device(kind)
@@ -291,7 +281,6 @@ def _device_found(kind: str) -> ProfiledDevice:
 def _measured(
     asked: _ProfileCommand, where: ProfiledDevice, config: Config, command: str
 ) -> tuple[dict[str, str], Rows]:
-    """Measure on the device *where*; return what is to be known about it, and the rows."""
     from backends.profiling import inventory, runner
 
     nothing = CommandLine(words=())
@@ -322,7 +311,6 @@ def _measured(
 
 
 def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
-    """Write *rows* to *path* as CSV, below a comment for each entry of *about*; `read` reads it again."""
     text = io.StringIO()
     text.writelines(f"# {key}: {value}\n" for key, value in about.items())
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -357,10 +345,7 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 
 
 def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -> str:
-    """Return the text of ``conf/compute/NAME.yaml``: the kernels, where they come from, and how far off they are.
-
-    Without *models* it holds for all that need only the operators that there are.
-    """
+    # Without *models* it holds for all that need only the operators that there are.
     held = [f"{one.what} {100 * one.median:.1f}" for one in found.errors if not one.what.endswith(("to", "it"))]
     lines = [f"# {name}: times of operators, written by pdsim profile", "overhead: 0s"]
     lines += [f"measured_of: [{', '.join(models)}]"] * bool(models)
@@ -370,7 +355,6 @@ def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -
 
 
 def _block(kernels: Kernels) -> Iterable[str]:
-    """Yield the lines of ``kernels:``, without what has its default: zeros, factors of one, absent operators."""
     yield f"  gpu: {kernels.gpu}"
     if kernels.table:
         yield f"  table: {kernels.table}"
@@ -400,12 +384,10 @@ def _block(kernels: Kernels) -> Iterable[str]:
 
 
 def _told(key: str, value: float) -> bool:
-    """Return whether *value* of a roof's *key* is written down: what has its default is not."""
     return bool(value) and not (key == "blend" and value == 1.0)
 
 
 def _text(key: str, value: float) -> str:
-    """Return *value* as YAML has it: times in microseconds or less, rates in GB/s, others as a plain number."""
     if key in ("launch", "latency", "part", "merge", "block"):
         return f"{value * 1e6:.4g}us"
     if key == "walk":

@@ -56,7 +56,6 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def _content(folder: Path, slo: SloLimits | None) -> Content:
-    """Return what the page about *folder* says; raise a `ConfigError` if it is nothing of pdsim's."""
     if is_sweep(folder):
         from pdsim.sweep import pareto as figures
 
@@ -71,7 +70,6 @@ def _content(folder: Path, slo: SloLimits | None) -> Content:
 
 
 def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
-    """Return the figures of *folder*, by whose names ``--figure`` asks."""
     if is_sweep(folder):
         from pdsim.sweep import pareto as figures
 

@@ -135,14 +135,12 @@ _OF_SEARCH = ("--search", "--trials", "--maximize", "--minimize")
 
 
 def _count(name: str, text: str, least: int) -> int:
-    """Return the whole number in *text*, what the option *name* was given; raise a `ConfigError` below *least*."""
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name} {text}: must be a whole number >= 1")
     return int(text)
 
 
 def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
-    """Return the search that *options* ask for, None if there is none; raise a `ConfigError` for half of one."""
     asked = [name for name in _OF_SEARCH if name in options]
     if not asked:
         return None
@@ -159,7 +157,6 @@ def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
 
 
 def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
-    """Return *line* with other *words*: everything that was said beside the overrides stays."""
     return CommandLine(words=tuple(words), cfg=line.cfg, folder=line.folder, path=line.path, name=line.name)
 
 
@@ -197,16 +194,12 @@ class _Space:
 
     @property
     def keys(self) -> list[str]:
-        """All keys that change from point to point, those of axes first."""
         return [*(key for axis in self.axes for key in axis.keys), *self.intervals]
 
 
 def _space(asked: Asked) -> _Space:
-    """Parse the overrides of *asked* and divide them into what is fixed and what changes.
-
-    ``KEY=A,B`` and ``KEY=range(3)`` are axes, ``KEY=interval(LOW,HIGH)`` an interval; ``--zip`` joins axes of equal
-    length.
-    """
+    # ``KEY=A,B`` and ``KEY=range(3)`` are axes, ``KEY=interval(LOW,HIGH)`` an interval; ``--zip`` joins axes of
+    # equal length.
     words = asked.line.words
     parsed = OverridesParser.create().parse_overrides(compose.ready(words, asked.line.folders))
     swept: dict[str, list[str]] = {}
@@ -222,7 +215,6 @@ def _space(asked: Asked) -> _Space:
 
 
 def _first(asked: Asked) -> list[Point]:
-    """Return the first point of the space of a search: what is wrong in itself is refused before anything is run."""
     space = _space(asked)
     if not space.keys:
         raise ConfigError("--search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)")
@@ -232,10 +224,7 @@ def _first(asked: Asked) -> list[Point]:
 
 
 def _searched(asked: Asked, folder: Path, executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
-    """Have Optuna choose points of the space of *asked* and run them, and return the rows of the table.
-
-    Points are composed here, one at a time, when the search asks for them; *progress* is called as for any sweep.
-    """
+    # Points are composed here, one at a time, when the search asks for them; *progress* is called as for any sweep.
     assert asked.search is not None
     space = _space(asked)
     with compose.initialized(asked.line):
@@ -244,7 +233,6 @@ def _searched(asked: Asked, folder: Path, executor: Executor, progress: ShowProg
 
 
 def _key(override: Override) -> str:
-    """Return the dotted key of *override*, without the plus signs that tell Hydra to add it."""
     return str(override.get_key_element()).lstrip("+")
 
 
@@ -252,11 +240,8 @@ class _Composer:
     """Composes points of one sweep: once for each choice of groups, and sets the values of the others in that."""
 
     def __init__(self, line: CommandLine, fixed: Sequence[str], swept: Sequence[str]) -> None:
-        """Keep the *line* and its *fixed* words, and divide the keys that are *swept* into groups and values.
-
-        A value can be set in what Hydra composed unless another override is of the same mapping or one above it:
-        then the order of the two matters, and every point is composed by Hydra.
-        """
+        # A value can be set in what Hydra composed unless another override is of the same mapping or one above it:
+        # then the order of the two matters, and every point is composed by Hydra.
         self._line, self._fixed = line, list(fixed)
         known = plugins.groups(line.folders)
         self._groups = [key for key in swept if key in known]
@@ -271,11 +256,8 @@ class _Composer:
         self._parser = OverridesParser.create()
 
     def point(self, choice: Mapping[str, str]) -> Point:
-        """Return the point with the values of *choice*, dotted key to text.
-
-        Its name is a hash of its configuration; one that is refused has no configuration, and is named by its words
-        and pdsim's version.
-        """
+        # Its name is a hash of its configuration; one that is refused has no configuration, and is named by its
+        # words and pdsim's version.
         words = [*self._fixed, *(f"{key}={value}" for key, value in choice.items())]
         values = self._plain(choice, words)
         shown = tuple(word.lstrip("+") for word in words)
@@ -288,11 +270,8 @@ class _Composer:
         return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
 
     def _plain(self, choice: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-        """Return the values that *words* compose to, plain mappings and lists.
-
-        They are those of the composition of the groups with the swept values set in it, if that is certain to be the
-        same as what Hydra would do with all the words.
-        """
+        # They are those of the composition of the groups with the swept values set in it, if that is certain to be
+        # the same as what Hydra would do with all the words.
         base = self._base(choice)
         found = [self._setting(f"{key}={choice[key]}") for key in self._values]
         if base is None or not self._apart or any(_complex(value) for _, value in found):
@@ -302,14 +281,12 @@ class _Composer:
         return base
 
     def _setting(self, word: str) -> tuple[str, Any]:
-        """Return the key and the value of the override *word*, parsed once however many points have it."""
         if word not in self._settings:
             (parsed,) = self._parser.parse_overrides(compose.ready([word]))
             self._settings[word] = _key(parsed), parsed.value()
         return self._settings[word]
 
     def _base(self, choice: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the composition of this choice of groups; None if it refers to its own values."""
         groups = tuple(f"{key}={choice[key]}" for key in self._groups)
         if groups not in self._composed:
             raw = compose.raw(self._line, [*self._fixed, *groups])
@@ -319,12 +296,10 @@ class _Composer:
 
 
 def _complex(value: object) -> bool:
-    """Return whether *value* is merged into what there is, or refers to it."""
     return isinstance(value, Mapping) or "${" in str(value)
 
 
 def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of *values* with *value* at *path*."""
     head, *rest = path
     below = values.get(head)
     if not rest:
@@ -336,11 +311,8 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
 
 
 def _folder(found: Sequence[Point], asked: Asked) -> Path:
-    """Return the folder of the sweep: the same for the same command, in the folder *output* of its points.
-
-    Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points
-    would lie in several folders.
-    """
+    # Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points
+    # would lie in several folders.
     outputs = {point.config.output for point in found if point.config is not None} or {"results"}
     if len(outputs) > 1:
         raise ConfigError(f"output={','.join(sorted(outputs))}: a sweep has one folder; give output one value")

@@ -211,13 +211,10 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
 
 
 def _mla_pairs(model: Llm) -> tuple[int, int]:
-    """Return the FLOPs of a head for a query and a key, in prefill and in decode.
-
-    Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
-    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
-    values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and
-    2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
-    """
+    # Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
+    # absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
+    # values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640
+    # and 2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
     prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
     return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)
 
@@ -317,7 +314,6 @@ class OperatorForward:
 
     @cached_property
     def _table(self) -> Lookup | None:
-        """The operators of the kernels' table, if they have one."""
         if not self.kernels.table:
             return None
         table = tables.read(self.kernels.table)
@@ -325,7 +321,6 @@ class OperatorForward:
 
     @cached_property
     def _launching(self) -> float:
-        """Seconds that launching all layers of a prefill takes, kernel by kernel."""
         kernels, layers = self.kernels, self.model.layers
         mixed = layers - self.shape.dense if self.model.experts else 0
         return (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
@@ -343,7 +338,6 @@ class OperatorForward:
         return max(1, self.model.kv_heads // (self.tp // self.dp))
 
     def _attention(self, pieces: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of one layer's attention of *pieces*: new tokens to themselves and earlier ones."""
         if self._table is not None:
             return self._table.prefill(pieces)
         model, heads = self.model, self._heads
@@ -363,11 +357,9 @@ class OperatorForward:
         return self.kernels.roof("mla_decode" if self.model.attention == "mla" else "decode", self.model.name)
 
     def _whole(self, sequences: int) -> bool:
-        """Return whether decode attention of so many *sequences* splits none of them."""
         return bool(self._decode_roof().tile) and whole_sequences(sequences, self._kv_heads, self.peaks.processors)
 
     def _token(self, sequences: int) -> float:
-        """Return the seconds that a token of context adds to a decode iteration of so many *sequences*."""
         if self._table is not None:
             return self.scale * self._layers() * self._table.decode(sequences)[1] / self.share
         roof, layers, model = self._decode_roof(), self._layers(), self.model
@@ -380,7 +372,6 @@ class OperatorForward:
         return self.scale * layers * (roof.seconds(work, self.peaks) - roof.launch)
 
     def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
-        """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
         model, shape, every = self.model, self.shape, tokens * self.dp
         total = 0.0
         for one, narrow in self._products[absorbed]:
@@ -404,7 +395,6 @@ class OperatorForward:
 
     @cached_property
     def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
-        """The products of a prefill (False) and of a step (True), and whether they are of 8-bit elements."""
         narrow = self.model.dtype_bytes == 1 and (self._table is not None or self.kernels.gemm_fp8 is not None)
         found: dict[bool, Iterable[Product]] = {
             each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
@@ -442,7 +432,6 @@ class OperatorForward:
         return roof.seconds(work, self.peaks, narrow, model.experts)
 
     def _hit(self, tokens: int) -> float:
-        """Return how many experts *tokens* hit: in the mean, or all that they can if they are spread evenly."""
         model = self.model
         if self.even:
             return min(model.experts, tokens * model.experts_per_token)
@@ -458,10 +447,7 @@ class OperatorForward:
         return roof.seconds(Work(4.0 * tokens * elements, nbytes), self.peaks)
 
     def _pointwise(self, name: str, rows: int, width: int) -> float:
-        """Return the seconds of the operator *name*, which moves *width* elements of 2 bytes a row.
-
-        Published tables have none of these: a forward by them is short by so much.
-        """
+        # Published tables have none of these: a forward by them is short by so much.
         roof: Roof | None = getattr(self.kernels, name)
         if roof is None:
             return 0.0

@@ -143,7 +143,6 @@ class Lookup:
         return max(more, curve(math.sqrt(new / batch)))
 
     def _batch(self, batch: int) -> Curve:
-        """Return attention of *batch* sequences by their length, one after the other where all were not measured."""
         kind, key = self._attention("prefill")
         parts = math.ceil(batch / self.table.grid(kind).axes["batch"][-1])
         whole = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=batch / parts)
@@ -192,7 +191,6 @@ class Lookup:
         )
 
     def _attention(self, side: str) -> tuple[str, Key]:
-        """Return the kind and the key of the model's attention on *side*, or the nearest that was measured."""
         model = self.model
         kv = "fp8" if model.dtype_bytes == 1 else "bfloat16"
         if model.attention == "mla":

@@ -133,11 +133,8 @@ class Operators:
         return self._layers(model, shape, tokens, tp, attention)
 
     def _layers(self, model: Llm, shape: LayerShape, tokens: int, tp: int, attention: float) -> float:
-        """Return the seconds of all layers, the same *attention* in each.
-
-        A dense layer is its attention, the products before and after it, two all-reduces and its MLP; one with
-        experts has these in place of the MLP.
-        """
+        # A dense layer is its attention, the products before and after it, two all-reduces and its MLP; one with
+        # experts has these in place of the MLP.
         dtype = "fp8_block" if model.dtype_bytes == 1 else "bfloat16"
 
         def product(n: int, k: int) -> float:
@@ -165,7 +162,6 @@ class Operators:
         return model.layers * common + shape.dense * dense + (model.layers - shape.dense) * mixed
 
     def _of(self, table: str, **where: Any) -> Rows:
-        """Return the rows of *table* that have these values.  Raise a `ConfigError` if there are none."""
         if table not in self.tables:
             raise ConfigError(f"no table of {table} was read; this GPU, engine and version have none")
         rows = self.tables[table]
@@ -178,7 +174,6 @@ class Operators:
         return {name: values[keep] for name, values in rows.items()}
 
     def _at(self, table: str, by: str, value: float, **where: Any) -> float:
-        """Return the operator's seconds at *value* of the column *by*, the other columns being as *where* says."""
         key = (table, by, *sorted(where.items()))
         if key not in self._curves:
             rows = self._of(table, **where)

@@ -153,7 +153,6 @@ class ForwardTime:
         return self.scale * self.kv_bytes / self.sequence_rate
 
     def _total(self, computing: float, tokens: int) -> float:
-        """Return the seconds of an iteration of *tokens* that takes so long on the GPU, with what comes on top."""
         alone = computing + tokens * self.token_allreduce + self.allreduce
         travelling = self.exchange.seconds(tokens)
         both = max(alone, travelling) if self.exchange.overlap else alone + travelling
@@ -161,24 +160,18 @@ class ForwardTime:
 
     @staticmethod
     def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
-        """Return the seconds of both one after the other; of one rate they are rounded once."""
         return (one + other) / rate if rate == other_rate else one / rate + other / other_rate
 
     def _roof(self, compute: float, memory: float) -> float:
-        """Return the seconds of an iteration that computes and reads for so long.
-
-        The longer one, or both by their norm.
-        """
+        # The longer one, or both by their norm.
         if not self.blend:
             return max(compute, memory)
         return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
 
     def _weights(self, tokens: float) -> float:
-        """Return the bytes of weights that an iteration of *tokens* a group reads.
-
-        Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean:
-        each token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of them.
-        """
+        # Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean:
+        # each token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of
+        # them.
         if not self.expert_bytes:
             return min(self.weight_bytes, tokens * self.token_weight_bytes)
         hit: float = 1.0 - (1.0 - self.expert_share) ** (tokens * self.groups)

@@ -63,7 +63,6 @@ def layer_shape(model: Llm) -> LayerShape:
 
 
 def _mlp(model: Llm, vocabulary: int) -> float:
-    """Return the parameters of a dense layer that attention leaves."""
     attention = model.hidden * model.head_dim * 2 * (model.heads + model.kv_heads)
     return max(0.0, (model.active - 2 * vocabulary * model.hidden) / model.layers - attention)
 

@@ -149,7 +149,6 @@ class Grid:
 
 
 def _between(sizes: Floats, size: float) -> tuple[int, int, float]:
-    """Return the places in *sizes* below and above *size*, and the share of the second in their logarithms."""
     if len(sizes) == 1 or size <= sizes[0]:
         return 0, 0, 0.0
     if size >= sizes[-1]:

@@ -203,7 +203,6 @@ def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
 
 @cache
 def _installed() -> Mapping[str, Sequence[str]]:
-    """Return the options of each group of installed packages: those of a folder of one's own may change."""
     return {group: plugins.options(group) for group in plugins.groups()}
 
 
@@ -236,18 +235,14 @@ def leaves(overrides: Iterable[str]) -> list[str]:
 
 
 def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield the dotted keys of the values in *value*, a mapping at *key*, mappings within it each."""
     for name, item in value.items():
         at = f"{key}.{getattr(name, 'text', name)}"  # a name in quotes is an object of Hydra's
         yield from _below(at, item) if isinstance(item, Mapping) else [at]
 
 
 def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
-    """Return the override *word* as Hydra takes it, with the options of each group in *known*.
-
-    Raise a `ConfigError` for Hydra's own options, for a word without =, several files of one group, and an empty
-    choice.
-    """
+    # Raise a `ConfigError` for Hydra's own options, for a word without =, several files of one group, and an empty
+    # choice.
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
     if key.lstrip("~").startswith("hydra"):
@@ -273,10 +268,7 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
-    """Return what to say of *word*, which has no =.
-
-    The name of an option gets the group that has it, the name of a group its options, anything else an example.
-    """
+    # The name of an option gets the group that has it, the name of a group its options, anything else an example.
     for group, names in known.items():
         if word in names:
             return f"{word!r} is not KEY=VALUE; did you mean {group}={word}?"
@@ -286,7 +278,6 @@ def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def _check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> None:
-    """Raise a `ConfigError` if *words* choose a calibration that does not exist: to Hydra it is optional."""
     for name in (word.partition("=")[2].strip("'\"") for word in words if word.startswith("calibration=")):
         if not composed.get("calibration"):
             raise ConfigError(_missing(f"calibration/{name}", None))
@@ -327,10 +318,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _missing(file: str, known: Sequence[str] | None) -> str:
-    """Return that *file* does not exist, with the nearest of *known*.
-
-    A file is ``GROUP/NAME``, or the primary configuration.
-    """
+    # A file is ``GROUP/NAME``, or the primary configuration.
     if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")

@@ -104,10 +104,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
 
 
 def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
-    """Return the `Config.host_factor` of *config*, or the one that is drawn, and how it came to be.
-
-    Raise a `ConfigError` where there is nothing to draw from.
-    """
+    # Raise a `ConfigError` where there is nothing to draw from.
     if config.target != "model":
         return 1.0, ""
     if not config.draw_host:
@@ -139,10 +136,7 @@ def defaults(cls: type = Config) -> dict[str, Any]:
 
 
 def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return *values* without ``backend.policy``, and that.
-
-    It is written with the engine, which need not know it.
-    """
+    # It is written with the engine, which need not know it.
     if "policy" in values:
         raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
     found, backend = dict(values), values.get("backend")
@@ -155,13 +149,10 @@ def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 def _varied(
     backend: Engine, overridden: Iterable[str], target: str
 ) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]], dict[str, float]]:
-    """Return *backend* with what its options change of its costs, and sources and intervals by key, and errors.
-
-    What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
-
-    The first of *by_option* that fits ``backend.options`` counts.  With a target other than the model an unknown
-    option is allowed, since the engine itself decides.
-    """
+    # What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
+    #
+    # The first of *by_option* that fits ``backend.options`` counts.  With a target other than the model an unknown
+    # option is allowed, since the engine itself decides.
     sources: dict[str, str] = {}
     spans: dict[str, tuple[str, ...]] = {}
     errors: dict[str, float] = {}
@@ -194,7 +185,6 @@ def _varied(
 
 
 def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:
-    """Return the interval of *name*, of *model* with *costs*, as a calibration writes it."""
     value, ends = getattr(model, name), costs.intervals[name]
     if name == "rate":
         return tuple(f"{value * float(end):.6g}B/s" for end in ends)
@@ -202,7 +192,6 @@ def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:
 
 
 def _on_hardware(backend: Engine, hw: Machine) -> Engine:
-    """Return *backend* with rates of NVLink as shares of the line rate of *hw*."""
     models = {name: getattr(backend, name) for name in ("intra", "inter")}
     moved = {
         name: model.on_line(hw.interconnect.rate)
@@ -215,7 +204,6 @@ def _on_hardware(backend: Engine, hw: Machine) -> Engine:
 def _calibrated(
     values: dict[str, Any], overridden: tuple[str, ...]
 ) -> tuple[dict[str, Any], Calibration | None, dict[str, str]]:
-    """Return *values* without their calibration but with its parameters, it, and the sources of what it set."""
     chosen = values.pop("calibration", None)
     if chosen is None or chosen == {"name": "none"}:
         return values, None, {}
@@ -331,7 +319,6 @@ _written: dict[str, _Part] = {}
 
 
 def _parts(config: Config) -> dict[str, _Part]:
-    """Return the parts of *config* by their keys, in the order of its fields."""
     found: dict[str, _Part] = {}
     for field in dataclasses.fields(config):
         key, value = field.name, getattr(config, field.name)
@@ -348,7 +335,6 @@ def _parts(config: Config) -> dict[str, _Part]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether both are written alike: 0 and 0.0 are equal, and are not."""
     return bool(one == other) and repr(one) == repr(other)
 
 
@@ -413,7 +399,6 @@ def plain(value: Any) -> Any:
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
-    """Return *values* as YAML in block style, keys in their order."""
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     text: str = yaml.dump(values, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
@@ -422,7 +407,6 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 @cache
 def _dumper() -> Any:
-    """Return what writes YAML as OmegaConf does, a twentieth of the time: by libyaml, where PyYAML has it."""
     import yaml
 
     base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

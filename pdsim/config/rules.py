@@ -219,10 +219,7 @@ def _link() -> Iterator[str]:
 
 
 def _gpus_here(vendor: str) -> int:
-    """Return how many GPUs of *vendor* this machine has.
-
-    NVIDIA's driver says so, or for others the nodes of Linux's KFD that have a GPU's number.
-    """
+    # NVIDIA's driver says so, or for others the nodes of Linux's KFD that have a GPU's number.
     if vendor == "nvidia":
         from backends.diagnosis import gpu_count
 
@@ -347,11 +344,8 @@ def _serving_engine(config: Config) -> Iterator[str]:
 
 
 def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
-    """Yield if tensor parallelism does not divide the model's heads, or neither divides nor multiplies its KV heads.
-
-    KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are
-    fewer heads than ranks. Models with a latent cache have none to divide.
-    """
+    # KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are
+    # fewer heads than ranks. Models with a latent cache have none to divide.
     model, tp, attention_tp = config.model, side.tp, side.attention_tp
     if model.heads % (tp if side.ep == 1 else attention_tp):
         fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
@@ -542,12 +536,9 @@ def check_quantities(config: Config, values: Mapping[str, Any], typed: Iterable[
 
 
 def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...]) -> str:
-    """Return what to say of a *quantity* that was typed without its unit, "" if it has one or needs none.
-
-    Only rates, times and computation need one (`_BASE`), and only where its key is among *typed*, dotted keys with
-    places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of
-    numbers alike.
-    """
+    # Only rates, times and computation need one (`_BASE`), and only where its key is among *typed*, dotted keys with
+    # places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of
+    # numbers alike.
     key, kind, value = quantity
     if kind not in _BASE or not 0 < value < math.inf or not covers(typed, _without_places(key)):
         return ""
@@ -561,10 +552,7 @@ def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...])
 
 
 def _beyond(quantity: Quantity, text: str = "") -> str:
-    """Return what to say of a *quantity* outside its `BOUNDS`, "" if it is within them or has none.
-
-    *text* is what was written, whose number may be meant with another unit.
-    """
+    # *text* is what was written, whose number may be meant with another unit.
     key, kind, value = quantity
     row = _row(_without_places(key), kind)
     if row is None or not value or not math.isfinite(value) or row[1] <= value <= row[3]:
@@ -588,11 +576,8 @@ _last: dict[str, tuple[Any, list[tuple[Quantity, str]]]] = {}
 
 
 def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[Quantity, str]]:
-    """Yield the numbers below the top-level keys *typed*, and others beyond their bounds, with what `_beyond` says.
-
-    Numbers of a calibration and of sources are left out.  A part that is the object of the call before is not looked
-    at again: in a sweep most are.
-    """
+    # Numbers of a calibration and of sources are left out.  A part that is the object of the call before is not
+    # looked at again: in a sweep most are.
     for name in _GUARDED:
         part = getattr(config, name)
         if name not in _last or _last[name][0] is not part:
@@ -601,7 +586,6 @@ def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[Quan
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:
-    """Yield the quantities of *instance*, with keys that begin with *at*; none if it is not a dataclass."""
     if not is_dataclass(instance):
         return
     hints = _hints(type(instance))  # type: ignore[arg-type]  # a class is hashable
@@ -615,11 +599,8 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
-    """Yield the quantities of *value*, which *hint* is the annotation of; *at* is its key.
-
-    Dataclasses and sequences are gone into; mappings, such as options and sources, have no
-    quantities.
-    """
+    # Dataclasses and sequences are gone into; mappings, such as options and sources, have no
+    # quantities.
     if is_dataclass(value):
         yield from _of(value, at)
     elif isinstance(value, tuple | list):
@@ -631,11 +612,8 @@ def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
 
 
 def _kind(hint: Any) -> str:
-    """Return the kind of quantity that *hint* is the annotation of, "" if it is a plain number.
-
-    The first parser anywhere within *hint* counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are
-    times.
-    """
+    # The first parser anywhere within *hint* counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are
+    # times.
     if typing.get_origin(hint) is typing.Annotated:
         return _PARSERS.get(typing.get_args(hint)[1], ("", None))[0]
     return next((kind for inner in typing.get_args(hint) if (kind := _kind(inner))), "")
@@ -646,10 +624,7 @@ def _without_places(key: str) -> str:
 
 
 def _written(values: Any, key: str) -> str:
-    """Return what *values* say at *key*, "" if that is no number and no text.
-
-    One value may stand for a list of one.
-    """
+    # One value may stand for a list of one.
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, Mapping):
             values = values.get(part)
@@ -664,15 +639,12 @@ def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
 
 
 def _meant(key: str, kind: str, text: str) -> str:
-    """Return the number of *text* with the unit that brings it nearest to what *key* usually is; "" if none does.
-
-    Nearest is by ratio; units like the one that was written, bits or bytes, go before others, and minutes last.
-    Numbers that nobody writes, such as 0.0001 or 3000000, are not suggested, nor what stands there already.  A key
-    without bounds gets the first unit of its kind.
-
-    >>> _meant("hw.interconnect.latency", "time", "2h"), _meant("hw.nic.rate", "rate", "450kbps")
-    ('2us', '450Gbps')
-    """
+    # Nearest is by ratio; units like the one that was written, bits or bytes, go before others, and minutes last.
+    # Numbers that nobody writes, such as 0.0001 or 3000000, are not suggested, nor what stands there already.  A key
+    # without bounds gets the first unit of its kind.
+    #
+    # >>> _meant("hw.interconnect.latency", "time", "2h"), _meant("hw.nic.rate", "rate", "450kbps")
+    # ('2us', '450Gbps')
     match = re.match(r"\s*([-+\d.eE_]*\d\.?)\s*([A-Za-z/]*)\s*$", text)
     number = float(match[1]) if match else 0.0
     if match is None or not 0.1 <= number < 1e5:

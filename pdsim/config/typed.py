@@ -79,7 +79,6 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
 
 def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
-    """Return *value* as `_convert` does, or what *known* has of the very same; remember it there."""
     if known is None:
         return _convert(hint, value, at)
     try:
@@ -92,10 +91,7 @@ def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
 
 
 def _convert(hint: Any, value: Any, at: str) -> Any:
-    """Return *value* as the type *hint* says, or raise a `ConfigError` about the key *at*.
-
-    Of a union only the first member other than None is tried.
-    """
+    # Of a union only the first member other than None is tried.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _parsed(arguments[1], value, at)
@@ -140,10 +136,7 @@ def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
 
 
 def _scalar(hint: type, value: Any, at: str) -> Any:
-    """Return *value* as the plain type *hint*, or raise a `ConfigError` about the key *at*.
-
-    Whole floats pass as integers, integers as floats and as text; nothing else is converted.
-    """
+    # Whole floats pass as integers, integers as floats and as text; nothing else is converted.
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str):
@@ -181,7 +174,6 @@ def _unknown(key: str, known: Iterable[str], at: str) -> str:
 
 
 def _located(message: str, cls: type, at: str) -> str:
-    """Return *message* of a `__post_init__` with the full key, of which it knows only the end, and the way out."""
     owner, _, rest = message.partition(" ")
     name = owner.rpartition(".")[2].partition("=")[0]
     if name not in _hints(cls):

@@ -251,7 +251,6 @@ class Clock:
         return end.value
 
     def _end(self, at: float) -> Event:
-        """Return an event that comes before all others of the time *at*."""
         if at <= self.now:
             raise ValueError(f"until(={at}) must be greater than now(={self.now})")
         end = _Moment(self, None)
@@ -448,14 +447,12 @@ class WallClock(Clock):
         super().step()
 
     def _busy(self) -> bool:
-        """Return whether only polling can tell when something ends; else to spin only keeps others waiting."""
         for source in self._polled:  # noqa: SIM110 a generator takes as long as all of a turn
             if source.busy():
                 return True
         return False
 
     def _look(self) -> bool:
-        """Let all sources act; return whether any had something to tell."""
         now = time.monotonic()
         self._queue.now = now - self.origin
         found = False
@@ -471,7 +468,6 @@ class WallClock(Clock):
         return found
 
     def _hear(self, readable: Container[int]) -> bool:
-        """Let the sources act whose descriptors are *readable*, in the order in which they are watched."""
         found = False
         for source, fd in self._told.items():
             if fd in readable:
@@ -479,10 +475,7 @@ class WallClock(Clock):
         return found
 
     def _sleep(self) -> None:
-        """Sleep until a descriptor is readable or the next event is due.
-
-        Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
-        """
+        # Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
         at = self._queue.peek()
         until = at - self.now if at < inf else 1.0
         if self._busy():

@@ -27,7 +27,6 @@ class _Getter(Event):
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits: its process was interrupted, or waited in a condition that came true otherwise."""
         return len(self.waiters) == 1
 
 
@@ -107,7 +106,6 @@ class Mailbox:
         return None
 
     def _unclaimed(self, event: Event) -> None:
-        """Keep the item of a getter that was given up between its trigger and now."""
         assert isinstance(event, _Getter)
         if not event.given_up:
             return

@@ -73,7 +73,6 @@ ROUTERS = "pdsim.routers"
 
 @cache
 def _every() -> dict[str, dict[str, EntryPoint]]:
-    """Return all entry points by group and name: they are read once, from a file of every installed package."""
     from importlib.metadata import entry_points  # 20 ms, which `pdsim --help` does without
 
     found = entry_points()
@@ -147,7 +146,6 @@ def folders() -> dict[str, Path]:
 
 @cache
 def _shipped() -> dict[str, list[str]]:
-    """Return the options of each group of all installed packages, sorted; read once."""
     found: dict[str, list[str]] = {}
     for folder in folders().values():
         for group, own in _choices(folder).items():
@@ -156,7 +154,6 @@ def _shipped() -> dict[str, list[str]]:
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
-    """Return the options of each group in *folder*: a group is a folder of YAML files."""
     found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
     return {group: files for group, files in found.items() if files}
 

@@ -59,7 +59,6 @@ _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s\d]
 
 
 def _parse(text: float | str, table: dict[str, Fraction], what: str, example: str) -> Fraction:
-    """Return the exact value of *text* in the base unit.  Raise a `ValueError` that says *what* it should be."""
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ValueError(f"{text!r} is not a {what}; write {example}")
     if not isinstance(text, str):

@@ -279,7 +279,6 @@ class Machine:
             raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
 
     def _check_link(self, link: NetworkLink) -> None:
-        """Raise a `ValueError` unless *link* has a rate for each hop, and changes of hops that do not overlap."""
         if not 2 <= self.nodes <= 250:
             raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
         hops = self.nodes - 1

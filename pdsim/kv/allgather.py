@@ -106,10 +106,7 @@ def contiguous(lengths: Sequence[int]) -> Split:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Return where each sequence begins in the batch.
-
-    Raise a `ValueError` for a negative length, or if there is no token at all.
-    """
+    # Raise a `ValueError` for a negative length, or if there is no token at all.
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths[{index}]={length} must be >= 0")
@@ -119,10 +116,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:
-    """Return first row and rows of each of *count* blocks of a sequence.
-
-    The first ``length % count`` blocks are one row longer than the others.
-    """
+    # The first ``length % count`` blocks are one row longer than the others.
     base, more = divmod(length, count)
     return [(start + n * base + min(n, more), base + (n < more)) for n in range(count)]
 

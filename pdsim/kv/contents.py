@@ -106,7 +106,6 @@ class Contents:
         return zip(self._layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
 
     def _parts(self, rows: tuple[Pages, ...], tokens: int, held: int) -> Iterator[tuple[int, PageTable, Pages, int]]:
-        """Yield number, table, rows and first token of each table of the state."""
         state, page_size = self._layout.shape.state, self._layout.page_size
         pages = dict(zip(state.components, rows, strict=True))
         first = {"window": window_span(tokens, state.window, page_size)[0] * page_size, "index": held * page_size}
@@ -142,10 +141,7 @@ class Contents:
         return ""
 
     def _pieces(self, table: PageTable, offset: int, rows: Bytes) -> Iterator[tuple[int, Bytes]]:
-        """Yield where the parts of *rows*, of shape (tokens, row), lie: all at *offset*, or by page and head.
-
-        The parts are views of *rows*.
-        """
+        # The parts are views of *rows*.
         if not self._layout.by_heads or table.component not in ("kv", "window"):
             yield offset, rows
             return
@@ -156,7 +152,6 @@ class Contents:
                 yield start + head * table.tokens * width, own[:, head * width : (head + 1) * width]
 
     def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
-        """Return what *tokens* (or a slot) hold in *plane* of *table*, as bytes of shape (tokens, row)."""
         if table.tensor is not None:
             return _slot(table.tensor, self._layout.tp, self._tp_rank, (room, number, plane))
         heads = (_INDEX,) if table.component == "index" else self._heads
@@ -165,7 +160,6 @@ class Contents:
 
 
 def _stretches(table: PageTable, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
-    """Yield plane, offset and tokens of each contiguous piece of *pages*."""
     for plane, start in zip(table.planes, table.offsets.tolist(), strict=True):
         token = first_token
         for page, count in pages:
@@ -186,11 +180,8 @@ def _token_rows(
     tokens: range,
     marks: npt.NDArray[np.uint64] | None = None,
 ) -> Bytes:
-    """Return what *tokens* hold in one plane, in shape (tokens, row).
-
-    For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in
-    it.
-    """
+    # For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in
+    # it.
     few = len(tokens) * row <= _SMALL
     words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
     if marks is not None:
@@ -199,7 +190,6 @@ def _token_rows(
 
 
 def _words(heads: range | tuple[int, ...], row: int, tokens: range) -> npt.NDArray[np.uint64]:
-    """Return heads and tokens of words in shape (tokens, heads, words of a head)."""
     ours = np.array([_word(0, 0, head) for head in heads], np.uint64)[None, :, None]
     numbers = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None, None] << np.uint64(_TOKEN)
     repeated = np.broadcast_to(ours | numbers, (len(tokens), len(heads), -(-(row // len(heads)) // 8)))
@@ -213,7 +203,6 @@ _few_words = lru_cache(maxsize=1024)(_words)
 
 
 def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) -> Bytes:
-    """Return what a slot of *tensor* holds on a rank, in shape (1, row); *names* are room, tensor and plane."""
     dims, first = [], 0
     for whole, local in zip(tensor.groups, tensor.local(tp), strict=True):
         dims.append(np.arange(first + tp_rank * local, first + (tp_rank + 1) * local, dtype=np.uint64))
@@ -227,10 +216,7 @@ def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) ->
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return *words* mixed so that each bit depends on all of one.
-
-    The finaliser of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
-    """
+    # The finaliser of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -238,14 +224,11 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _describe(row: Bytes, byte: int, marked: bool = False) -> str:
-    """Return what the word around *byte* of *row* says that it is: zeros, or a room, plane, head and token.
-
-    Where bytes are *marked*, a word has its chunk, modulo 128, beside a token of fewer bits.
-
-    >>> row = _token_rows(range(1), 8, 7, 2, range(5, 6), np.array([3], np.uint64))[0]
-    >>> _describe(row, 0, marked=True)
-    'found room 7 plane 2 head 0 token 5 of chunk 3'
-    """
+    # Where bytes are *marked*, a word has its chunk, modulo 128, beside a token of fewer bits.
+    #
+    # >>> row = _token_rows(range(1), 8, 7, 2, range(5, 6), np.array([3], np.uint64))[0]
+    # >>> _describe(row, 0, marked=True)
+    # 'found room 7 plane 2 head 0 token 5 of chunk 3'
     start = byte // 8 * 8
     word = int.from_bytes(row[start : start + 8].tobytes(), "little")
     if not word:

@@ -273,7 +273,6 @@ class RankMap:
         return sum(1 for writer, part in parts if part and (part.with_last or self.share(writer, pages)))
 
     def _components(self, first: bool, stage: int, cp: int) -> Iterator[str]:
-        """Yield what a rank of *stage* writes, *first* if no rank before it holds the same latent rows."""
         shape, layers = self.shape, stage_layers(self.shape.layers, self.prefill.pp, stage)
         state = shape.state
         rows = first or not shape.latent_bytes
@@ -289,6 +288,5 @@ class RankMap:
             yield "index"
 
     def _shard(self, tp: int, target_tp: int) -> int:
-        """Return which part of the larger side's mamba dimensions goes between these two tensor-parallel ranks."""
         prefill, decode = self.prefill.tp, self.decode.tp
         return tp % (prefill // decode) if prefill > decode else target_tp % (decode // prefill)

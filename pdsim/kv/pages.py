@@ -195,7 +195,6 @@ class PagePool:
         return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def _choose(self, count: int) -> int:
-        """Return the index of the free run to take from: the smallest that holds *count* pages, else the largest."""
         counts = self._counts
         fitting = [size for size in counts if size >= count]
         return counts.index(min(fitting) if fitting else max(counts))
@@ -335,7 +334,6 @@ class FreeStack(FreeQueue):
 
 
 def _runs(pages: Iterable[int]) -> Pages:
-    """Return the runs of ascending neighbours in *pages*."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         if runs and page == sum(runs[-1]):

@@ -142,7 +142,6 @@ class DecodePeer:
         return self._planner.batch(spec.rows, spec.slots, spec.state)
 
     def _rows(self, rows: Runs) -> list[WriteSpec]:
-        """Return the writes of *rows* by the policy: together, by plane, or by descriptor and plane."""
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
             return [WriteSpec(self._path, rows)]
@@ -153,7 +152,6 @@ class DecodePeer:
         return [WriteSpec(self._path, own, plane=plane) for own in calls for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
-        """Return *rows* as the policy groups them; sliced rows take a descriptor a token in any case."""
         if self._policy.grouping == "runs" or self._path == "sliced":
             return rows
         return tuple((source + i, target + i, 1) for source, target, count in rows for i in range(count))

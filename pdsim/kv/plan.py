@@ -87,19 +87,15 @@ class Planner:
         self.plane = lru_cache(maxsize=8)(self._plane)  # asked for by each rank that writes the same heads
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
-        """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
-
-        *state* are the runs of each component of the state, in the order of `StateShape.components`.  What is not of
-        this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there
-        is nothing to move or if a page or slot lies outside its pool.
-        """
+        # *state* are the runs of each component of the state, in the order of `StateShape.components`.  What is not
+        # of this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if
+        # there is nothing to move or if a page or slot lies outside its pool.
         counted = None if any(state) else self._count(runs, slots)
         if counted is None:
             return self._arrays(runs, slots, state)
         return LazyBatch(self._source, self._target, *counted, lambda: self._arrays(runs, slots, ()))
 
     def _plane(self, runs: Runs, plane: int) -> Batch:
-        """Return the batch that moves *runs* in one of `planes`; errors as `batch`."""
         whole, planes = self.batch(runs), self.planes
         each = len(whole) // planes
         part = slice(plane * each, (plane + 1) * each)  # planes follow one another
@@ -111,7 +107,6 @@ class Planner:
         return LazyBatch(whole.source, whole.target, each, whole.nbytes // planes, arrays)
 
     def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Return the descriptors and bytes of a batch of *runs* and *slots*; None unless it is known to be valid."""
         end = -1
         for _, second, count in sorted(runs, key=itemgetter(1)) if len(runs) > 1 else runs:
             if count <= 0 or second < end:
@@ -132,7 +127,6 @@ class Planner:
         return (descriptors, nbytes) if descriptors else None
 
     def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
-        """Return the batch with its arrays made: keys and values, metadata, state, in this order."""
         found = [section.offsets(runs) for section in self._kv] if runs else []
         if slots is not None and self._aux:
             source, target = self._layouts
@@ -164,11 +158,9 @@ class _Section:
         self._each = (1, self._items[0]) if pieces is None else (len(pieces[2]), int(pieces[2].sum()))
 
     def __len__(self) -> int:
-        """Return the number of planes."""
         return len(self._source)
 
     def holds(self, runs: Runs) -> bool:
-        """Return whether all rows of *runs* are in their pools."""
         first, second = self._rows
         for a, b, count in runs:  # noqa: SIM110 a generator takes longer than the loop
             if not (0 <= a <= first - count and 0 <= b <= second - count):
@@ -176,16 +168,12 @@ class _Section:
         return True
 
     def count(self, runs: Runs) -> tuple[int, int]:
-        """Return how many descriptors and bytes `offsets` has for *runs*."""
         rows = sum([count for _, _, count in runs])
         pieces, nbytes = self._each  # of a row
         return len(self) * (len(runs) if self._pieces is None else rows * pieces), len(self) * rows * nbytes
 
     def offsets(self, runs: Runs) -> Offsets:
-        """Return the descriptors of *runs*, plane by plane.
-
-        Raise an `InvalidBatch` if a row is not in its pool: it would be one of the next plane.
-        """
+        # Raise an `InvalidBatch` if a row is not in its pool: it would be one of the next plane.
         for side, rows in enumerate(self._rows):
             for run in runs:
                 if run[side] < 0 or run[side] + run[2] > rows:
@@ -196,7 +184,6 @@ class _Section:
         return self._whole(runs) if self._pieces is None else self._sliced(runs, *self._pieces)
 
     def _whole(self, runs: Runs) -> Offsets:
-        """Return one descriptor for each plane and run, planes first."""
         item, planes = self._items[0], len(self._source)
         if len(runs) == 1:
             ((first, second, count),) = runs
@@ -207,10 +194,7 @@ class _Section:
         return source_offset.ravel(), target_offset.ravel(), np.tile(columns[:, 2], planes)
 
     def _sliced(self, runs: Runs, source: Int64s, target: Int64s, size: Int64s) -> Offsets:
-        """Return one descriptor for each plane, row and piece of a row, planes first.
-
-        *source*, *target* and *size* are the pieces of one row: offsets in it, and bytes.
-        """
+        # *source*, *target* and *size* are the pieces of one row: offsets in it, and bytes.
         first, second, counts = np.array(runs, np.int64).reshape(-1, 3).T
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         ours = (np.repeat(first, counts) + within)[:, None] * self._items[0] + source
@@ -221,7 +205,6 @@ class _Section:
 
 
 def _pieces(source: KvLayout, target: KvLayout, table: PageTable, part: RankShare) -> Offsets | None:
-    """Return which bytes of a row of *source* go where in one of *target*; None if rows are moved whole."""
     if table.tensor is not None:
         ours, theirs = table.tensor.local(source.tp), table.tensor.local(target.tp)
         return None if source.tp == target.tp else _dims(ours, theirs, part.shard, table.tensor.dim_bytes)
@@ -231,10 +214,7 @@ def _pieces(source: KvLayout, target: KvLayout, table: PageTable, part: RankShar
 
 
 def _heads(source: KvLayout, target: KvLayout, heads: HeadSlice) -> Offsets:
-    """Return the pieces of a page: one a token, or a single one where heads come first.
-
-    Raise a `ValueError` if only one side has heads first.
-    """
+    # Raise a `ValueError` if only one side has heads first.
     if source.by_heads != target.by_heads:
         raise ValueError("one side keeps pages by heads, the other by tokens; give both the same engine.page_order")
     if source.by_heads:
@@ -248,7 +228,6 @@ def _heads(source: KvLayout, target: KvLayout, heads: HeadSlice) -> Offsets:
 
 
 def _dims(ours: tuple[int, ...], theirs: tuple[int, ...], shard: int, dim_bytes: int) -> Offsets:
-    """Return the pieces of a mamba slot: one a group of dimensions, the *shard*-th part of the larger side's."""
     mine, others = np.array(ours, np.int64), np.array(theirs, np.int64)
     size = np.minimum(mine, others)
     source, target = np.cumsum(mine) - mine, np.cumsum(others) - others

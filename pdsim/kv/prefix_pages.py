@@ -142,7 +142,6 @@ class PrefixPagePool(PagePool):
         return self._store(keys[begin:])
 
     def _store(self, keys: Sequence[int]) -> int:
-        """Have *keys* in host memory, the end of a prompt the next to go; return how many were not there."""
         if not self._host_pages:
             return 0
         new = sum(key not in self._host for key in keys)
@@ -192,7 +191,6 @@ class PrefixPagePool(PagePool):
         return super().take(count)
 
     def _evict(self) -> None:
-        """Forget the page that was used least recently, or its node."""
         key = next(iter(self._idle))
         node = self._cached[key].node
         for gone in reversed(self._nodes.pop(node)) if self._radix else (key,):
@@ -201,7 +199,6 @@ class PrefixPagePool(PagePool):
             self.evicted += 1
 
     def _split(self, key: int) -> None:
-        """Part the node of *key* after it: a prompt branches off there."""
         node = self._cached[key].node
         keys = self._nodes[node]
         rest = keys[keys.index(key) + 1 :]
@@ -214,12 +211,10 @@ class PrefixPagePool(PagePool):
 
 
 def _pages(runs: Pages, skip: int) -> Iterator[int]:
-    """Yield the pages of *runs* one by one, without the first *skip*."""
     return (page for first, count in _from(runs, skip) for page in range(first, first + count))
 
 
 def _from(runs: Pages, skip: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of *runs* without the first *skip* pages."""
     for first, count in runs:
         if skip < count:
             yield first + skip, count - skip
@@ -227,7 +222,6 @@ def _from(runs: Pages, skip: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pages: Iterator[int] | Sequence[int]) -> Pages:
-    """Return *pages*, in their order, as runs."""
     found: list[tuple[int, int]] = []
     for page in pages:
         if found and page == sum(found[-1]):

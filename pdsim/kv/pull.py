@@ -252,7 +252,6 @@ class KvReader:
             room.forgotten = room.failed = True
 
     def _post(self, room: _ReadRoom, source: _Source, rows: Runs, state: tuple[Runs, ...]) -> None:
-        """Post one read of *rows* and *state* from *source*; nothing if there is nothing to read."""
         if not rows and not state:
             return
         plan = planner(source.layout, self.layout, source.part)
@@ -266,7 +265,6 @@ class KvReader:
         transfer.callbacks.append(partial(self._ended, room))
 
     def _ended(self, room: _ReadRoom, event: Event) -> None:
-        """Count a read that has ended: the room is complete with the last one, or fails with the first to fail."""
         assert isinstance(event, Transfer)
         room.missing -= 1
         self._under_way -= 1
@@ -293,13 +291,11 @@ class KvReader:
             self._quiet(Quiet(room.fetch.room))
 
     def _fail(self, room: _ReadRoom, error: Exception, lost: str) -> None:
-        """Report the first failure of *room*; its pages may be written until it is forgotten and quiet."""
         if not room.failed:
             room.failed = True
             self.report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
 
     def _complete(self, room: _ReadRoom) -> None:
-        """Compare the bytes of *room*, where there are any to compare, and report it."""
         number, reason = room.fetch.room, ""
         if self._rank.device.holds_bytes and number <= self._checked:
             fetch = room.fetch

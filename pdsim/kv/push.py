@@ -99,7 +99,6 @@ class Queues(Generic[T]):
             self._next(queue)
 
     def _next(self, queue: _Queue[T]) -> None:
-        """Work on *queue* until there is something to wait for."""
         while queue.items:
             queue.item = item = queue.items.popleft()
             try:
@@ -116,7 +115,6 @@ class Queues(Generic[T]):
         queue.busy = False
 
     def _resume(self, queue: _Queue[T], event: Event) -> None:
-        """Go on after *event*: with the program of the item, or with the next item."""
         if queue.program is not None:
             waits = self._advance(queue, queue.program, event)
             if waits is not None:
@@ -126,7 +124,6 @@ class Queues(Generic[T]):
         self._next(queue)
 
     def _advance(self, queue: _Queue[T], program: Program, event: Any) -> Any:
-        """Let *program* go on after *event*, as SimPy's `Process` does; return what it waits for, None at last."""
         value: Any = None
         ok = True
         while True:
@@ -381,27 +378,21 @@ class KvSender:
     # --- planning ---
 
     def _fill(self, chunk: Chunk) -> None:
-        """Write into this rank's memory what the forward of *chunk* would have left there."""
         self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
         if chunk.last:
             self.contents.fill_aux(chunk.room, chunk.slots[0])
             self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
     def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
-        """Return the notification of *chunk*; *count* is 0 until the number of the room's writes is known."""
         pages, now = self._pages(chunk), self._rank.clock.now + seconds
         return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now, to=chunk.decode)
 
     def _pages(self, chunk: Chunk) -> int:
-        """Return how many pages of the request of *chunk* are written in all."""
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
 
     def _share(self, chunk: Chunk) -> tuple[Runs, bool]:
-        """Return what of the runs of *chunk* this rank writes, and whether it writes no more of its room.
-
-        Where all context-parallel ranks write, each of them has an equal part of the request's pages (`share`),
-        so a chunk may be all, some or none of a rank's; otherwise one of them writes everything.
-        """
+        # Where all context-parallel ranks write, each of them has an equal part of the request's pages (`share`),
+        # so a chunk may be all, some or none of a rank's; otherwise one of them writes everything.
         if not self._all_cp_ranks:
             return chunk.runs, chunk.last
         mine, start = share(self._pages(chunk), self._grid.cp, self._place.cp), chunk.first_page - chunk.held
@@ -412,10 +403,7 @@ class KvSender:
         return cut(chunk.runs, first - start, end - first), end == mine.stop
 
     def _ask(self, state: RoomTransferState, chunk: Chunk) -> None:
-        """Ask for the slots of *chunk*, where it can be staged.
-
-        It is asked when the forward begins, so that the answer is here at its end.
-        """
+        # It is asked when the forward begins, so that the answer is here at its end.
         rows, _ = self._share(chunk)
         for target in self.links.targets(chunk.decode):
             size = target.block(rows, self._limit)
@@ -433,7 +421,6 @@ class KvSender:
         finished: bool,
         by_layer: bool,
     ) -> list[ChunkWrite]:
-        """Return the writes of *chunk* to *target*, the last ones with the number of all."""
         specs: list[WriteSpec | None] = [*(target.layers if by_layer else target.writes)(chunk, rows)]
         if chunk.last and target.part.aux and target.metadata == "control":
             specs.append(None)
@@ -451,7 +438,6 @@ class KvSender:
         return [ChunkWrite(state, chunk, target, spec, arrival) for spec in specs]
 
     def _put(self, write: ChunkWrite) -> None:
-        """Queue *write*, by its room or by the instance that it goes to, as the policy shards."""
         chunk = write.chunk
         self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), write)
 
@@ -461,12 +447,9 @@ class KvSender:
     # --- writing ---
 
     def _start(self, write: ChunkWrite, queue: int) -> Program | Event | None:
-        """Begin *write*; return what its queue waits for.
-
-        That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
-        nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
-        that fails.
-        """
+        # That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
+        # nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
+        # that fails.
         state, target, spec = write.state, write.target, write.spec
         if state.status is Status.FAILED:
             return None
@@ -482,7 +465,6 @@ class KvSender:
         return self._write(write, batch, spec.path)
 
     def _planes(self, write: ChunkWrite, spec: WriteSpec) -> WriteSequence:
-        """Write plane after plane."""
         state, target = write.state, write.target
         notify, label = self._attached(write, spec.path)
         progress = partial(self._wrote, write)
@@ -498,7 +480,6 @@ class KvSender:
         return sequence
 
     def _wrote(self, write: ChunkWrite, writes: int, nbytes: int) -> None:
-        """Count *writes* of a sequence that are complete."""
         state = write.state
         self._succeeded = True
         state.nbytes += nbytes
@@ -507,7 +488,6 @@ class KvSender:
             self._conclude(state)
 
     def _sequence_over(self, write: ChunkWrite, event: Event) -> None:
-        """Count a sequence that has ended; a write of it that failed fails the room."""
         assert isinstance(event, WriteSequence)
         state = write.state
         state.sequences.remove(event)
@@ -523,7 +503,6 @@ class KvSender:
             self._settle(state)
 
     def _stage(self, write: ChunkWrite, spec: WriteSpec, queue: int, position: int) -> Program:
-        """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""
         state, target = write.state, write.target
         assert self._gathers is not None
         assert target.blocks is not None
@@ -550,14 +529,12 @@ class KvSender:
             state.moving -= 1
 
     def _write(self, write: ChunkWrite, batch: Batch, path: str) -> Transfer:
-        """Start one write of *write* and follow it to its end."""
         notify, label = self._attached(write, path)
         transfer = self._rank.endpoint.write(write.target.peer, batch, notify, label=label)
         self._follow(write, transfer)
         return transfer
 
     def _attached(self, write: ChunkWrite, path: str) -> tuple[bytes, str]:
-        """Return the notification and the label of a write of *write*."""
         chunk, arrival = write.chunk, write.arrival
         if path == "staged":
             arrival = replace(arrival, chunk=chunk.index)
@@ -569,7 +546,6 @@ class KvSender:
         transfer.callbacks.append(partial(self._written, write))
 
     def _control(self, write: ChunkWrite) -> None:
-        """Send the metadata of *write* as a message."""
         contents = self._rank.device.holds_bytes
         rows = read_metadata(self._rows, self.layout, write.chunk.slots[0], contents)
         state, name = write.state, write.target.peer.name
@@ -582,7 +558,6 @@ class KvSender:
     # --- the end of writes and rooms ---
 
     def _written(self, write: ChunkWrite, event: Event) -> None:
-        """Count a write that has ended; one that failed fails its room, unless a message can take its place."""
         assert isinstance(event, Transfer)
         state = write.state
         self._under_way -= 1
@@ -603,14 +578,12 @@ class KvSender:
         self._broken(write, error)
 
     def _hold(self, state: RoomTransferState, failed: Transfer | None) -> None:
-        """Keep the room from its end until nothing of a write that *failed* moves any more."""
         if failed is None or failed.settled.triggered:
             state.moving -= 1
         else:
             failed.settled.callbacks.append(partial(self._settled, state))
 
     def _retry(self, write: ChunkWrite, event: Transfer, error: Exception) -> None:
-        """Send metadata as a message whose write failed, once no byte of that can arrive any more."""
         reason = f"{type(error).__name__} over the data path"
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if event.settled.triggered:
@@ -619,13 +592,11 @@ class KvSender:
             event.settled.callbacks.append(lambda _: self._queues.put(0, write._replace(spec=None)))
 
     def _fail(self, state: RoomTransferState) -> None:
-        """Let the writes that are under way be the last ones."""
         state.status = advance(state.status, Status.FAILED)
         for sequence in state.sequences:
             sequence.stop()
 
     def _over(self, state: RoomTransferState) -> None:
-        """Count one write as done."""
         state.unfinished -= 1
         if state.status is Status.FAILED:
             self._settle(state)
@@ -633,10 +604,7 @@ class KvSender:
             self._conclude(state)
 
     def _conclude(self, state: RoomTransferState, *, looked: bool = False) -> None:
-        """End the room if its last chunk is written; called when no write of it is under way.
-
-        With ``notify="poll"`` that waits until the scheduler has *looked*, while forwards are under way.
-        """
+        # With ``notify="poll"`` that waits until the scheduler has *looked*, while forwards are under way.
         if state.last is None or state.planned or state.status is Status.FAILED:
             return
         if self._policy.notify == "poll" and self._computing and not looked:
@@ -649,7 +617,6 @@ class KvSender:
         self.report(Sent(state.room, state.nbytes))
 
     def _notify(self, state: RoomTransferState, last: Arrival) -> None:
-        """Tell the decode ranks, each of them once, that everything is there."""
         for name in state.writes:
             arrival = replace(last, count=1 + state.controls.get(name, 0))
             self._rank.channel.send(name, encode(arrival))
@@ -659,7 +626,6 @@ class KvSender:
         self._settle(state)
 
     def _broken(self, write: ChunkWrite, error: Exception) -> None:
-        """Fail the room of *write*, because of *error*."""
         self._break(write.state, write.chunk.decode, error)
 
     def _break(self, state: RoomTransferState, decode: str, error: Exception) -> None:
@@ -671,7 +637,6 @@ class KvSender:
         self._settle(state)
 
     def _settle(self, state: RoomTransferState) -> None:
-        """Report that nothing of a failed room moves, once the leader knows of the failure."""
         if state.aborted and not state.planned and not state.moving:
             state.aborted = False  # once
             self._rooms.pop(state.room, None)

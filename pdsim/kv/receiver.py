@@ -171,10 +171,7 @@ class KvReceiver:
         return room
 
     def _check(self, number: int, room: _IncomingRoom) -> None:
-        """Report the room if all of its writers have said how much they wrote and all of that has arrived.
-
-        On memory with contents it also waits for `reserve`, stores metadata that came as a message, and compares.
-        """
+        # On memory with contents it also waits for `reserve`, stores metadata that came as a message, and compares.
         if room.last is None or len(room.counts) < self._expected[min(room.last.pages, len(self._expected) - 1)]:
             return
         if room.received < sum(room.counts.values()):

@@ -88,7 +88,6 @@ def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the runs in *folders* as `pdsim.results.store.load` does; raise as `tables`."""
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
             f"compare takes 2 to {len(ascii_uppercase)} folders of runs, got {len(folders)}; name them all"
@@ -100,7 +99,6 @@ def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield each key that is not the same in all *runs*, with a value for each; None where a run has none."""
     found = [_configuration(Path(run["folder"])) | _about(run) for run in runs]
     idle = tuple(prefix for prefix, unused in _UNUSED.items() if all(map(unused, found)))
     for key in dict.fromkeys(key for one in found for key in one):
@@ -110,7 +108,6 @@ def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
 
 
 def _about(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run says of itself that its numbers depend on."""
     calibration = run["evidence"].get("calibration") or {}
     found = {
         "status": run["status"],
@@ -128,10 +125,7 @@ def _commit(git: Mapping[str, Any] | None) -> str | None:
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the run in *folder* by dotted key.
-
-    Where a number comes from and where results go is left out.
-    """
+    # Where a number comes from and where results go is left out.
     flat = schema.read_configuration(folder / "config.yaml")
     return {
         key: value for key, value in flat.items() if not key.startswith(_NOT_ASKED_FOR) and _SOURCES not in f"{key}."
@@ -139,7 +133,6 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yield each metric that a run has, with its definition and a value for each run."""
     every = [run["metrics"] if run["evidence"]["sources"] else {} for run in runs]
     for name in dict.fromkeys(name for one in every for name in one):
         known = [one[name] for one in every if name in one]
@@ -147,7 +140,6 @@ def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list
 
 
 def _multiples(values: Sequence[Any]) -> list[float | None]:
-    """Return each of *values* but the first as a multiple of the first, None where there is none."""
     first, *others = values
     found = [value / first if _is_number(value) and _is_number(first) and first else None for value in others]
     return [value if value is not None and isfinite(value) else None for value in found]
@@ -158,7 +150,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _told(key: str, value: Any) -> str:
-    """Return *value* of the configuration's *key* for people, in its unit."""
     if value is None:
         return "-"
     if _is_list(value):
@@ -169,11 +160,8 @@ def _told(key: str, value: Any) -> str:
 
 @cache
 def _shown_as(key: str) -> Callable[[float], str] | None:
-    """Return what prints a number at *key* of a `Config` in its unit; None if it has none.
-
-    The unit is the parser in the field's annotation (`pdsim.core.units.Seconds` and so on), found along
-    the dotted key.
-    """
+    # The unit is the parser in the field's annotation (`pdsim.core.units.Seconds` and so on), found along
+    # the dotted key.
     hint: Any = Config
     for name in key.split("."):
         inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
@@ -198,7 +186,6 @@ _OF_METRICS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def _measured(name: str, value: Any) -> Any:
-    """Return *value* of the metric *name* in its unit, as it is where the name says none."""
     show = next((show for pattern, show in _OF_METRICS if fnmatchcase(name, pattern)), None)
     return show(value) if show is not None and _is_number(value) and not name.endswith("_per_s") else value
 

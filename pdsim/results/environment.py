@@ -57,7 +57,6 @@ def _packages() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit that pdsim's files belong to, or None if they are not under version control."""
     here = Path(__file__).resolve().parents[1]
     if _ask(here, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -67,7 +66,6 @@ def _git() -> dict[str, Any] | None:
 
 
 def _ask(folder: Path, *arguments: str) -> str | None:
-    """Return what git says in *folder*, None if it fails, is missing, or takes more than ten seconds."""
     try:
         done = subprocess.run(("git", "-C", str(folder), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -86,7 +84,6 @@ def _host() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """Return the name of the processor, from Linux where it says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -113,7 +110,6 @@ def here() -> dict[str, str]:
 
 
 def _gpus() -> dict[str, str]:
-    """Return the GPUs of this host and their driver, as nvidia-smi says, or nothing."""
     if shutil.which("nvidia-smi") is None:
         return {}
     ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

@@ -108,7 +108,6 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
 
 
 def _of_compute(config: Config) -> str:
-    """Return the source of the times of forwards: measured for this GPU and model, or by how much less than that."""
     compute = config.compute
     if not compute.source:
         return "assumed: a roofline with the shares and constants of the compute settings"
@@ -125,7 +124,6 @@ def _text(source: str) -> str:
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
-    """Return *sources* with full names; one text may stand for several, as in ``"nodes, gpus"``."""
     return {f"{owner}.{name.strip()}": text for names, text in sources.items() for name in names.split(",")}
 
 
@@ -141,11 +139,8 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    """Yield a warning for each borrowed rate of the engine that limits the largest transfer.
-
-    Borrowed is a share of the line rate that was measured on other hardware.  It limits if it is
-    below the line's own rate and the bytes take longer than posting one descriptor.
-    """
+    # Borrowed is a share of the line rate that was measured on other hardware.  It limits if it is
+    # below the line's own rate and the bytes take longer than posting one descriptor.
     largest = max(shape.nbytes for shape in shapes(transfers))
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
@@ -223,7 +218,6 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
 
 
 def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    """Yield a warning if transfers have more or fewer descriptors or bytes than any sample of the calibration."""
     calibration = config.calibration
     if calibration is None:
         return
@@ -255,10 +249,7 @@ def _outside(
     counts: Mapping[tuple[int, int], int],
     place: int,
 ) -> Iterator[str]:
-    """Yield a warning if the values in *place* of *counts* leave *span*.
-
-    *counts* says how many transfers have each pair of descriptors and bytes.
-    """
+    # *counts* says how many transfers have each pair of descriptors and bytes.
     if not span:
         return
     low, high = span
@@ -276,7 +267,6 @@ def _outside(
 
 
 def _error(calibration: Calibration, factor: float) -> str:
-    """Return what to expect *factor* times beyond the samples: the held-out error, widened by `beyond`."""
     held = calibration.held_out
     if held is None:
         return ""

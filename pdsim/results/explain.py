@@ -91,7 +91,6 @@ def tables(folders: Sequence[Path]) -> list[Table]:
 
 
 def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Table:
-    """Return the table of one run: each phase with its mean and its share, the longest first and in the title."""
     total = sum(means.values())
     order = sorted(means, key=lambda name: -means[name])
     bound = f"bound by {order[0]}" if total else "no time passed"
@@ -155,7 +154,6 @@ def difference(folders: Sequence[Path]) -> list[str]:
 
 
 def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
-    """Return the sentence about requests: by how much the second run differs, and which phase makes most of it."""
     first, second = (sum(one.values()) for one in means)
     if abs(second - first) <= 1e-9 * first:
         return f"{name} serves a request in the same time, {format_time(second)} in the mean"
@@ -170,10 +168,7 @@ def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
 
 
 def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
-    """Return the sentence about transfers.
-
-    It is about descriptors and the cost of each, or about bytes and their rate, whichever differs more.
-    """
+    # It is about descriptors and the cost of each, or about bytes and their rate, whichever differs more.
     first, second = (sum(one["transfer"].values()) for one in found)
     if abs(second - first) <= 1e-9 * first:
         return f"{name} takes the same time for a transfer, {format_time(second)} in the mean"
@@ -191,7 +186,6 @@ def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) ->
 
 
 def _times(second: float, first: float) -> str:
-    """Return how many times slower or faster *second* is, or by which share where it is less than a tenth."""
     slower = second > first
     ratio = second / first if slower else first / second
     if not first or not second:
@@ -201,10 +195,7 @@ def _times(second: float, first: float) -> str:
 
 
 def _amount(values: Sequence[float], what: str) -> str:
-    """Return how the second of *values*, an amount of *what*, stands to the first.
-
-    Half a per cent counts as equal.
-    """
+    # Half a per cent counts as equal.
     first, second = values
     ratio = second / first if first else 0.0
     if 0.995 <= ratio <= 1.005:
@@ -213,20 +204,15 @@ def _amount(values: Sequence[float], what: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Return *value* with three digits, large ones whole and with commas."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _instead(texts: Sequence[str]) -> str:
-    """Return the second of *texts*, and what it is instead of where they differ."""
     return texts[1] if texts[0] == texts[1] else f"{texts[1]} instead of {texts[0]}"
 
 
 def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, str]) -> Table:
-    """Return the table of two runs: both means of each phase, their ratio, and the phase's part in the difference.
-
-    The part is left out for a phase that changed in the other direction than the whole.
-    """
+    # The part is left out for a phase that changed in the other direction than the whole.
     first, second = means
     change = {name: second[name] - first[name] for name in what}
     total = sum(second.values()) - sum(first.values())

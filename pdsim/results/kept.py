@@ -89,7 +89,6 @@ class KeptRun:
         return float(self.about.get("start") or 0.0)
 
     def _table(self, name: str) -> pa.Table:
-        """Return the table *name* as the file has it; schema and units are in its metadata."""
         return schema.read_table(self.folder / f"{name}.parquet")
 
     def __str__(self) -> str:

@@ -180,7 +180,6 @@ SAMPLES = (
 
 @cache
 def _schema(columns: tuple[Column, ...]) -> pa.Schema:
-    """Return the Arrow schema of *columns*, with units and definitions as metadata of the fields, and `VERSION`."""
     import pyarrow as pa
 
     fields = [
@@ -221,7 +220,6 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
 
 
 def _one_after_the_other(parts: Sequence[Mapping[str, ArrayColumn]]) -> Mapping[str, ArrayColumn]:
-    """Return the columns of *parts*, which have the same ones, joined: a job has many logs, most of them short."""
     return (
         parts[0]
         if len(parts) == 1
@@ -230,11 +228,8 @@ def _one_after_the_other(parts: Sequence[Mapping[str, ArrayColumn]]) -> Mapping[
 
 
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
-    """Return *columns* of a log with those that are computed from them, in microseconds and GB/s.
-
-    Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The rate
-    is null where a transfer failed or took no time.
-    """
+    # Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The
+    # rate is null where a transfer failed or took no time.
     import numpy as np
     import pyarrow as pa
 
@@ -358,7 +353,6 @@ def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> 
 
 
 def _of_words(column: ArrayColumn, kind: pa.DataType) -> pa.Array:
-    """Return the words of *column*, each turned into bytes once however often it occurs."""
     if str(kind) != "string" or None in column.words:  # type: ignore[operator]  # the caller knows that it has words
         return arrow_array(list(column), kind)
     texts = [word.encode() for word in column.words]  # type: ignore[union-attr]
@@ -490,7 +484,6 @@ class _Table(msgspec.Struct):
 
 
 def _is_use(row: list[Any]) -> bool:
-    """Return whether *row* is a name and the share of something that is used."""
     return [type(value) in kinds for value, kinds in zip(row, ((str,), (int, float)), strict=False)] == [True, True]
 
 
@@ -556,7 +549,6 @@ def read_nested(path: Path) -> dict[str, Any]:
 
 @cache
 def _loader() -> Any:
-    """Return what reads YAML as OmegaConf does, dates as text; libyaml is ended by deep nesting."""
     import yaml
 
     base: Any = yaml.SafeLoader
@@ -601,10 +593,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON object at *path*, which has the fields of *shape*; fields that *shape* does not name are kept.
-
-    Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
-    """
+    # Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
     try:
         found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
@@ -622,7 +611,6 @@ def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _decoded(path: Path, shape: type[_Shape]) -> _Shape:
-    """Return the file at *path* as a *shape*; raise as `_read` does, by which it is read again for its words."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=shape)
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError):
@@ -634,7 +622,6 @@ def _decoded(path: Path, shape: type[_Shape]) -> _Shape:
 
 
 def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of *values* and of the mappings within, by dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{at}{key}.")
@@ -643,5 +630,4 @@ def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return what *error* says, in one line that is not too long."""
     return " ".join(str(error).split())[:200] or type(error).__name__

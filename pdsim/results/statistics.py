@@ -135,7 +135,6 @@ def intervals(name: str, unit: str, values: Floats, percentiles: Sequence[float]
 
 
 def _correlation(values: Floats) -> float:
-    """Return the correlation of each value with the next."""
     centred = values - values.mean()
     square = float(np.dot(centred, centred))
     return float(np.dot(centred[:-1], centred[1:])) / square if square else 0.0

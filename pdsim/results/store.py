@@ -146,7 +146,6 @@ class Run:
         return self.folder
 
     def _describe(self, result: Result) -> None:
-        """Say in ``run.json`` what *result* rests on."""
         serving = bool(result.requests)
         gathering = any(shape.operation == "all_gather" for shape in shapes(result.transfers))
         self._about |= {
@@ -168,7 +167,6 @@ class Run:
         self._keep(result)
 
     def _keep(self, result: Result) -> None:
-        """Write the tables of *result*, its summary and, last of all, ``run.json``."""
         self._write_tables("requests.parquet", [schema.requests_table(result.requests)])
         self._write_tables("transfers.parquet", schema.transfers_tables(result.transfers))
         if result.outcome is not None and result.outcome.samples:
@@ -189,12 +187,10 @@ class Run:
         self._write_about()
 
     def _write_about(self) -> None:
-        """Write ``run.json`` in one step."""
         temporary = self._write("run.json.part", _json(self._about))
         temporary.replace(self.folder / "run.json")
 
     def _write(self, name: str, content: bytes) -> Path:
-        """Write *content* to the file *name*, to the disk where the run is durable, and return its path."""
         path = self.folder / name
         with path.open("wb") as file:
             file.write(content)
@@ -204,10 +200,7 @@ class Run:
         return path
 
     def _write_tables(self, name: str, tables: Iterable[pa.Table]) -> None:
-        """Write *tables* of one schema, one or more, as row groups: no two of them are in memory together.
-
-        A short file, such as of a point of a sweep, is put together in memory and written at once.
-        """
+        # A short file, such as of a point of a sweep, is put together in memory and written at once.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -230,7 +223,6 @@ class Run:
                 os.fsync(file.fileno())
 
     def _sync_folder(self, folder: Path) -> None:
-        """Have the names in *folder* reach the disk, where the run is durable."""
         if not self._durable:
             return
         descriptor = os.open(folder, os.O_RDONLY)
@@ -289,7 +281,6 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def _complete(folder: Path) -> None:
-    """Raise a `ConfigError` if *folder* is not that of a run that has written all its files."""
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
@@ -306,12 +297,10 @@ def load_outcome(folder: Path) -> tuple[schema.RunFile, Mapping[str, schema.Metr
 
 
 def _line(error: BaseException) -> str:
-    """Return class and message of *error* in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
 
 
 def _stem(config: Config) -> str:
-    """Return the usual name of a folder: experiment, machine, engine, target, and the local time."""
     parts = (config.experiment.name, config.hw.name, config.backend.name, config.target)
     return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
 
@@ -331,7 +320,6 @@ def make(folder: Path, named: str) -> Path:
 
 
 def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
-    """Create and return the marked folder, and the name that it will have: free now, and nobody else's later."""
     make(output, "output=")
     try:
         n = 1
@@ -352,7 +340,6 @@ def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
 
 
 def _engines(result: Result) -> list[str]:
-    """Return what moved bytes, as the engines named themselves: never as the configuration did."""
     ranks = result.outcome.ranks.values() if result.outcome else ()
     return sorted(
         {rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in shapes(result.transfers)}
@@ -360,7 +347,6 @@ def _engines(result: Result) -> list[str]:
 
 
 def _json(value: Any) -> bytes:
-    """Return *value* as the bytes of a file of JSON, two blanks a level, numbers that are not finite as null."""
     import msgspec
 
     try:

@@ -130,7 +130,6 @@ class Plain:
 
 
 def _console(file: IO[str] | None) -> Console | Plain:
-    """Return what prints to *file*: rich on a terminal, plain lines anywhere else."""
     file = sys.stdout if file is None else file
     if not file.isatty():
         return Plain(file)
@@ -140,7 +139,6 @@ def _console(file: IO[str] | None) -> Console | Plain:
 
 
 def _say(console: Console | Plain, text: str, style: str = "") -> None:
-    """Print *text* as one line, in *style* where there are colours."""
     if isinstance(console, Plain):
         console.print(text)
     else:
@@ -148,7 +146,6 @@ def _say(console: Console | Plain, text: str, style: str = "") -> None:
 
 
 def _headline(run: Mapping[str, Any]) -> str:
-    """Return the first line of a report: what ran on what, what really moved the bytes, and the seed."""
     moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
     return (
         f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
@@ -158,7 +155,6 @@ def _headline(run: Mapping[str, Any]) -> str:
 def _grid(
     console: Console | Plain, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
 ) -> None:
-    """Print *rows* of text under *headings*, *numeric* columns to the right."""
     if isinstance(console, Plain):
         console.grid(headings, rows, numeric)
         return
@@ -174,7 +170,6 @@ def _grid(
 
 
 def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the metrics that no table of the run shows, each with its definition."""
     untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
     rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
     if rows:
@@ -184,11 +179,8 @@ def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, A
 def _show_table(
     console: Console | Plain, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]
 ) -> None:
-    """Print a table with its title, and below it the definitions of the columns that are shown.
-
-    *columns* has the definition of each heading, empty for what needs none. A column is to the right if none of its
-    cells is text.
-    """
+    # *columns* has the definition of each heading, empty for what needs none. A column is to the right if none of
+    # its cells is text.
     console.print()
     _say(console, title, style="bold")
     headings = list(columns)
@@ -204,7 +196,6 @@ def _show_table(
 
 
 def _show_use(console: Console | Plain, table: Mapping[str, Any]) -> None:
-    """Print links or memories, those that are alike in one row."""
     columns = {
         "name": "where",
         "alike": "how many",
@@ -216,7 +207,6 @@ def _show_use(console: Console | Plain, table: Mapping[str, Any]) -> None:
 
 
 def _fitting(console: Console | Plain, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Return how many columns, from the left and at least one, the terminal is wide enough for."""
     width = 0
     for number, heading in enumerate(headings):
         parts = _broken(heading) if console.is_terminal else (heading,)
@@ -227,12 +217,10 @@ def _fitting(console: Console | Plain, headings: Sequence[str], cells: Sequence[
 
 
 def _broken(heading: str) -> list[str]:
-    """Return *heading* in the lines that it takes on a terminal: dotted keys and long units are broken."""
     return re.sub(r"(?<=\w)(\.|(?=/s/))", r"\1\n", heading).split("\n")
 
 
 def _show_evidence(console: Console | Plain, proof: Evidence) -> None:
-    """Print by kind what the numbers rest on, and in full the sources of the weakest kind."""
     console.print()
     if not proof.sources:
         _say(console, "evidence: none, so no number is printed: give hw and backend their sources", style="red")
@@ -326,7 +314,6 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
-        """Draw the bar or write a line, if it is time for it.  The caller holds the lock."""
         now = time.monotonic()
         if self._last is None or now < self._next:
             return
@@ -343,7 +330,6 @@ class Progress:
         self._file.flush()
 
     def _left(self, now: float, share: float) -> str:
-        """Return how long it has taken and, once that says something, how long it will still take."""
         spent, done = now - self._began, share - (self._first or 0.0)
         if spent < 1.0:
             return ""
@@ -353,17 +339,13 @@ class Progress:
         return f"{took}, about {format_time(max(1.0, round(spent * (1.0 - share) / done)))} left"
 
     def _repeat(self) -> None:
-        """Write what was said last whenever it is due, until the end.
-
-        Runs on a thread of its own, for work that does not call for long.
-        """
+        # Runs on a thread of its own, for work that does not call for long.
         while not self._over.wait(max(0.05, self._next - time.monotonic())):
             with self._lock:
                 if not self._over.is_set():
                     self._show()
 
     def _start(self) -> None:
-        """Draw the bar; rich is imported here, so that short runs do without."""
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -462,12 +444,10 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
 
 
 def _values(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each metric of *run* by name."""
     return {name: metric["value"] for name, metric in run["metrics"].items()}
 
 
 def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a run of requests says: offered load, verdict on the SLO, latencies, and what bounds it."""
     total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
     met = metrics.get("slo_attainment") or 0.0
     limits = [config.get(f"slo.{name}") for name in ("ttft", "tpot")]
@@ -491,7 +471,6 @@ def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[
 
 
 def _bound(run: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the phase that takes most of the time with what helps, the others, and the fullest link and memory."""
     shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _BOUND}
     most = max(shares, key=lambda name: shares[name])
     used = [
@@ -507,7 +486,6 @@ def _bound(run: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured(run: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the first table of a run that serves nothing, or its metrics, the first of either."""
     if not run["tables"]:
         named = [(name, metric["value"]) for name, metric in run["metrics"].items()]
         yield from (f"{name}: {_cell(value)}" for name, value in named[:_MOST])
@@ -525,14 +503,12 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _failures(failures: Sequence[str]) -> Iterator[str]:
-    """Yield the first three failures, and how many more there are."""
     yield from (f"failed: {failure}" for failure in failures[:3])
     if len(failures) > 3:
         yield f"... and {len(failures) - 3} more: -v"
 
 
 def _weakest(proof: Evidence) -> str:
-    """Return the weakest kind of evidence, and what is the first to rest on it."""
     texts = proof.texts(proof.weakest)
     borrowed = [text for text in texts if text.startswith("measured on ")]  # it says most about transfers
     text = borrowed[0] if borrowed else next(iter(texts))
@@ -546,7 +522,6 @@ def _weakest(proof: Evidence) -> str:
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> str:
-    """Return the commands that lead on: of a validation its figures; else what bounds it, and other seeds."""
     if run["experiment"].startswith("validate"):
         return f"pdsim report {join([str(folder)])}"
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
@@ -554,7 +529,6 @@ def _next(run: Mapping[str, Any], folder: Path) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return *value* with four digits, - where nothing was measured."""
     if value is None:
         return "-"
     if isinstance(value, float) and not isinstance(value, bool):

@@ -73,20 +73,14 @@ class _Drawn:
         self.counters: dict[tuple[str, str], list[tuple[int, float]]] = {}  # (process, name): time, value
 
     def span(self, process: str, track: str, begin: float, end: float, name: str, **arguments: Any) -> int:
-        """Add a slice of *track*, a row of *process*, from *begin* to *end* in seconds, and return its index.
-
-        *arguments* are what the viewer shows of a slice that is selected.
-        """
+        # *arguments* are what the viewer shows of a slice that is selected.
         times = round(begin * _NS), round(end * _NS)
         self.spans.append(_Span(process, track, times[0], max(times), name, arguments))
         return len(self.spans) - 1
 
     def changes(self, process: str, name: str, steps: Sequence[tuple[float, float]]) -> None:
-        """Add a counter that changes by so much at so many seconds.
-
-        *steps* are (seconds, change), in any order; changes of one nanosecond are one. What rounding leaves of a
-        counter that returns to 0 is 0.
-        """
+        # *steps* are (seconds, change), in any order; changes of one nanosecond are one. What rounding leaves of a
+        # counter that returns to 0 is 0.
         if not steps:
             return
         total, found = 0.0, self.counters.setdefault((process, name), [])
@@ -126,18 +120,15 @@ def trace(folders: Sequence[Path], path: Path) -> int:
 
 
 def _packed(file: IO[bytes]) -> IO[bytes]:
-    """Return what compresses into *file*: the same bytes whatever its name and whenever."""
     return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]
 
 
 def _title(run: KeptRun) -> str:
-    """Return what tells *run* from the others in one trace."""
     about = run.about
     return f"{about['experiment']} on {about['hw']}, {about['backend']}, {about['target']}"
 
 
 def _run(run: KeptRun) -> _Drawn:
-    """Return what *run* has to show: requests, transfers and, if it kept samples, the use of links and memory."""
     drawn = _Drawn()
     if run.requests.num_rows:
         _requests(drawn, run.requests)
@@ -150,18 +141,14 @@ def _run(run: KeptRun) -> _Drawn:
 
 
 def _rows(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of the columns *names* of *table*, row by row."""
     return zip(*(table[name].to_pylist() for name in names), strict=True)
 
 
 def _requests(drawn: _Drawn, table: pa.Table) -> None:
-    """Add slices, arrows and counters of the requests in *table*.
-
-    A request has a slice on its instances for each phase whose two ends are known, an arrow through those between
-    its prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its
-    decode instance holds from pages reserved to the last token. Runs of our own schedulers know other instants than
-    live ones.
-    """
+    # A request has a slice on its instances for each phase whose two ends are known, an arrow through those between
+    # its prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its
+    # decode instance holds from pages reserved to the last token. Runs of our own schedulers know other instants
+    # than live ones.
     own = "reserved_at" in table.column_names
     levels: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in table.to_pylist():
@@ -187,7 +174,6 @@ def _requests(drawn: _Drawn, table: pa.Table) -> None:
 
 
 def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
-    """Return the instants of a request, in seconds from the start of the workload, None what it did not reach."""
     arrival = row["arrival"]
 
     def after(name: str) -> float | None:
@@ -205,12 +191,9 @@ def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
 
 
 def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> None:
-    """Add posting and wire of each transfer, by the rank that posted it, and each rank's rate.
-
-    Times of the records are on the job's clock, and *start* is when its workload began. A label that begins with a
-    room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not end
-    is left out; rates are means over its whole latency, of those that succeeded.
-    """
+    # Times of the records are on the job's clock, and *start* is when its workload began. A label that begins with a
+    # room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not
+    # end is left out; rates are means over its whole latency, of those that succeeded.
     rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
     names = ("engine", "operation", "source", "target", "label", "status", "nbytes", "batch_size")
     stages = ("submitted", "posted", "completed", "seen")
@@ -298,27 +281,21 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
 
 
 def _meta(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
-    """Return the event that names or sorts a *process* or one of its threads."""
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": arguments}
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Return where a process stands: prefill before decode, an instance before its ranks."""
     side = 0 if name.startswith("prefill") else 1 if name.startswith("decode") else 2
     return side, name.count("."), name
 
 
 def _track(name: str) -> tuple[int, str]:
-    """Return where a track stands within its process.
-
-    Phases in the order of a request's life, then others by name.
-    """
+    # Phases in the order of a request's life, then others by name.
     known = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
     return (known.index(name) if name in known else len(known), name)
 
 
 def _lanes(spans: Sequence[_Span], indices: Sequence[int]) -> dict[int, int]:
-    """Return a lane for each of *indices*, so that no two slices of a lane overlap: the lowest that is free."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # end, lane
     found: dict[int, int] = {}

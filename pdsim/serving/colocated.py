@@ -101,7 +101,6 @@ class _Service:
         self.start = self.clock.now
 
     def run(self) -> Program:
-        """Run all engines, let the requests come, and return their rows once the last has finished."""
         for engine in self.engines.values():
             self.clock.process(engine.run())
         for number, arrival in enumerate(self.arrivals):
@@ -120,7 +119,6 @@ class _Service:
         return found
 
     def _arrive(self, number: int) -> None:
-        """Choose the engine of a request and submit it, once its host has made it known."""
         given, wanted = map(int, self.requests[number][1:3])
         blocks = tuple(self.blocks[number]) if self.blocks else ()
         name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
@@ -136,7 +134,6 @@ class _Service:
             self.engines[name].submit(request, blocks, priority)
 
     def _finished(self, one: ColocatedRequest) -> None:
-        """Keep *one*, and let those arrive whose users waited for it, each after its think time."""
         request = one.request
         self.load[request.prefill] -= request.input + request.output
         self.ended[request.room] = one
@@ -147,7 +144,6 @@ class _Service:
             self.all_done.succeed()
 
     def _row(self, number: int) -> list[Any]:
-        """Return the row of a request; times of a handoff that there is none of are those of its neighbours."""
         one, name = self.ended[number], self.where[number]
         begin, first = one.started, one.prefilled
         return [name, name, 0, "ok", begin, begin, begin, first, first, first, first, one.finished]
@@ -258,7 +254,6 @@ class ColocatedEngine:
                 self._next_token(one)
 
     def _decode(self) -> Program:
-        """Decode until a request ends or lacks a page, or to the end of the step in which another comes."""
         most = math.inf if self._memory is None else self._memory.steps()
         done = self.clock.at(self._batch.begin(self.clock.now, most))
         self._news = self.clock.event()
@@ -269,11 +264,8 @@ class ColocatedEngine:
         self._batch.advance(self.clock.now)
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[ColocatedRequest]]:
-        """Return the pieces of prompts in the next step, and the requests whose prompts it completes.
-
-        A piece is ``(tokens covered before, tokens)``.  Requests that the step leaves incomplete return to the front
-        of the queue, in their order.
-        """
+        # A piece is ``(tokens covered before, tokens)``.  Requests that the step leaves incomplete return to the
+        # front of the queue, in their order.
         budget = self.job.chunk - len(self._batch)
         pieces: list[tuple[int, int]] = []
         ends: list[ColocatedRequest] = []
@@ -306,11 +298,8 @@ class ColocatedEngine:
         return pieces, ends
 
     def _begin(self, one: ColocatedRequest) -> bool:
-        """Give *one* its pages and a place in the batch; return whether there are any.
-
-        A request that was preempted has its place still, and needs pages only.  What is cached is counted as
-        done, for the request's first begin also in *cached*.
-        """
+        # A request that was preempted has its place still, and needs pages only.  What is cached is counted as
+        # done, for the request's first begin also in *cached*.
         request, again = one.request, one.started >= 0
         if not again and (self._retracted or len(self._open) >= self.job.decode_batch):
             return False
@@ -333,11 +322,9 @@ class ColocatedEngine:
         return True
 
     def _holders(self) -> int:
-        """Return how many requests have pages."""
         return sum(one.has_pages for one in self._open.values())
 
     def _next_token(self, one: ColocatedRequest) -> None:
-        """Take note of the token that computing all of *one* gave, and decode the others."""
         if one.prefilled < 0:
             one.prefilled = self.clock.now
         if one.left == 0:
@@ -346,7 +333,6 @@ class ColocatedEngine:
             self._batch.join(one.request.room, one.total + 1, one.left)
 
     def _end(self, one: ColocatedRequest) -> None:
-        """Free what *one* has and tell the caller: it has all its tokens."""
         one.finished = self.clock.now
         del self._open[one.request.room]
         self.pages.release(one.request.room)
@@ -355,11 +341,8 @@ class ColocatedEngine:
     # --- requests that run out of pages ---
 
     def _make_room(self, memory: GrowingMemory) -> None:
-        """Give every request of the batch the pages of its next step.
-
-        While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
-        go on, first in, first out, while they fit with their reserve.
-        """
+        # While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
+        # go on, first in, first out, while they fit with their reserve.
         while memory.short():
             members = list(self._batch)
             running = [self._running(member) for member in members]
@@ -377,17 +360,13 @@ class ColocatedEngine:
             self._batch.join(*member)
 
     def _running(self, member: Member) -> Running:
-        """Return *member* as the scheduler sees it."""
         request = self._open[member.number].request
         return Running(member.number, request.input, request.output - member.left)
 
     def _preempt(self, number: int) -> None:
-        """Take *number* out of the batch, and its pages.
-
-        With ``preemption: retract`` its KV goes to host memory, which holds the next step up, and comes back
-        later.  Otherwise what there is of it, prompt and answer, is the prompt of a new prefill, first in the
-        queue.
-        """
+        # With ``preemption: retract`` its KV goes to host memory, which holds the next step up, and comes back
+        # later.  Otherwise what there is of it, prompt and answer, is the prompt of a new prefill, first in the
+        # queue.
         one = self._open[number]
         member = next(member for member in self._batch if member.number == number)
         self._batch.leave(lambda other: other == number)
@@ -402,10 +381,7 @@ class ColocatedEngine:
             self._queue.appendleft(one)
 
     def _move(self) -> Program:
-        """Move the KV of what was preempted to host memory, and then that of what goes on back, on every GPU.
-
-        Prefixes go, and come back before the next step, at the rate of the links.
-        """
+        # Prefixes go, and come back before the next step, at the rate of the links.
         rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
         kept, found = self.pages.moves()
@@ -420,17 +396,14 @@ class ColocatedEngine:
                 yield self._offload(tokens, returns, most)
 
     def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
-        """Put KV of *tokens* on the links to host memory, or *back*, of every GPU; the event is the end of all."""
         each = self.job.shape.token_bytes(self.job.decode.tp)
         return self.clock.all_of([one.offload(tokens * each, back, rate) for one in self.traffic])
 
     # --- the prefix cache ---
 
     def _known(self, one: ColocatedRequest) -> Sequence[int]:
-        """Return the hashes of *one*'s full pages, that of its last token left out: a step has to compute that."""
         return self.pages.usable(one.keys, one.request.input)
 
     def _commit(self, one: ColocatedRequest) -> None:
-        """Make the full pages of *one* that steps have covered known to the prefix cache."""
         if one.has_pages:
             self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])

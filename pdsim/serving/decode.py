@@ -252,7 +252,6 @@ class DecodeScheduler:
         return waited
 
     def _abort(self, _: str, message: Abort) -> None:
-        """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
         room, untouched = self.rooms.get(message.room), False
         if room is None:
             untouched = self.withdraw(message.room)
@@ -292,7 +291,6 @@ class DecodeScheduler:
             self.wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
 
     def _expire(self, number: int) -> None:
-        """Fail a room that has waited too long; one that is here needs nobody's word for ever."""
         room = self.rooms[number]
         if not room.waits:
             self.handoff.notice(number)
@@ -302,7 +300,6 @@ class DecodeScheduler:
         self.fail(room)
 
     def _quiet(self, _: str, message: Quiet) -> None:
-        """Count a rank that has forgotten a room; with the last, give its pages back."""
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -311,7 +308,6 @@ class DecodeScheduler:
             self.wake()
 
     def _drop(self, number: int) -> None:
-        """Give the pages of a room back whose KV never became complete."""
         del self.rooms[number]
         self.pages.forget(number)
         self.pages.release(number)
@@ -328,7 +324,6 @@ class DecodeScheduler:
             self._set(self.batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
-        """Make *time* the next boundary, unless an earlier one is set."""
         if self._due <= time:
             return
         self._due = time
@@ -342,11 +337,8 @@ class DecodeScheduler:
             self.engine.guard(self._between_steps, due)
 
     def _between_steps(self, due: float) -> None:
-        """Do all that a scheduler does between two steps, at the boundary *due*, and begin the next.
-
-        *due* is what the clock was set to: on a wall clock, now is a little later, and tokens are counted until
-        *due*.
-        """
+        # *due* is what the clock was set to: on a wall clock, now is a little later, and tokens are counted until
+        # *due*.
         self.batch.advance(due)
         self._held_up = 0.0
         for room in self.preemption.computed():
@@ -369,13 +361,11 @@ class DecodeScheduler:
             self._begin_step()
 
     def _go_on(self, news: bool) -> None:
-        """Begin the next step, the KV of the retracted being where it goes."""
         self._begin_step()
         if news:
             self.wake()
 
     def _ripen(self) -> None:
-        """Have those wait for a place in the batch that were noticed as many steps ago as the pipeline is deep."""
         for room in self._late:
             room.lag -= 1
         self._waiting += [room for room in self._late if not room.lag]
@@ -406,7 +396,6 @@ class DecodeScheduler:
         self.complete.clear()
 
     def _leave(self) -> None:
-        """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
         self._left = False
         for number in self.batch.leave(lambda number: self.rooms[number].left):
             self._free(number)
@@ -419,7 +408,6 @@ class DecodeScheduler:
                 self._free(room.request.room)
 
     def _join(self) -> None:
-        """Put requests whose KV is here into the batch, in the order of the policy, while there are places."""
         recompute = self.job.engine.recompute
         while self._waiting and self.preemption.has_place:
             index = self.policy.join([room.request for room in self._waiting])
@@ -436,12 +424,9 @@ class DecodeScheduler:
                 self.batch.join(request.room, request.input + 1, request.output - 1)
 
     def _begin_step(self) -> None:
-        """Begin the next step, and say how long it is before anything can change by itself.
-
-        The step begins when the host is done with this boundary and, with ``posting_holds``, with posting reads.
-        It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
-        lacks a page in.
-        """
+        # The step begins when the host is done with this boundary and, with ``posting_holds``, with posting reads.
+        # It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
+        # lacks a page in.
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds:
             start = self.batch.held(self.clock.now, max(start, self.handoff.posted()))
@@ -460,11 +445,8 @@ class DecodeScheduler:
         self._joined.clear()
 
     def _route(self, end: float, again: int) -> None:
-        """Put the tokens of the steps until *end*, and those computed *again*, on the links to their experts.
-
-        They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group
-        that do not schedule put nothing there.
-        """
+        # They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group
+        # that do not schedule put nothing there.
         exchange = self.job.decode_time.exchange
         tokens = again + (self.batch.steps(end) * len(self.batch) if math.isfinite(end) else 0)
         network, port = tokens * exchange.network, tokens * exchange.port
@@ -473,20 +455,14 @@ class DecodeScheduler:
     # --- pages ---
 
     def _make_room(self) -> None:
-        """Give every request of the batch the pages of its next step, and preempted ones theirs if some are left.
-
-        One in whose way is nothing but quarantine fails as in `_admit`.
-        """
+        # One in whose way is nothing but quarantine fails as in `_admit`.
         for room in self.preemption.make_room(self._joined, self.growing):
             room.reason = out_of_memory(self.pages.pool, self.pages.pool.free + 1)
             self._reject(room)
 
     def _admit(self) -> None:
-        """Give pages to requests of the queue, in the order of the policy, until the next one finds none.
-
-        If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds and
-        then fails.
-        """
+        # If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds
+        # and then fails.
         while self._queue and not self.preemption.waiting:
             index = self.policy.admit(self._queue)
             request = self._queue[index]
@@ -516,13 +492,11 @@ class DecodeScheduler:
         return len(self.rooms) - len(self.pages.quarantined)
 
     def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
-        """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""
         held = self.pages.held(request)
         fits = self.preemption.admits(request.input, request, self.growing())
         return held, self.pages.reserve(request, held) if fits else None
 
     def _free(self, number: int) -> None:
-        """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
         room = self.rooms.pop(number)
         self.pages.forget(number)
         self.pages.release(number, pages=room.has_pages)
@@ -533,7 +507,6 @@ class DecodeScheduler:
         self.engine.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: DecodeRequest) -> None:
-        """Free what *room* has and tell the router the times of its life."""
         number, stamps = room.request.room, room.stamps
         assert stamps is not None
         self._free(number)

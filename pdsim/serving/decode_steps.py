@@ -352,11 +352,8 @@ class RunningBatch:
         return self._span.end(1)
 
     def _spanned(self, start: float, base: float) -> DecodeSpan:
-        """Return the steps from *start* on, as the members are.
-
-        Attention reads the context of all, or waits for the longest alone: which of both is known when members
-        change.
-        """
+        # Attention reads the context of all, or waits for the longest alone: which of both is known when members
+        # change.
         batch, context = len(self._members), self._context
         cost = self._costs[batch]
         if self._sequence:
@@ -367,10 +364,8 @@ class RunningBatch:
         return DecodeSpan(start, base, cost, batch, context, self._variation, self._step, before)
 
     def _iteration(self, forward: float) -> float:
-        """Return the seconds of a step with a forward of *forward* seconds, the host's share included.
-
-        Launching the kernels bounds the forward from below.  With overlap the host prepares the next step meanwhile.
-        """
+        # Launching the kernels bounds the forward from below.  With overlap the host prepares the next step
+        # meanwhile.
         forward = max(forward, self._host.launch)
         return max(forward, self._host.step) if self._overlap else forward + self._host.step
 
@@ -633,7 +628,6 @@ class Preemption:
         return room
 
     def _resume(self, room: DecodeRequest) -> bool:
-        """Give *room* pages for its context; return whether its first token comes with the next step."""
         keys = self._pages.known(room.request) if self._again else ()
         given = self._pages.allocate(room.request.room, self._job.page_count(room.context), keys)
         assert given is not None

@@ -287,13 +287,11 @@ def pages_per_rank(
 
 
 def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
-    """Yield the names of the attention groups of so many engines; an engine with one group has no suffix."""
     for engine in range(engines):
         yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]
 
 
 def _forward(_: type, plain: Any) -> ForwardModel:
-    """Return the forward that *plain* was made of."""
     if "kernels" in plain:
         return msgspec.convert(plain, OperatorForward)
     return msgspec.convert(plain, ForwardTime)

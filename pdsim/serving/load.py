@@ -126,7 +126,6 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
 
 
 def _iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
-    """Yield what `prefill_iterations` does, for *prompts* of so many tokens."""
     host = job.engine.prefill
     pieces: list[tuple[int, int]] = []
     budget, held_up = job.chunk, 0.0
@@ -146,7 +145,6 @@ def _iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
 
 
 def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:
-    """Return the seconds of an iteration with a forward of *forward* seconds on a host of these costs."""
     forward = max(forward, host.launch)
     return max(forward, host.step) if overlap else forward + host.step
 
@@ -182,17 +180,13 @@ class _Decoding:
         return cls(steps, tokens, pages, before, held_up)
 
     def step(self, job: Deployment, batch: int) -> float:
-        """Return the seconds of an iteration of *batch* requests of mean context."""
         base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
         context = self.tokens / self.steps
         return base + max(job.decode_time.context_of(batch) * batch * context, job.decode_time.sequence * context)
 
     def batch(self, job: Deployment) -> int:
-        """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.
-
-        Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill
-        takes.
-        """
+        # Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill
+        # takes.
         limit = min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch
         low, high = 1, limit  # pages grow with the batch
         while low < high:

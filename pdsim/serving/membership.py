@@ -178,10 +178,7 @@ class _Side:
         self._policy = router_policy(policy)
 
     def choose(self, room: int, able: Sequence[str], *known: Any) -> str:
-        """Return the instance in *able* that gets *room*, from the group of its `dp_rank` if that has any.
-
-        *known* are the fields of `RoutingQuery` from the third on.
-        """
+        # *known* are the fields of `RoutingQuery` from the third on.
         if self._dp > 1:
             group = dp_rank(room, self._dp)
             able = [name for name in able if self._group[name] == group] or able
@@ -357,11 +354,8 @@ class Membership:
             self._process.ignore()
 
     def _enroll(self, sender: str, message: Enroll) -> None:
-        """Give a rank its place, and have the ranks of each pair that this forms connect.
-
-        A rank that has a place already was started again: its instance is lost first, with all its other ranks.
-        One that cannot serve with the others is refused.
-        """
+        # A rank that has a place already was started again: its instance is lost first, with all its other ranks.
+        # One that cannot serve with the others is refused.
         message = own_place(sender, message)
         try:
             self.registry.bootstrap.check(message)
@@ -445,10 +439,7 @@ class PeerConnector:
         self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
 
     def _register(self, sender: str, message: Register) -> None:
-        """Connect to *sender*, or keep its newest message until its incarnation is to be connected.
-
-        A rank that is gone is reported to the router; one with a pool of another kind is refused.
-        """
+        # A rank that is gone is reported to the router; one with a pool of another kind is refused.
         if message.peer != self._process.life or message.instance not in self._peers:
             kept = self._early.get(sender)  # one of each rank, and of no incarnation that is over for long
             if kept is None or _epochs(kept) <= _epochs(message):  # those of two epochs may come in any order
@@ -465,7 +456,6 @@ class PeerConnector:
 
 
 def _epochs(message: Register) -> tuple[int, int]:
-    """Return the epoch of the instance that sent *message*, and of the one that it is for."""
     return epoch_of(message.instance), epoch_of(message.peer)
 
 
@@ -549,7 +539,6 @@ class PeerFence:
             self._fenced(Fenced(fence.number))
 
     def _wait(self, instance: str, epoch: int) -> Program:
-        """Wait for the proof that nothing of *instance* up to *epoch* moves here."""
         for index in self._peers:
             if self._proven.get(instance, 0) >= epoch:
                 return

@@ -286,7 +286,6 @@ class PrefillScheduler:
     # --- what becomes of a room ---
 
     def _submit(self, _: str, request: Submit) -> None:
-        """Take a request for this life, with its `Details` if any have come; one for another life is ignored."""
         if request.prefill != self.engine.life:
             self.engine.ignore()
             return
@@ -310,13 +309,11 @@ class PrefillScheduler:
             self._enqueue(room)
 
     def _enqueue(self, room: PrefillRequest) -> None:
-        """Queue *room* now, unless it has failed while its host was at it."""
         if not room.failed:
             self._queue.append(room)
             self.wake()
 
     def _sent(self, rank: int, message: Sent) -> None:
-        """Count what *rank* has done of a room: complete when all ranks have, and failed with the first failure."""
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -329,7 +326,6 @@ class PrefillScheduler:
                 self.handoff.complete(room)
 
     def _settled(self, rank: int, message: Settled) -> None:
-        """Count *rank*, where nothing of a failed room moves any more; with the last one the room is over."""
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -338,11 +334,8 @@ class PrefillScheduler:
             self.handoff.settled(room)
 
     def _abort(self, sender: str, message: Abort) -> None:
-        """Give a room up: for the router, or for its decode leader, if it means this life.
-
-        The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
-        elsewhere. What another life has written, only that life or the decode side itself can say.
-        """
+        # The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
+        # elsewhere. What another life has written, only that life or the decode side itself can say.
         if sender != ROUTER and message.life != self.engine.life:
             self.engine.ignore()
             return
@@ -360,7 +353,6 @@ class PrefillScheduler:
             self._give_up(room)
 
     def _give_up(self, room: PrefillRequest) -> None:
-        """Stop working on *room*; `Settled` from every rank ends it."""
         if room.fail():
             number = room.request.room
             if room.has_pages:
@@ -388,12 +380,9 @@ class PrefillScheduler:
             self._idle.succeed()
 
     def _schedule(self) -> Program:
-        """Run one iteration after the other; wait for news if there is none to run.
-
-        With ``ahead`` the next one is chosen when the host has launched this one, and is launched while the GPU
-        computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen at
-        this one's end.
-        """
+        # With ``ahead`` the next one is chosen when the host has launched this one, and is launched while the GPU
+        # computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen
+        # at this one's end.
         engine, cache = self.engine, self.job.cache
         while not engine.has_ended:
             try:
@@ -430,7 +419,6 @@ class PrefillScheduler:
                     self._offloaded()  # nobody waits for what goes to host memory
 
     def _offloaded(self) -> Event:
-        """Move pages to host memory, which nobody waits for, and back; the event succeeds when those are here."""
         out, back = self.pages.moves()
         layout = self.mover.layout
         page = layout.row_bytes("kv") + layout.row_bytes("index")
@@ -439,10 +427,7 @@ class PrefillScheduler:
         return self.worker.offload(message)
 
     def _still_wanted(self, forward: Forward | None) -> Forward | None:
-        """Return *forward*, which was chosen ahead, without what has been given up since: it takes as long.
-
-        No rank had heard of it, so none waits for it before the pages of a failed room are free.
-        """
+        # No rank had heard of it, so none waits for it before the pages of a failed room are free.
         if forward is None:
             return None
         if all(chunk.room in self.rooms and not self.rooms[chunk.room].failed for chunk in forward.chunks):
@@ -537,7 +522,6 @@ class PrefillScheduler:
         return None if state is None else (rest, state)
 
     def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
-        """Return the next *tokens* of *room*, and what is cached; an incomplete page goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None
         held, first = destination.held, room.sent
@@ -565,7 +549,6 @@ class PrefillScheduler:
         return chunk
 
     def _cache(self, number: int) -> None:
-        """Make the pages of a room that a forward has covered known to the prefix cache."""
         room = self.rooms.get(number)
         if room is not None and room.has_pages:
             self.pages.commit(number, room.keys[: room.done // self.job.page_size])
@@ -592,11 +575,8 @@ class PrefillScheduler:
         return max(0.0, 2 * self.host.costs.launch - forward)
 
     def _after_launch(self, forward: float, held_up: float, ahead: bool) -> float:
-        """Return how long an iteration takes, its launch and *held_up*, the host's part before it, included.
-
-        Posts of KV that go on beside a launch make it longer.  One that is launched *ahead* costs time only if its
-        launch ends later than the *forward* could.
-        """
+        # Posts of KV that go on beside a launch make it longer.  One that is launched *ahead* costs time only if its
+        # launch ends later than the *forward* could.
         costs, posting = self.host.costs, self.worker.posts.due(self.clock.now)
         beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
         if not self.job.engine.ahead:

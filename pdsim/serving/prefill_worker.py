@@ -112,18 +112,14 @@ class PrefillWorker:
         return forward
 
     def _pass(self, message: Forward, done: Event) -> None:
-        """Begin a forward of a later pipeline stage, whose input has come; *done* fires at its end."""
         if not self.engine.has_ended:
             forward = self._begin_forward(message)
             assert forward.callbacks is not None
             forward.callbacks.append(lambda _: fire(done))
 
     def _begin_forward(self, message: Forward) -> Event:
-        """Occupy the device with a forward whose input is here.
-
-        What is cached can be moved at once, and with ``layerwise`` each plane is when its layer is computed: that is
-        begun at this instant, too.
-        """
+        # What is cached can be moved at once, and with ``layerwise`` each plane is when its layer is computed: that
+        # is begun at this instant, too.
         engine = self.engine
         forward = engine.rank.device.compute(message.seconds)
         if type(message) is Preceded and message.tokens:
@@ -134,13 +130,11 @@ class PrefillWorker:
         return forward
 
     def _routed(self, forward: Event, message: Preceded) -> Event:
-        """Put the tokens of *forward* on the links to their experts; the event succeeds when both are done."""
         exchange, tokens = self.engine.job.prefill_time.exchange, message.tokens
         travelling = self.engine.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
         return self.engine.clock.all_of([forward, *travelling])
 
     def _computed(self, message: Forward) -> None:
-        """Move the chunks of a forward that has ended, once the host has done what it does before."""
         self._computing -= 1
         self._computed_one = True
         clock = self.engine.clock
@@ -157,16 +151,12 @@ class PrefillWorker:
             clock.call_at(when, self._post, None)
 
     def _post(self, _: None) -> None:
-        """Move the chunks whose turn it is; posts of one instant keep their order."""
         chunks, last = self._unposted.popleft()
         if not self.engine.has_ended:
             self.engine.guard(self.mover.computed, chunks, last)
 
     def _forward(self, _: str, message: Forward) -> None:
-        """Begin a forward that the scheduler asks for.
-
-        One of another life is ignored. Before this rank knows its own life it is kept for up to a deadline.
-        """
+        # One of another life is ignored. Before this rank knows its own life it is kept for up to a deadline.
         engine = self.engine
         if message.life == engine.life:  # or its leader is gone, and nobody would end what this begins
             self.compute(message)
@@ -178,14 +168,12 @@ class PrefillWorker:
             engine.ignore()
 
     def _offload(self, _: str, message: Offload) -> None:
-        """Move KV as the scheduler asks, unless it is of a life that is over."""
         if message.life == self.engine.life:
             self.offload(message)
         else:
             self.engine.ignore()
 
     def _abort(self, _: str, message: Abort) -> None:
-        """Give a room up; before this rank knows its life, in the order of what else the scheduler has asked for."""
         if self._ahead and not self.engine.life:
             self._ahead.append(message)
         else:

@@ -65,7 +65,6 @@ class PrefixCache:
         return min(tokens, request.input)
 
     def _insert(self, request: Request, full: int) -> None:
-        """Hold the prompt of *request*, the first blocks of which, *full* of them, are held to their ends."""
         blocks, ids, whole = self._blocks, request.hash_ids, HASHED
         left = request.input - (len(ids) - 1) * whole  # tokens from the start of the last block on
         if self._capacity is None:  # nothing is ever evicted, so nobody asks which is the least recently used
@@ -90,10 +89,8 @@ class PrefixCache:
             self._evict()
 
     def _evict(self) -> None:
-        """Evict the block that is the oldest in the list, unless it has been used since; make a new list if need be.
-
-        The first of a dict from which the first are taken is found slowly, and an `OrderedDict` is slow at the rest.
-        """
+        # The first of a dict from which the first are taken is found slowly, and an `OrderedDict` is slow at the
+        # rest.
         if not self._oldest:
             self._oldest = list(reversed(self._blocks))
             self._used.clear()

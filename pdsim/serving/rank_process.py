@@ -145,11 +145,8 @@ class RankProcess:
             self.fail(error)
 
     def _handle(self, sender: str, payload: bytes) -> None:
-        """Decode a message and call its handler.
-
-        The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
-        with a `MessageError`.
-        """
+        # The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
+        # with a `MessageError`.
         try:
             if payload is not self._payload:  # of several ranks at once it is one object
                 self._message, self._payload = decode(payload), payload
@@ -340,7 +337,6 @@ class EngineRank(RankProcess):
         super().end()
 
     def _meet(self, _: str, message: Meet) -> None:
-        """Take the life of this rank, and get connected to a peer."""
         if message.incarnation == self.incarnation:
             self.life = message.life
             if self.scheduler is not None:
@@ -350,10 +346,7 @@ class EngineRank(RankProcess):
             self.ignore()
 
     def _stop(self, sender: str, _: Stop) -> None:
-        """End when the leader has, or without a word from it after `Deployment.deadline` seconds.
-
-        The leader ends once no room is left; those that failed have as long for the proof that nothing moves.
-        """
+        # The leader ends once no room is left; those that failed have as long for the proof that nothing moves.
         if sender not in (ROUTER, self._leader):
             self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {self._leader} to send")
             return
@@ -367,10 +360,7 @@ class EngineRank(RankProcess):
             self.scheduler.end_if_drained()
 
     def _gone(self, _: str, message: Gone) -> None:
-        """Act on an instance that is given up: the other side's is forgotten, and one's own ends this rank.
-
-        A rank that was started after the loss is not meant.
-        """
+        # A rank that was started after the loss is not meant.
         if instance_of(message.instance) != self.instance:
             if self.life:
                 self.peer_gone(message.instance)

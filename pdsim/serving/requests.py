@@ -164,7 +164,6 @@ class RequestTable(Sequence[Request], Compact):
         return tuple(self.hash_ids[first : int(self.ends[number])].tolist())
 
     def _spans(self, first: int, end: int) -> list[tuple[int, ...]]:
-        """Return `blocks` of the requests from *first* to before *end*, from one look at either column."""
         assert self.ends is not None
         assert self.hash_ids is not None
         before = int(self.ends[first - 1]) if first else 0
@@ -426,10 +425,7 @@ def request_columns(requests: Sequence[Request], value: Mapping[str, Any]) -> di
 
 
 def _durations(arrival: Floats, output: npt.NDArray[np.int64], stamps: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return latencies and `PHASES` of requests, in seconds, from the stamps of `Finished`.
-
-    Phases add up to the end-to-end time; where decode pulls, it waits for pages after the prefill and not before.
-    """
+    # Phases add up to the end-to-end time; where decode pulls, it waits for pages after the prefill and not before.
     reserved, noticed, started, prefilled, arrived, polled, joined, finished, first, asked = stamps.values()
     first = np.where(np.isnan(first), polled, first)
     pulled = ~np.isnan(asked)  # decode heard of it after prefill had answered

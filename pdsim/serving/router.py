@@ -234,7 +234,6 @@ class Arrivals:
 
     @property
     def _count(self) -> int:
-        """How many requests arrive by themselves."""
         return len(self._requests) if self._open is None else len(self._open)
 
     def begin(self, start: float) -> None:
@@ -261,7 +260,6 @@ class Arrivals:
             clock.call_at(arrival, lambda request: self._process.guard(self._arrive_later, request), follower)
 
     def _advance(self, _: Event | None) -> None:
-        """Let all arrive that are due, and wake when the next is; call *idle* once none is left."""
         clock = self._process.clock
         while self._next < self._count and not self._process.has_ended:
             request = self._requests[self._next if self._open is None else self._open[self._next]]
@@ -426,11 +424,8 @@ class Router(RankProcess):
         self._submit(request)
 
     def _submit(self, request: RoutedRequest) -> None:
-        """Choose a pair of instances for *request* and send it there, in a room of its own for each try.
-
-        It fails at once if no pair is left, and is shed if the chosen prefill instance has `Deployment.shed`
-        tokens outstanding or more, unless it has a priority.
-        """
+        # It fails at once if no pair is left, and is shed if the chosen prefill instance has `Deployment.shed`
+        # tokens outstanding or more, unless it has a priority.
         request.room = 1 + request.number + request.tries * len(self.requests)
         self._rooms[request.room] = request
         pair = self.registry.choose(request.room, request.input, request.blocks)
@@ -444,7 +439,6 @@ class Router(RankProcess):
         self._send_out(request, *pair)
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
-        """Have these two incarnations serve *request*."""
         request.prefill, request.decode = prefill, decode
         request.tries += 1
         self.tokens.count(request)
@@ -452,7 +446,6 @@ class Router(RankProcess):
         self._pass_on(request, self._send_on)
 
     def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:
-        """Call *send* with *request* after the router's own time for it, unless that has ended meanwhile."""
         seconds, room = self.host.arrive(request.input, self.clock.now), request.room
 
         def passed(_: Any) -> None:
@@ -465,7 +458,6 @@ class Router(RankProcess):
             send(request)
 
     def _send_on(self, request: RoutedRequest) -> None:
-        """Send *request* to the leaders of both its instances, or to prefill alone where decode comes after it."""
         message = request.submission()
         if request.blocks or request.priority:
             details = Details(request.room, request.blocks, request.priority)
@@ -476,14 +468,12 @@ class Router(RankProcess):
         self.send(leader(request.prefill), message)
 
     def _took(self, _: str, message: Took) -> None:
-        """Let decode look up the prefill instance that has taken a room by its own choice."""
         if message.room in self._rooms:
             self.membership.directory.took(message.room, message.life)
         else:
             self.ignore()
 
     def _lent(self, _: str, message: Lent) -> None:
-        """Have decode pull what prefill has computed."""
         request = self._find(message.room)
         if request is None or request.lost or request.answered:
             return
@@ -493,7 +483,6 @@ class Router(RankProcess):
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
-        """Record that all KV of a request is written, or read."""
         request = self._find(message.room)
         if request is None:
             return
@@ -504,7 +493,6 @@ class Router(RankProcess):
             self._close(request, "ok")
 
     def _finished(self, _: str, message: Finished) -> None:
-        """Record that a request has all its tokens; it is closed now, or when its bytes are known."""
         request = self._find(message.room)
         if request is not None:
             request.finished = message
@@ -513,7 +501,6 @@ class Router(RankProcess):
                 self._close(request, "ok")
 
     def _failed(self, sender: str, message: Failed) -> None:
-        """Fail the request that an instance cannot serve, and lose the incarnation that it reports lost."""
         request = self._find(message.room)
         if request is not None:
             self._fail(request, message.reason, but=sender)
@@ -521,7 +508,6 @@ class Router(RankProcess):
             self.membership.lose_incarnation(message.lost, f"PeerLost: {message.lost} is gone")
 
     def _dropped(self, sender: str, message: Dropped) -> None:
-        """Send a request that lost one instance again, if the leader of the other has moved none of it."""
         request = self._rooms.get(message.room)
         if request is None or sender != request.asked:
             return
@@ -536,22 +522,17 @@ class Router(RankProcess):
         self._submit(request)
 
     def _leave(self, request: RoutedRequest) -> None:
-        """Abort *request*, whose user leaves, unless it has its answer."""
         if not request.status and request.finished is None and not self.has_ended:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
     def _find(self, room: int) -> RoutedRequest | None:
-        """Return the request in *room*; None, and count it, if that is over."""
         request = self._rooms.get(room)
         if request is None:
             self.ignore()
         return request
 
     def _fail(self, request: RoutedRequest, reason: str, but: str = "") -> None:
-        """Abort and close *request* with *reason*; one that has all its tokens is "ok" without its bytes.
-
-        The leader *but* has aborted it already.
-        """
+        # The leader *but* has aborted it already.
         if request.finished is not None:
             self._close(request, "ok")
             return
@@ -564,7 +545,6 @@ class Router(RankProcess):
                 self.send(leader(incarnation), Abort(request.room))
 
     def _close(self, request: RoutedRequest, status: str) -> None:
-        """End *request* with *status*, for good."""
         request.status = status
         if status == "ok":
             self.tokens.done(request)
@@ -577,13 +557,11 @@ class Router(RankProcess):
         self._stop_if_done()
 
     def _log(self, request: RoutedRequest) -> None:
-        """Put *request* into the log, if it is one of the workload's."""
         if request.number < len(self.log):
             prefill, decode = instance_of(request.prefill), instance_of(request.decode)
             self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
 
     def _stop_if_done(self) -> None:
-        """Stop all ranks, and end, once no request is under way and none can arrive."""
         if not self._rooms and self.arrivals.over and not self.has_ended:
             for instance in self.membership.instances:
                 self.send(self.job.ranks(instance), Stop())
@@ -600,7 +578,6 @@ class Router(RankProcess):
                 self._recover(request, incarnation, reason)
 
     def _recover(self, request: RoutedRequest, incarnation: str, reason: str) -> None:
-        """Ask the other instance of *request*, which has lost *incarnation*, whether it can be sent again."""
         other = request.prefill if request.decode == incarnation else request.decode
         if request.lost or request.prefilled or request.finished is not None or not self.registry.alive(other):
             self._fail(request, request.lost or reason)

@@ -50,7 +50,6 @@ class _Line:
     text: str
 
     def error(self, reason: str) -> ConfigError:
-        """Return the error that says what is wrong with this line, where it is, and what to do."""
         return ConfigError(f"{self.path}:{self.number}: {reason}; correct or delete the line")
 
 
@@ -73,14 +72,12 @@ def read(path: Path, context: int) -> Iterator[Row]:
 
 
 def _lines(path: Path, file: Iterator[str]) -> Iterator[_Line]:
-    """Yield the lines of *file* that are not empty, with their numbers."""
     for number, text in enumerate(file, start=1):
         if text.strip():
             yield _Line(path, number, text.strip())
 
 
 def _checked(lines: Iterator[_Line], context: int) -> Iterator[Row]:
-    """Yield the rows of *lines*, with the format that the first one shows, or raise a `ConfigError` about a line."""
     first = next(lines, None)
     if first is None:
         return
@@ -107,13 +104,11 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Row]:
 
 
 def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
-    """Yield *first* and then *rest*."""
     yield first
     yield from rest
 
 
 def _parser(line: _Line) -> Callable[[_Line], tuple[float, int, int, tuple[int, ...]]]:
-    """Return what parses a line of the format that *line*, the first one, shows: milliseconds become seconds."""
     if line.text.startswith("{"):
         return _mooncake
     if line.text.lstrip("\ufeff") == AZURE_HEADER:
@@ -128,7 +123,6 @@ _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 
 
 def _mooncake(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
-    """Return time in seconds, input, output and hashes of a line of Mooncake's JSON."""
     found = _decode_mooncake(line.text)
     return found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids
 
@@ -138,7 +132,6 @@ _AZURE_ORIGIN = datetime(2020, 1, 1)
 
 
 def _azure(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
-    """Return time, input, output and no hashes of a line of Azure's CSV; time in seconds after `_AZURE_ORIGIN`."""
     fields = line.text.split(",")
     if len(fields) != 3:
         raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
@@ -148,10 +141,7 @@ def _azure(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
 
 
 def _fraction(text: str) -> float:
-    """Return the part of a second in *text*, of which `datetime` keeps six of the seven digits.
-
-    >>> _fraction("2023-11-16 18:01:51.1630340")
-    0.163034
-    """
+    # >>> _fraction("2023-11-16 18:01:51.1630340")
+    # 0.163034
     digits = text.rpartition(".")[2] if "." in text else "0"
     return float(f"0.{digits}")

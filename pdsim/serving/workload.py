@@ -100,10 +100,7 @@ def draw(
 def _all(
     workload: Workload, seed: int, context: int, progress: ShowProgress
 ) -> tuple[Iterator[Request] | RequestTable, tuple[str, ...]]:
-    """Return the requests of *workload* before any are chosen, and how their arrivals were changed.
-
-    A trace is read as its requests are needed; what is drawn is a table.
-    """
+    # A trace is read as its requests are needed; what is drawn is a table.
     if workload.trace is None and workload.arrivals == "sessions":
         users = workload.users
         starts = (
@@ -119,7 +116,6 @@ def _all(
 
 
 def _cut(requests: RequestTable, workload: Workload) -> RequestTable:
-    """Return what ``skip``, ``seconds`` and ``count`` of *workload* leave of *requests*."""
     if workload.skip:
         requests = requests.taken(np.logical_or.accumulate(~(requests.arrival < workload.skip)))
         requests = requests.but(arrival=requests.arrival - workload.skip)
@@ -129,7 +125,6 @@ def _cut(requests: RequestTable, workload: Workload) -> RequestTable:
 
 
 def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
-    """Yield the requests that arrive *skip* seconds or later, with arrivals from there."""
     later = dropwhile(lambda request: request.arrival < skip, requests)
     return (Request(request.arrival - skip, *request[1:]) for request in later)
 
@@ -158,7 +153,6 @@ def grid(arrivals: Sequence[float] | Floats) -> float:
 
 
 def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str, ...]]:
-    """Return *requests*, those of one point of the grid at random times before the next, in their order."""
     spacing = grid(requests.arrival)
     if not spacing:
         return requests, ("workload.jitter=auto: arrivals lie on no grid and stay as they are",)
@@ -179,7 +173,6 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
 
 
 def _impatient(requests: RequestTable, workload: Workload, seed: int) -> RequestTable:
-    """Return *requests*, some of which have users who leave.  More requests change nothing for those before."""
     if not workload.aborts:
         return requests
     chances, waits = stream(seed, "workload.aborts"), stream(seed, "workload.patience")
@@ -191,10 +184,7 @@ def _impatient(requests: RequestTable, workload: Workload, seed: int) -> Request
 
 
 def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> RequestTable:
-    """Return requests with drawn arrivals and lengths, none with more tokens than *context*.
-
-    Outputs are drawn first and kept; what exceeds the context is taken from the input.
-    """
+    # Outputs are drawn first and kept; what exceeds the context is taken from the input.
     arrivals = _arrivals(workload, seed)
     count = len(arrivals)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
@@ -227,7 +217,6 @@ def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> 
 
 
 def _arrivals(workload: Workload, seed: int) -> Floats:
-    """Return when requests arrive: enough for `Workload.count` after `skip`, or to the end of `seconds`."""
     end = workload.skip + workload.seconds
     if workload.count is None and not workload.seconds:
         raise ConfigError(
@@ -243,7 +232,6 @@ def _arrivals(workload: Workload, seed: int) -> Floats:
 
 
 def _ramped(arrivals: Floats, ramp: float) -> Floats:
-    """Return *arrivals* of a constant rate at the times at which as many come if it grows from 0 within *ramp*."""
     if not ramp:
         return arrivals
     return np.where(arrivals < ramp / 2, np.sqrt(2 * ramp * arrivals), arrivals + ramp / 2)
@@ -259,7 +247,6 @@ def _blocks(count: int) -> Iterator[int]:
 
 
 def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
-    """Return *count* numbers, those that one call of *draw* gives."""
     found = np.empty(count)
     start = 0
     for size in _blocks(count):
@@ -269,7 +256,6 @@ def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
 
 
 def _gaps(workload: Workload, seed: int, count: int) -> Floats:
-    """Return the seconds before each arrival, of mean ``1 / rate``."""
     random = stream(seed, "workload.arrivals")
     mean = 1 / workload.rate
     if workload.arrivals in ("poisson", "sessions"):
@@ -281,11 +267,8 @@ def _gaps(workload: Workload, seed: int, count: int) -> Floats:
 
 
 def _bursty_gaps(workload: Workload, random: np.random.Generator, count: int) -> Floats:
-    """Return the gaps of a Poisson process whose rate switches between a burst's and none.
-
-    Bursts of exponential length have *burst* times the mean rate, and pauses are as much longer as keeps the mean.
-    Within a burst the process is Poisson, so its gaps are those of busy time; pauses fall in between.
-    """
+    # Bursts of exponential length have *burst* times the mean rate, and pauses are as much longer as keeps the mean.
+    # Within a burst the process is Poisson, so its gaps are those of busy time; pauses fall in between.
     mean = 1 / (workload.rate * workload.burst)
     busy = np.cumsum(_drawn(lambda size: random.exponential(mean, size), count))
     arrivals = np.empty(count)
@@ -344,8 +327,5 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
 
 
 def _block(session: int, index: int, shared: int) -> int:
-    """Return the hash of the *index*-th block of a session's prompts.
-
-    Blocks within *shared* tokens are alike in all sessions.
-    """
+    # Blocks within *shared* tokens are alike in all sessions.
     return index if (index + 1) * HASHED <= shared else (session + 1) * _SESSION_BLOCKS + index

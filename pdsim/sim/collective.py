@@ -132,7 +132,6 @@ class SimGroup:
         self._core.leave(self.clock.name)
 
     def _own(self, buffer: Buffer) -> SimBuffer:
-        """Return *buffer* if this rank has allocated it, else raise a `RegistrationError`."""
         if not isinstance(buffer, SimBuffer) or not self.device.owns(buffer):
             raise RegistrationError(
                 f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns"
@@ -142,11 +141,8 @@ class SimGroup:
     def _call(
         self, size: int, timeout: float | None, label: str, buffers: tuple[SimBuffer, SimBuffer] | None
     ) -> Event:
-        """Make the next call of this rank: a gather from and to *buffers*, or without them a reservation.
-
-        *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while its
-        call is under way.
-        """
+        # *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while
+        # its call is under way.
         timeout = self._core.library.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
@@ -174,23 +170,19 @@ class _GatherRequest:
 
     @property
     def kind(self) -> str:
-        """What is asked for: "reserve", or a gather over "symmetric" or "plain" memory."""
         if self.buffers is None:
             return "reserve"
         return "symmetric" if is_symmetric(*self.buffers) else "plain"
 
     @property
     def over(self) -> bool:
-        """Whether the rank has its answer, or has ended."""
         return self.event.triggered or self.member.clock.stopped
 
     def hold(self) -> None:
-        """Keep both buffers from being handed out again while bytes may move."""
         for buffer in self.buffers or ():
             buffer.hold()
 
     def release(self) -> None:
-        """End `hold`."""
         for buffer in self.buffers or ():
             buffer.release()
 
@@ -208,7 +200,6 @@ class _Call:
 
     @property
     def one(self) -> _GatherRequest:
-        """Any of the requests, where all agree."""
         return next(iter(self.requests.values()))
 
 
@@ -232,7 +223,6 @@ class _Core:
         self._paths = {kind: tuple(self._hops(model)) for kind, model in models.items()}
 
     def call(self, request: _GatherRequest) -> None:
-        """Take *request*, the next call of its rank, and begin the collective if it is the last that was missing."""
         member = request.member
         if self._left is not None:
             self._lose(request)
@@ -245,11 +235,8 @@ class _Core:
         self._advance()
 
     def leave(self, name: str) -> None:
-        """Break the group because *name* is gone.
-
-        Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays
-        broken, as those of NCCL do: ranks that go on make a new one.
-        """
+        # Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays
+        # broken, as those of NCCL do: ranks that go on make a new one.
         if self._left is not None:
             return
         self._left = name, self._clock.now
@@ -268,7 +255,6 @@ class _Core:
     # --- how a call goes ---
 
     def _advance(self) -> None:
-        """Begin what is next, if all have made the call."""
         call = self._calls.get(self._turn)
         if call is None or call.began is not None or len(call.requests) < len(self.names):
             return
@@ -278,7 +264,6 @@ class _Core:
             self._finish(call, error)
 
     def _disagreement(self, call: _Call) -> TransferError | None:
-        """Return the error of ranks that made different calls, None if all ask for the same."""
         found = {(request.kind, request.size) for request in call.requests.values()}
         if len(found) == 1:
             return None
@@ -286,7 +271,6 @@ class _Core:
         return InvalidBatch(f"the ranks of a group must call alike, got {said}; pad to the longest")
 
     def _start(self, call: _Call) -> TransferError | None:
-        """Begin *call*; return why it cannot be."""
         size, kind = call.one.size, call.one.kind
         if kind == "reserve":
             error = self._reserve(call)
@@ -306,10 +290,7 @@ class _Core:
         return None
 
     def _carry(self, call: _Call) -> None:
-        """Start the flows of *call*.
-
-        Ring neighbours exchange all pieces but their own; direct peers send each other one piece.
-        """
+        # Ring neighbours exchange all pieces but their own; direct peers send each other one piece.
         if call.done:
             return
         kind, size, others = call.one.kind, call.one.size, len(self.names) - 1
@@ -321,13 +302,11 @@ class _Core:
         call.flows = [self._fabric.network.start(path, share, self._on_carried, call) for path in paths]
 
     def _on_carried(self, call: _Call) -> None:
-        """Note that one flow has ended, and complete *call* with the last."""
         call.left -= 1
         if not call.left:
             self._complete(call)
 
     def _complete(self, call: _Call) -> None:
-        """End *call*, all of whose bytes are there, once it does not keep the hosts any more."""
         if call.done:
             return
         if call.busy > self._clock.now:
@@ -337,7 +316,6 @@ class _Core:
         self._finish(call)
 
     def _move(self, call: _Call) -> None:
-        """Put the piece of every rank at its place in the targets of all ranks that still run."""
         size = call.one.size
         pairs = [buffers for name in self.names if (buffers := call.requests[name].buffers) is not None]
         for request in call.requests.values():
@@ -346,7 +324,6 @@ class _Core:
                     request.buffers[1].touch()[index * size : (index + 1) * size] = source.contents[:size]
 
     def _finish(self, call: _Call, error: TransferError | None = None) -> None:
-        """End *call*, all of whose requests get its record or *error*, and go on to the next."""
         call.done = True
         del self._calls[self._turn]
         self._turn += 1
@@ -364,7 +341,6 @@ class _Core:
     # --- the symmetric pool ---
 
     def _reserve(self, call: _Call) -> TransferError | None:
-        """Take the memory on all ranks, or on none."""
         size = call.one.size
         taken: list[SymmetricPool] = []
         pools = [request.member.device.symmetric for request in call.requests.values()]
@@ -388,7 +364,6 @@ class _Core:
         return None
 
     def _reserved(self, call: _Call) -> None:
-        """End a reservation: what was there before has grown, which costs the host of every rank that time."""
         if call.done:
             return
         for request in call.requests.values():
@@ -401,7 +376,6 @@ class _Core:
     # --- how a call fails ---
 
     def _expire(self, request: _GatherRequest) -> None:
-        """Fail *request* at its time limit, and break the group: the others would wait for this rank forever."""
         if request.over or self._left is not None:
             return
         name = request.member.clock.name
@@ -413,27 +387,21 @@ class _Core:
         self.leave(name)
 
     def _lose(self, request: _GatherRequest) -> None:
-        """Fail *request* once the end of the group is noticed."""
         assert self._left is not None
         self._clock.call_at(max(self._clock.now, self._left[1] + DETECTION), self._on_lost, request)
 
     def _on_lost(self, request: _GatherRequest) -> None:
-        """Fail *request* because somebody has left, unless it was over before that was noticed."""
         if not request.over:
             assert self._left is not None
             self._fail(request, PeerLost(f"{self._left[0]} has left the group {self._name}"), None)
 
     def _fail(self, request: _GatherRequest, error: TransferError, began: float | None) -> None:
-        """Fail *request*, and record it with the class of *error* as its status."""
         self._record(request, began, type(error).__name__)
         request.event.fail(error)
 
     def _record(self, request: _GatherRequest, began: float | None, status: str) -> TransferRecord:
-        """Record the part of *request*, and return the record.
-
-        A collective is prepared when it is submitted and posted when it *began*, which is when the last rank came.
-        ``nbytes`` are those that a rank has at the end, ``descriptors`` the number of ranks.
-        """
+        # A collective is prepared when it is submitted and posted when it *began*, which is when the last rank came.
+        # ``nbytes`` are those that a rank has at the end, ``descriptors`` the number of ranks.
         now, ranks = self._clock.now, len(self.names)
         began = now if began is None else began
         nbytes = request.size * (1 if request.buffers is None else ranks)
@@ -449,15 +417,11 @@ class _Core:
 
     @property
     def _name(self) -> str:
-        """The names of the ranks, joined by plus signs, for messages and records."""
         return "+".join(self.names)
 
     def _hops(self, model: CollectiveModel) -> Iterator[Path]:
-        """Yield the path of every flow, with the rate that each may have.
-
-        A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two at
-        a share of it. Copies through staging buffers pass the target's memory once more each.
-        """
+        # A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two
+        # at a share of it. Copies through staging buffers pass the target's memory once more each.
         names, topology, ends = self.names, self._fabric.topology, self._fabric.endpoints
         if model.pattern == "ring":
             pairs = list(zip(names, (*names[1:], names[0]), strict=True)) if len(names) > 1 else []

@@ -206,7 +206,6 @@ class SimEndpoint:
         self._break()
 
     def _break(self) -> list[SimTransfer]:
-        """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
         if self.ended is not None:
             return []
         self._cut_series()
@@ -220,10 +219,7 @@ class SimEndpoint:
         return flights
 
     def _cut_series(self) -> None:
-        """Cut the series to and from this endpoint.
-
-        What is complete of them is reported, and the write under way becomes a transfer, which can fail.
-        """
+        # What is complete of them is reported, and the write under way becomes a transfer, which can fail.
         for other in self._fabric.endpoints.values():
             series = other.series
             if series is not None and (other is self or series.peer == self.name):
@@ -238,16 +234,12 @@ class SimEndpoint:
         self._initiator.disconnect(remote)
 
     def _check_open(self) -> None:
-        """Raise a `TransferFailed` if this endpoint is closed."""
         if self.ended is not None:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
 
     def _send_queue(self, remote: SimEndpoint) -> SendQueue:
-        """Return a queue for what is posted to *remote*: the engine's model within a node or across, and the routes.
-
-        A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
-        engine has no model for that way, and what `Topology.route` raises.
-        """
+        # A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
+        # engine has no model for that way, and what `Topology.route` raises.
         fabric, inside = self._fabric, remote.site.node == self.site.node
         model = fabric.engine.intra if inside else fabric.engine.inter
         if model is None:
@@ -401,7 +393,6 @@ class Initiator:
         return flights
 
     def _post(self, flight: SimTransfer, number: int) -> Posting:
-        """Hand *flight* to the send queue, with what chance does to it where faults are injected."""
         batch, queue = flight.transfer.batch, flight.connection.send_queue
         chance, observer = self._chance, self._observer
         if observer is not None:
@@ -422,11 +413,8 @@ class Initiator:
         return posting
 
     def _on_complete(self, posting: Posting) -> None:
-        """Complete the transfer of *posting*: bytes first, then the notification, then the poster's event.
-
-        So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
-        and so does a fault that breaks it, after some of its bytes.
-        """
+        # So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
+        # and so does a fault that breaks it, after some of its bytes.
         flight = self.posted.moving[posting.tag]
         there = flight.connection.remote
         buffers = flight.buffers()
@@ -448,7 +436,6 @@ class Initiator:
         self.posted.conclude(flight, record, error)
 
     def _time_out(self, number: int) -> None:
-        """End the wait for transfer *number*: it fails, and its memory is held until it lands or is known not to."""
         flight = self.posted.moving[number]
         if flight.transfer.triggered:
             return
@@ -461,20 +448,17 @@ class Initiator:
             self.posted.quarantine(flight, error)
 
     def _lose(self, number: int, flight: SimTransfer) -> None:
-        """Fail *flight* once the end of its peer is noticed."""
         clock, remote = self._hardware, flight.connection.remote
         assert remote.ended is not None
         clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
 
     def _on_lost(self, number: int) -> None:
-        """Fail transfer *number*, whose peer has ended, unless this endpoint has ended meanwhile."""
         flight = self.posted.moving.get(number)
         if flight is not None:  # else this endpoint has ended meanwhile
             error = PeerLost(f"{flight.connection.remote.name} is gone")
             self.posted.fail(number, error)
 
     def _refuse(self, number: int, flight: SimTransfer, error: TransferError) -> None:
-        """Fail *flight* at once with *error*: the send queue is full, and nothing of it was posted."""
         self.posted.quiesce(number, error)
         flight.transfer.fail(error)
         flight.transfer.settled.succeed()
@@ -482,11 +466,8 @@ class Initiator:
     def _report(
         self, flight: SimTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
     ) -> None:
-        """Report writes of a series like *flight* that are complete.
-
-        *last* says that no other of it is under way; times are those of `Series`.  The peer's rank is told of
-        all of them, as one `Notification`, when it has acted upon the last.
-        """
+        # *last* says that no other of it is under way; times are those of `Series`.  The peer's rank is told of
+        # all of them, as one `Notification`, when it has acted upon the last.
         series, self.series = self.series, None
         assert series is not None
         count = self.posted.record_series(flight, submitted, posted, complete)
@@ -502,10 +483,7 @@ class Initiator:
                 inbox.notify_at(now, Notification(self.name, flight.notify, count))
 
     def _resume(self, flight: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
-        """Make *flight* the write of a series that is under way, with the times of its *stages*; return it.
-
-        It goes on as if it had been posted by `start` at its time.
-        """
+        # It goes on as if it had been posted by `start` at its time.
         batch = flight.transfer.batch
         flight.submitted = stages[0]
         number = self.posted.add(flight)
@@ -515,11 +493,8 @@ class Initiator:
         return flight.transfer
 
     def _check_peer(self, peer: Peer, region: Region) -> Connection:
-        """Return the connection of *peer*.
-
-        Raise an `InvalidBatch` if the peer was not connected here, or *region* was not in the address it was
-        connected with.
-        """
+        # Raise an `InvalidBatch` if the peer was not connected here, or *region* was not in the address it was
+        # connected with.
         connection: Any = peer.handle
         if not isinstance(connection, Connection) or connection.owner is not self:
             raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
@@ -563,7 +538,6 @@ class Visitors:
         return event
 
     def _part(self, peer: str) -> None:
-        """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""
         now = self._hardware.now
         lives = [
             life for life in self._lives.pop(peer, ()) if life.ended is None or now < life.ended + self._detection

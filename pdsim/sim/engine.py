@@ -293,14 +293,12 @@ class SendQueue:
             self._begin(posting)
 
     def _posting(self, descriptors: int) -> float:
-        """Return the seconds for which one call with so many *descriptors* keeps the posting thread."""
         seconds = self._known.get(descriptors)
         if seconds is None:
             seconds = self._known[descriptors] = self.model.posting(descriptors)
         return seconds
 
     def _enter(self, posting: Posting) -> float:
-        """Have *posting* done at once, or under way; return by how much its posting is shorter."""
         small, poster = self._small, self._poster
         if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
             poster.under_way += 1
@@ -311,7 +309,6 @@ class SendQueue:
         return early
 
     def _on_taken(self, posting: Posting) -> None:
-        """Let the wire start, if it does so while one of several threads is posting."""
         if self._overlap:
             first = self._posting(1) * self._poster.slowness if self._pipelined else 0.0
             self._clock.call_at(self._clock.now + first, self._begin, posting)
@@ -356,7 +353,6 @@ class SendQueue:
             self._copier.rest(posting, self._poster)
 
     def _ends(self, posting: Posting) -> None:
-        """See to the end of *posting*, which is off the wire: it makes way when it is posted, too."""
         assert posting.posted is not None
         wire = posting.wire
         ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted

@@ -189,7 +189,6 @@ class Chance:
             yield first, end, self._instant(seconds), self._instant(seconds)
 
     def _cuts(self, nbytes: int) -> list[int]:
-        """Return where a transfer is torn: one to three of the bytes after its first."""
         if not self._faults.torn or nbytes < 2:
             return []
         many = 1 + int(3 * next(self._tears))

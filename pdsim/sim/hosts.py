@@ -125,7 +125,6 @@ class SimChannel:
         self.closed = True
 
     def _arrival(self, receiver: str, at: float, hold: Callable[[str, str, float], float]) -> float:
-        """Return when a message arrives that would at *at*: later where *hold* says so, never before another."""
         after = nextafter(self._arrivals.get(receiver, 0.0), inf)
         at = self._arrivals[receiver] = max(hold(self.name, receiver, at), after)
         return at
@@ -138,7 +137,6 @@ class SimChannel:
             self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
 
     def _deliver(self, message: Message) -> None:
-        """Give *message* to its receiver, unless the channel is closed by now; later if the rank is paused."""
         if self.closed:
             return
         if self._clock.paused:
@@ -189,7 +187,6 @@ class HostLatency:
         return self._acts_at(now)
 
     def _acts_at(self, now: float) -> float:
-        """Act upon what comes at *now*, all before being done."""
         last = self._last
         late = self._idle_wake if now - last > self._idle_after else 0.0
         at = now + self._wake + late
@@ -209,7 +206,6 @@ class HostLatency:
         return series.acted
 
     def _meet(self, now: float) -> None:
-        """Act upon all that has come before *now*, in the order of time."""
         waiting, many = [], 0
         for series in self._coming:
             end, met = bisect_left(series.times, now, series.met), series.met
@@ -233,11 +229,8 @@ class HostLatency:
             self._act(first)
 
     def _skip(self, waiting: Sequence[tuple[Coming, int]]) -> None:
-        """Skip what leaves no trace: all but the last few of each series, if none of it finds the rank asleep.
-
-        *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
-        as it takes to wake from the cold, on the first.
-        """
+        # *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
+        # as it takes to wake from the cold, on the first.
         kept, ends, last = inf, [], -inf  # *last*: of those skipped
         for series, end in waiting:
             kept = min(kept, series.times[max(end - 2, series.met)])

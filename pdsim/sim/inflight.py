@@ -308,7 +308,6 @@ class Payload:
             clock.call_at(clock.now + max(read, land), self._land_early, (number, part))
 
     def _read_early(self, what: tuple[int, Part]) -> None:
-        """Take a copy of what a part has at its source, if its transfer is still under way."""
         number, part = what
         flight = self._moving(number)
         buffers = None if flight is None else flight.buffers()
@@ -316,7 +315,6 @@ class Payload:
             self._read(part, flight, buffers[0])
 
     def _land_early(self, what: tuple[int, Part]) -> None:
-        """Let what was read of a part land, if its transfer is still under way."""
         number, part = what
         flight = self._moving(number)
         buffers = None if flight is None else flight.buffers()
@@ -324,14 +322,12 @@ class Payload:
             self._put(part, flight, buffers[1])
 
     def _read(self, part: Part, flight: SimTransfer, source: SimBuffer) -> None:
-        """Keep a copy of what *part* covers at *source* now; where memory has no contents it counts as read."""
         if self._observer is not None:
             self._observer.read(part.batch, flight.transfer.label)
         exact = self._device.holds_bytes
         part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
 
     def _put(self, part: Part, flight: SimTransfer, target: SimBuffer) -> None:
-        """Let *part* land at *target*."""
         if self._observer is not None:
             self._observer.landed(part.batch, flight.transfer.label)
         part.landed = True
@@ -339,7 +335,6 @@ class Payload:
             write_pieces(part.batch, target, part.pieces or [])
 
     def _moving(self, number: int) -> SimTransfer | None:
-        """Return transfer *number* if its bytes can still move: it has not settled, and was not aborted."""
         flight = self._flights.get(number)
         stopped = flight is None or flight.posting is None or flight.posting.aborted
         return None if stopped else flight
@@ -406,7 +401,6 @@ class Deadlines:
         self._alarm.arm(at)
 
     def _on_alarm(self, alarm: Alarm) -> None:
-        """Expire what is due, and set the alarm to the first that may still matter."""
         if alarm is not self._alarm:
             return
         now, ahead = self._clock.now, self._ahead

@@ -220,7 +220,6 @@ class DeviceMemory:
         return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
 
     def _take(self, size: int) -> int:
-        """Take *size* bytes of the first gap that has them; return the address.  Raise `OutOfMemory` if none has."""
         for index, (address, room) in enumerate(self._gaps):
             if room >= size:
                 self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
@@ -420,7 +419,6 @@ class SimDevice:
         self._clock.call_at(self.host_latency.acts(self._clock.now), fire, done)
 
     def _launch(self, work: _Copy) -> None:
-        """Start to move the bytes of a copy that has been planned."""
         batch, source, target, _ = work
         if self._clock.stopped:  # a rank that ends while it plans a copy launches none
             source.release()
@@ -429,7 +427,6 @@ class SimDevice:
             self.network.start(self._through, batch.nbytes, self._on_copied, work)
 
     def _on_copied(self, work: _Copy) -> None:
-        """Note that the bytes of a copy have moved; its end is seen `LAUNCH` later."""
         clock = self.network.clock
         clock.call_at(clock.now + LAUNCH, self._finish, work)
 
@@ -481,7 +478,6 @@ def write_pieces(batch: Batch, target: SimBuffer, pieces: list[Bytes]) -> None:
 
 
 def _zeros(size: int) -> npt.NDArray[np.uint8]:
-    """Return bytes that the operating system commits where they are written, and reserves nowhere."""
     if size < 1 << 20:
         return np.zeros(size, np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -489,7 +485,6 @@ def _zeros(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _check_pool(pool: str) -> None:
-    """Raise a `ValueError` if there is no *pool* of that name."""
     if pool not in POOLS:
         raise ValueError(f"pool={pool!r} must be one of {', '.join(POOLS)}")
 

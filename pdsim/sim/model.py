@@ -141,12 +141,10 @@ class _Records:
         self._observer = observer
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        """Sample ``read()`` if the job keeps samples."""
         if self._sampling is not None:
             self._sampling.gauge(kind, name, read)
 
     def inspect(self, program: object) -> None:
-        """Show *program* to the observer, if there is one."""
         if self._observer is not None:
             self._observer.joined(program)
 
@@ -169,10 +167,7 @@ class _Member:
         self.records = records
 
     def end(self, by_force: bool) -> None:
-        """Give back what the rank had, as the end of a process does.
-
-        *by_force* it is killed: nobody is left to be told of its own transfers.
-        """
+        # *by_force* it is killed: nobody is left to be told of its own transfers.
         self.clock.stop()
         self.channel.close()
         if by_force:
@@ -234,7 +229,6 @@ class _ModelJob:
             self._clock.call_at(model.faults.until, lambda chance: chance.calm(), self._chance)
 
     def _change(self, change: LinkChange) -> None:
-        """Let *change*, which begins now, happen to the links of its hop."""
         assert self._topology.chain is not None
         now = self._clock.now
         end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
@@ -244,7 +238,6 @@ class _ModelJob:
                 self._squeeze((link, link.nominal * change.share))
 
     def _plan(self, faults: Faults) -> None:
-        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for an unknown rank or link."""
         links = {link.name: link for link in self._network.links}
         slow_ranks = {slow.rank: slow.start for slow in faults.slow}
         pauses = {pause.rank: pause.start for pause in faults.pauses}
@@ -263,7 +256,6 @@ class _ModelJob:
                 self._clock.call_at(at, self._squeeze, (link, capacity * share))
 
     def _slow(self, what: tuple[str, float]) -> None:
-        """Let a rank compute and post so many times slower, if it runs."""
         name, factor = what
         member = self._live.get(name)
         if member is not None:
@@ -276,24 +268,20 @@ class _ModelJob:
             member.clock.pause(end)
 
     def _squeeze(self, what: tuple[Link, float]) -> None:
-        """Give a link another capacity, in bytes/s, from now on."""
         self._network.set_capacity(*what)
 
     def _restart(self, name: str) -> None:
-        """Start *name* again, as a new process with an endpoint of its own, if it has ended."""
         if name not in self._live:
             self._live[name] = self._member(self._specs[name][0])
             self._start(name)
 
     def run(self) -> Outcome:
-        """Step through the events until no rank is left."""
         with _seldom_collecting():
             while self._live:
                 self._turn()
         return self._outcome()
 
     def _turn(self) -> None:
-        """Handle the next `STRIDE` events, and report the time; ranks that wait for nothing any more are ended."""
         try:
             self._clock.turn(STRIDE, self._live, self._on_crash)
         except EmptySchedule:
@@ -302,12 +290,10 @@ class _ModelJob:
             self._model.progress(self._clock.now, *self._counted())
 
     def _counted(self) -> tuple[int, int]:
-        """Return how much of the job's work is done, and of how much: of the first rank that counts, else 0 of 0."""
         read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
         return read(), of
 
     def _member(self, spec: RankSpec) -> _Member:
-        """Return the rank of *spec*, made anew; it may share its device's memory, all else is its own."""
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
         site = self._topology.site(spec.place)
         host, link = self._model.machine.host, self._topology.memory(site)
@@ -327,12 +313,10 @@ class _ModelJob:
         return _Member(clock, device, endpoint, channel, records)
 
     def _delay(self, sender: str, receiver: str) -> float:
-        """Return the seconds that a message from *sender* takes to *receiver*'s node over the machine's link."""
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
         return self._topology.delay(one, other)
 
     def _memory(self, site: Site) -> DeviceMemory:
-        """Return the memory at *site*, a GPU's or a host's, which all ranks there share."""
         memory = self._memories.get(site.name)
         if memory is None:
             machine = self._model.machine
@@ -344,7 +328,6 @@ class _ModelJob:
         return memory
 
     def _start(self, name: str) -> None:
-        """Begin the program of rank *name*, with everything that it is given."""
         member, (spec, function) = self._live[name], self._specs[name]
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
@@ -356,7 +339,6 @@ class _ModelJob:
         process.callbacks.append(lambda event: self._on_end(name, event))
 
     def _on_end(self, name: str, event: Event) -> None:
-        """End rank *name*, whose program has returned or raised."""
         if event.ok:
             self._end(name, value=event.value)
             return
@@ -365,26 +347,20 @@ class _ModelJob:
         self._fail(name, event.value)
 
     def _on_crash(self, clock: RankClock, error: BaseException) -> None:
-        """End the rank in which a process that its program had started has raised, and nobody waits for it."""
         self._fail(clock.name, error)
 
     def _kill(self, name: str) -> None:
-        """End rank *name* by force, if it runs."""
         if name in self._live:
             self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
 
     def _fail(self, name: str, error: BaseException) -> None:
-        """End rank *name* with *error* as its result; what no program causes, such as Ctrl-C, is raised here."""
         if not isinstance(error, Exception):
             raise error  # KeyboardInterrupt and the like are for us
         _log.debug("rank %s ended with an error", name, exc_info=error)
         self._end(name, error=f"{type(error).__name__}: {error}")
 
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
-        """End rank *name*, give back what it had, and keep its result.
-
-        A rank that had ended before, and was started again, has the transfers of all its lives.
-        """
+        # A rank that had ended before, and was started again, has the transfers of all its lives.
         member = self._live.pop(name)
         member.end(by_force)
         if self._groups is not None:
@@ -397,22 +373,17 @@ class _ModelJob:
             self._model.observer.ended(name, error)
 
     def _overrun(self, limit: float) -> None:
-        """End all ranks that still run at the model's limit, with an error that names them."""
         names = ", ".join(self._live)
         for name in tuple(self._live):
             self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
 
     def _deadlock(self) -> None:
-        """End all ranks that wait though nothing is scheduled any more, with an error that names them."""
         names = ", ".join(self._live)
         for name in tuple(self._live):
             self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
 
     def _outcome(self) -> Outcome:
-        """Return how the job ended, with a result for every rank.
-
-        The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
-        """
+        # The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
         seconds, links = self._clock.now, {}
         for link in self._network.links:
             carried = link.carried
@@ -428,10 +399,7 @@ class _ModelJob:
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Look for cycles of garbage a hundredth as often: nearly all that a job makes is kept.
-
-    With 65,000 transfers waiting at once that took as long as all else.
-    """
+    # With 65,000 transfers waiting at once that took as long as all else.
     often, *rest = gc.get_threshold()
     gc.set_threshold(100 * often, *rest)
     try:
@@ -441,7 +409,6 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:
-    """Return the program of *spec*, ``"package.module:function"``.  Raise a `ConfigError` if there is none."""
     module, _, name = spec.program.partition(":")
     try:
         function: Callable[..., Program] = getattr(importlib.import_module(module), name)
@@ -453,12 +420,10 @@ def _load(spec: RankSpec) -> Callable[..., Program]:
 
 
 def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, Any]) -> Program:
-    """Run a program, and return its value as it would come out on the other side of a process boundary."""
     return _plain((yield from function(rank, **arguments)))
 
 
 def _plain(value: Any) -> Any:
-    """Return *value* as it would come out on the other side of a process boundary; columns stay as they are."""
     if isinstance(value, dict):
         kept = {name: part for name, part in value.items() if isinstance(part, Compact)}
         rest = {name: part for name, part in value.items() if name not in kept}
@@ -502,10 +467,7 @@ class Sampling:
         self.gauge("pool", memory.name, lambda: memory.used / memory.capacity)
 
     def _tick(self, _: object) -> None:
-        """Read everything, halve what is kept if there is too much of it, and come back an interval later.
-
-        Once nothing else is scheduled it does not come back: its own events must not keep a job alive.
-        """
+        # Once nothing else is scheduled it does not come back: its own events must not keep a job alive.
         self._read()
         if len(self._times) >= self._most:
             self._interval *= 2.0
@@ -539,10 +501,7 @@ class Sampling:
                     yield kind, name, time, value
 
     def _of_link(self, name: str, capacity: float, carried: Iterable[float]) -> Iterator[SampleRow]:
-        """Yield the samples of a link, whose bytes *carried* until each instant are given.
-
-        The share is of the nominal *capacity* in bytes/s, also while a fault has the link squeezed.
-        """
+        # The share is of the nominal *capacity* in bytes/s, also while a fault has the link squeezed.
         before, last = 0.0, 0.0
         for time, total in zip(self._times, carried, strict=True):
             share = (total - last) / (capacity * (time - before)) if time > before else 0.0

@@ -176,7 +176,6 @@ class CopyEngine:
             self._begin(start, posting, poster)
 
     def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
-        """Carry *posting* at once, or when the engine is awake; with jitter its start is drawn."""
         now = self._clock.now
         if not self._busy and now - self._idle > self._idle_after:
             self._idle = now + self._idle_wake
@@ -263,12 +262,10 @@ class CopyEngine:
             self._pass()
 
     def _own(self, poster: PostingThread) -> None:
-        """Begin the turn of *poster*."""
         self._owner, self._since, self._over = poster, self._clock.now, False
         self._number += 1
 
     def _serve(self, way: _Stalled) -> None:
-        """Put on the wire what the owner of the engine has for it, when the engine is its."""
         self._served, before, self._last = way, self._last, self._owner
         if self._switch and before is not None and before is not self._owner:
             self._clock.call_at(self._clock.now + self._switch, self._start, way)
@@ -276,12 +273,10 @@ class CopyEngine:
             self._start(way)
 
     def _start(self, way: _Stalled) -> None:
-        """Put it on the wire, unless it was aborted meanwhile."""
         if self._served is way:
             way.posting.flow = way.network.start(way.posting.wire.path, way.left, way.done, way.posting)
 
     def _pass(self) -> None:
-        """Give the engine to the rank that has waited longest."""
         self._owner = None
         if self._stalled:
             poster = next(iter(self._stalled))
@@ -292,12 +287,10 @@ class CopyEngine:
             self._serve(way)
 
     def _limit(self) -> None:
-        """See to it that the turn ends with the slice; slices of an owner follow each other while nobody waits."""
         gone = ceil((self._clock.now - self._since) / self._slice)
         self._clock.call_at(self._since + max(1, gone) * self._slice, self._end_slice, self._number)
 
     def _end_slice(self, number: int) -> None:
-        """Take the engine away from its owner if turn *number* still goes on and others wait."""
         way = self._served
         if number != self._number or not self._stalled or way is None:
             return
@@ -363,7 +356,6 @@ class PostingShare:
             work.begin(work.tag)
 
     def _slowness(self) -> dict[PostingThreads, float]:
-        """Return for each process at work how many times as long as alone the work of its threads takes now."""
         own = Counter(work.threads for work in self._busy)
         every = len(self._busy)
         return {
@@ -372,7 +364,6 @@ class PostingShare:
         }
 
     def _advance(self) -> None:
-        """Count what has been done since the last change, at the slowness that held all the time."""
         now = self._clock.now
         if self._busy:
             slowness = self._slowness()
@@ -389,11 +380,8 @@ class PostingShare:
             self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
 
     def _end(self, foreseen: tuple[int, list[_Work]]) -> None:
-        """End what is over at the instant that was foreseen, and let the threads take up what waits.
-
-        Works that end together are those that were foreseen together, not those with a remainder of 0, which
-        rounding would miss.
-        """
+        # Works that end together are those that were foreseen together, not those with a remainder of 0, which
+        # rounding would miss.
         turn, over = foreseen
         if turn != self._turn:
             return

@@ -79,7 +79,6 @@ class SimWriteSequence(WriteSequence):
         self._ask = self.done + self._pause
 
     def _on_series(self, count: int, nbytes: int, transfer: Transfer | None) -> None:
-        """Go on after a series of which *count* writes are complete, with the one under way if it was cut."""
         self._series = None
         if count:
             self._count(count, nbytes)
@@ -144,7 +143,6 @@ class Series:
         self._foreseen.cut([self._plan])
 
     def _expect(self) -> None:
-        """Wake at the end of the last write."""
         self._stages = self._steps.stages(self._plan.start, self._plan.seconds)
         self.notifications.times = self._stages[-1].tolist()
         ended, complete = self._plan.last, self.notifications.times[-1]

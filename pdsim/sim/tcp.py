@@ -153,11 +153,9 @@ class Streams:
         return now + fires + self.restart()
 
     def _queued(self, now: float) -> tuple[float, float, bool]:
-        """Return seconds of bytes under way, the round trip, and whether a few answers make no room for more.
-
-        What is under way grows until it is the largest window, and is less than that by turns from then on.  Of what
-        has arrived, the acknowledgements of half a round trip are lost; they are what the first answer makes up for.
-        """
+        # What is under way grows until it is the largest window, and is less than that by turns from then on.  Of
+        # what has arrived, the acknowledgements of half a round trip are lost; they are what the first answer makes
+        # up for.
         most, queue = self._most / self._rate, QUEUE * self.busy(now)
         if 2.0 * queue < most:
             return 2.0 * queue, self._trip + queue, False
@@ -169,7 +167,6 @@ class Streams:
         return self._waits(self._segment, inf)[0]
 
     def _grow(self, now: float, nbytes: float, rate: float) -> float:
-        """Return how long a stream that sends *nbytes* waits for acknowledgements; keep the window it ends with."""
         before = self._after_idle(now)
         waits, window = self._waits(before, nbytes, rate)
         # it grows only as far as it is used
@@ -177,7 +174,6 @@ class Streams:
         return waits
 
     def _waits(self, window: float, nbytes: float, rate: float = 0.0) -> tuple[float, float]:
-        """Return how long *nbytes* wait for acknowledgements at first, and the window after them."""
         rate = rate or self._rate
         waits, left, full = 0.0, nbytes, rate * self._trip
         while window < full and left > window:
@@ -187,7 +183,6 @@ class Streams:
         return waits, window + left
 
     def _after_idle(self, now: float) -> float:
-        """Return the window at *now*: halved for each retransmission time-out without use, down to the first one."""
         times = (now - self._used) / self._timeout
         if times < 1.0:
             return self._window

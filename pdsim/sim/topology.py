@@ -107,11 +107,8 @@ class _Node:
 
 
 def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int], tuple[Link, ...]]:
-    """Return what lies between each ordered pair of GPUs.
-
-    A mesh has a link for each ordered pair, a switch a port out and a port in for each GPU; ports that nothing joins
-    have no entry.
-    """
+    # A mesh has a link for each ordered pair, a switch a port out and a port in for each GPU; ports that nothing
+    # joins have no entry.
     kind, rate = machine.interconnect.kind, machine.interconnect.rate
     port = "xgmi" if machine.vendor == "amd" else "nvlink"
     pairs = [(one, other) for one in range(machine.gpus) for other in range(machine.gpus) if one != other]
@@ -125,7 +122,6 @@ def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int
 
 
 def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-    """Return the links of ``hw.link``, hop by hop, in either direction; they carry data, less what headers take."""
     wire = machine.link
     if wire is None:
         return (), ()
@@ -203,7 +199,6 @@ class Topology:
         return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
 
     def _card(self, node: _Node, gpu: int | None) -> int | None:
-        """Return the card of a GPU, or the next one in turn for a rank on the host; None where there are none."""
         count = self.machine.nic.count
         if not count:
             return None
@@ -213,7 +208,6 @@ class Topology:
         return (node.hosts - 1) % count
 
     def _nvlink(self, source: Site, target: Site) -> Route:
-        """Return the way between two GPUs of a node, within one GPU over its memory twice."""
         if source.gpu is None or target.gpu is None:
             raise ConfigError(
                 f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or "
@@ -236,7 +230,6 @@ class Topology:
         return Route(links, self.machine.interconnect.latency)
 
     def _rdma(self, source: Site, target: Site) -> Route:
-        """Return the way over the cards of both sides, from and to GPU memory by PCIe."""
         if source.card is None or target.card is None:
             raise ConfigError(
                 f"rdma from {source.name} to {target.name}: {self.machine.name} has no cards (nic.count=0); take a "
@@ -246,7 +239,6 @@ class Topology:
         return Route((*self._out(source), *cards, *reversed(self._in(target))), self.machine.nic.latency)
 
     def _tcp(self, source: Site, target: Site) -> Route:
-        """Return the way through both hosts: loopback within a node, the links of a chain between nodes."""
         one, other = self._nodes[source.node], self._nodes[target.node]
         hops = self._hops(source.node, target.node)
         wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
@@ -259,13 +251,11 @@ class Topology:
         return 0.0 if link is None else abs(source.node - target.node) * link.delay
 
     def _hops(self, source: int, target: int) -> tuple[Link, ...]:
-        """Return the links between two nodes of a chain."""
         if not self._up:
             return ()
         return self._up[source:target] if source < target else self._down[target:source][::-1]
 
     def _shm(self, source: Site, target: Site) -> Route:
-        """Return the way through host memory, which two ranks of a node share."""
         if source.node != target.node:
             raise ConfigError(
                 f"shm from {source.name} to {target.name}: memory is shared within a node only; take a backend over "
@@ -274,23 +264,19 @@ class Topology:
         return Route((*self._from_host(source), *self._into_host(target)), 0.0)
 
     def _out(self, site: Site) -> tuple[Link, ...]:
-        """Return what a byte passes from its memory to the root of the node's PCIe."""
         node = self._nodes[site.node]
         return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_out)
 
     def _in(self, site: Site) -> tuple[Link, ...]:
-        """Return the same for the other direction, from the memory too."""
         node = self._nodes[site.node]
         return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_in)
 
     def _from_host(self, site: Site) -> tuple[Link, ...]:
-        """Return what a byte passes until it has been read from host memory: a GPU's is written there first."""
         if site.gpu is None:
             return self._out(site)
         return (*self._out(site), *(self._nodes[site.node].memory,) * 2)
 
     def _into_host(self, site: Site) -> tuple[Link, ...]:
-        """Return the same for a byte that arrives: a GPU's is read again and copied there."""
         if site.gpu is None:
             return self._in(site)
         return (*(self._nodes[site.node].memory,) * 2, *reversed(self._in(site)))

@@ -174,12 +174,10 @@ def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[s
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """Return whether the point of *row* can be ranked: it served requests on GPUs and has a goodput."""
     return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
 
 
 def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
-    """Return the columns in which *rows*, those that served, differ: of overrides, and of who the point is."""
     keys = [
         field.name
         for field in schema
@@ -189,7 +187,6 @@ def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
 
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
-    """Return the point of *row* under *slo*, or under its own objective; None without requests or evidence."""
     from pdsim.results import schema
 
     names = ["status", "arrival", "output", *_LATENCIES]
@@ -217,14 +214,12 @@ def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo
 
 
 def _met(request: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
-    """Return whether *request* got its first token and met all *limits*; one of a single token has no TPOT."""
     if request["ttft"] is None or request["e2e"] is None:
         return False
     return all((request[name] or 0.0) <= limit for name, limit in limits.items())
 
 
 def _own(folder: Path) -> dict[str, float]:
-    """Return the limits of the point in *folder* itself, from its configuration."""
     from pdsim.results import schema
 
     config = schema.read_configuration(folder / "config.yaml")

@@ -63,11 +63,8 @@ class Ray:
                 ray.shutdown()
 
     def _run(self, ray: Any, measure: Measure, points: Sequence[Point]) -> Iterator[Row]:
-        """Keep as many tasks running as there may be, one chunk each, and yield rows as chunks end.
-
-        A chunk whose worker died is begun again, up to `_ATTEMPTS` times: `measure` takes what its earlier points
-        left.
-        """
+        # A chunk whose worker died is begun again, up to `_ATTEMPTS` times: `measure` takes what its earlier points
+        # left.
         task = ray.remote(num_cpus=self.cpus, resources=dict(self.resources), max_retries=0)(_chunk)
         most = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1) / (self.cpus or 1)))
         size = max(1, min(self.chunk, len(points) // (2 * most)))
@@ -137,7 +134,6 @@ class Slurm:
 
 
 def _rows(job: Any, share: Sequence[Point]) -> list[Row]:
-    """Return the rows of *job*, or of the points of its *share* that a job that did not end has left."""
     error = job.exception()
     if error is None:
         found: list[Row] = job.result()

@@ -119,7 +119,6 @@ def _table(found: pa.Table, folder: Path) -> Table:
 
 
 def _point(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `_ABOUT`, the overrides and the metrics of *row*."""
     point: dict[str, Any] = {column.name: row.get(column.name) for column in _ABOUT}
     point["overrides"] = dict(_override(f"{key}={value}") for key, value in row["overrides"].items())
     point["metrics"] = row.get("metrics", {})
@@ -128,11 +127,8 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of ``+key=value``, the value as YAML reads it; what YAML cannot read stays text.
-
-    >>> _override("+workload.rate=2"), _override("hw=8xh20")
-    (('workload.rate', 2), ('hw', '8xh20'))
-    """
+    # >>> _override("+workload.rate=2"), _override("hw=8xh20")
+    # (('workload.rate', 2), ('hw', '8xh20'))
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -148,12 +144,9 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
-    """Return *points* as a table of Arrow.
-
-    The metadata of each column has its unit, its definition and its part.
-
-    An override with the name of a column of `_ABOUT` is left out: that column has it.
-    """
+    # The metadata of each column has its unit, its definition and its part.
+    #
+    # An override with the name of a column of `_ABOUT` is left out: that column has it.
     import pyarrow as pa
 
     reserved = {column.name for column in _ABOUT}
@@ -178,16 +171,12 @@ def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> 
 
 
 def _keys(points: Sequence[dict[str, Any]], part: str) -> list[str]:
-    """Return the keys of all points in the order in which they first occur."""
     return list(dict.fromkeys(key for point in points for key in point[part]))
 
 
 def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the narrowest of bool, int64, float64 and string that holds all *values*, and the values as that.
-
-    >>> _typed([1, None, 2.5]), _typed([True, "auto"])
-    (('float64', [1.0, None, 2.5]), ('string', ['True', 'auto']))
-    """
+    # >>> _typed([1, None, 2.5]), _typed([True, "auto"])
+    # (('float64', [1.0, None, 2.5]), ('string', ['True', 'auto']))
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {bool}:
         return "bool", list(values)
@@ -199,7 +188,6 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 
 def _varies(values: Sequence[Any]) -> bool:
-    """Return whether *values* has two that differ."""
     return any(value != values[0] for value in values)
 
 
@@ -219,10 +207,7 @@ def short(keys: Iterable[str]) -> list[str]:
 
 
 def _brief(whole: Table, metrics: Collection[str]) -> Table:
-    """Return the runnable points of *whole*, with short names of what was swept and the first of its *metrics*.
-
-    If no point can be run, all are kept.  Columns that no kept row fills are left out.
-    """
+    # If no point can be run, all are kept.  Columns that no kept row fills are left out.
     names = list(whole.columns)
     at = names.index("status")
     rows = [row for row in whole.rows if row[at] != "infeasible"] or list(whole.rows)

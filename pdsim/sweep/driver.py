@@ -45,10 +45,7 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
 
 
 def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: ShowProgress) -> None:
-    """Record the points that were refused, then run those without a final row and append each row as it comes.
-
-    The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
-    """
+    # The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
     for point in points:
         if point.config is None:
             _keep(book, refused(point, point.refusal))
@@ -73,10 +70,7 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
 
 
 def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
-    """Append *row* to *book*, unless the same row is there already.
-
-    It is there if an earlier run of the sweep was refused the same.
-    """
+    # It is there if an earlier run of the sweep was refused the same.
     content = dict(row)
     definitions = content.pop("definitions", {})
     if book.rows.get(content["point"]) != content:
@@ -84,6 +78,5 @@ def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
 
 
 def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the goodput for each GPU of *row*, and its point: 0 and none if that is not what it measures."""
     value = row.get("gpus") and row["metrics"].get("goodput")
     return (value / row["gpus"], str(row["point"])) if value else (0.0, "")

@@ -98,7 +98,6 @@ class _PointPickler(pickle.Pickler):
         self._names = {id(part): name for name, part in had.items()}
 
     def persistent_id(self, obj: Any) -> str | None:
-        """Return the name of the part *obj*, None for what is none."""
         return self._names.get(id(obj))
 
 
@@ -110,12 +109,10 @@ class _PointUnpickler(pickle.Unpickler):
         self._had = had
 
     def persistent_load(self, pid: str) -> Any:
-        """Return the part called *pid*."""
         return self._had[pid]
 
 
 def _parts(point: Point) -> dict[str, Any]:
-    """Return the parts of the configuration of *point*, by name: those of most points of a sweep are one object."""
     if point.config is None:
         return {}
     values = ((each.name, getattr(point.config, each.name)) for each in dataclasses.fields(point.config))
@@ -136,7 +133,6 @@ class _Pool:
         self._workers = [self._started() for _ in range(size)]
 
     def run(self, points: Sequence[Point]) -> Iterator[Row]:
-        """Yield the rows."""
         left = deque(points)
         begun: dict[str, int] = {}
         for worker in self._workers:
@@ -156,7 +152,6 @@ class _Pool:
                     yield row
 
     def close(self) -> None:
-        """End all processes: those without a point by the end of their pipe, the others by SIGTERM, then SIGKILL."""
         for worker in self._workers:
             if worker.point is not None:
                 worker.process.terminate()
@@ -169,11 +164,8 @@ class _Pool:
                 worker.process.join()
 
     def _started(self) -> _Worker:
-        """Start a process that runs `_work`.
-
-        The parent closes its copy of the process's end of the pipe, so that it sees an end of file when the process
-        dies.
-        """
+        # The parent closes its copy of the process's end of the pipe, so that it sees an end of file when the
+        # process dies.
         ours, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=_work, args=(theirs, self._measure, os.getpid()), daemon=False)
         process.start()
@@ -181,7 +173,6 @@ class _Pool:
         return _Worker(process, ours)
 
     def _give(self, worker: _Worker, left: deque[Point], begun: dict[str, int]) -> None:
-        """Send *worker* the next of the points that are *left*, if there is one, and count it in *begun*."""
         if not left:
             return
         worker.point = left.popleft()
@@ -193,7 +184,6 @@ class _Pool:
             worker.pipe.send_bytes(content.getbuffer())
 
     def _replace(self, worker: _Worker, point: Point, left: deque[Point], begun: Mapping[str, int]) -> Row | None:
-        """Start another process for one that died; its *point* is begun again, or is a row that says so."""
         worker.process.join()
         worker.pipe.close()
         how = _ended(worker.process.exitcode)
@@ -206,18 +196,14 @@ class _Pool:
 
 
 def _ended(code: int | None) -> str:
-    """Return how a process with the exit status *code* ended, in words.
-
-    >>> _ended(-9), _ended(1)
-    ('was ended by SIGKILL', 'ended with status 1')
-    """
+    # >>> _ended(-9), _ended(1)
+    # ('was ended by SIGKILL', 'ended with status 1')
     if code is not None and code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with status {code}"
 
 
 def _work(pipe: Connection, measure: Measure, parent: int) -> None:
-    """Run points until there are no more; the main function of a process."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, _terminated)
@@ -236,7 +222,6 @@ def _terminated(*_: object) -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its *parent* dies, however it dies: nobody would take its rows."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

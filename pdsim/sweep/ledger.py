@@ -96,7 +96,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _mend(path: Path) -> None:
-    """Cut off the line that a killed process did not finish."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

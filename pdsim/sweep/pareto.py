@@ -92,12 +92,10 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
 
 
 def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
-    """Return the values of the columns *names* of *table*, row by row."""
     return list(zip(*(table[name].to_pylist() for name in names), strict=True))
 
 
 def _swept(rows: Any) -> list[str]:
-    """Return the overrides whose values differ between points."""
     return [
         f.name
         for f in rows.schema
@@ -106,16 +104,12 @@ def _swept(rows: Any) -> list[str]:
 
 
 def _choice(each: Ranked) -> str:
-    """Return what sets a point apart, as it would be typed."""
     return ", ".join(f"{key}={value}" for key, value in each.choice.items())
 
 
 def _pareto(ranked: Sequence[Ranked]) -> Figure:
-    """Throughput over speed, one colour a value of the first swept key with few values; goodput beside it.
-
-    Points without a speed, which is 1 / TPOT, are left out: their requests had one token, or none
-    ended.  The line joins the Pareto front.
-    """
+    # Points without a speed, which is 1 / TPOT, are left out: their requests had one token, or none
+    # ended.  The line joins the Pareto front.
     able = [each for each in ranked if each.speed]
     front = best.front(able)
     if not able:
@@ -146,15 +140,11 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
 
 
 def _line(front: Sequence[Ranked]) -> Marks:
-    """Return the curve through the points of the front."""
     return Marks("line", [e.speed or 0.0 for e in front], [e.throughput for e in front], "Pareto front", 7)
 
 
 def _telling(able: Sequence[Ranked]) -> str:
-    """Return the swept key that colours the points: the first of two to eight values, the seed never.
-
-    Empty if there is none: more colours than eight cannot be told apart.
-    """
+    # Empty if there is none: more colours than eight cannot be told apart.
     for key in able[0].choice:
         if key != "seed" and 2 <= len({str(each.choice[key]) for each in able}) <= 8:
             return key
@@ -162,7 +152,6 @@ def _telling(able: Sequence[Ranked]) -> str:
 
 
 def _hover(each: Ranked) -> str:
-    """Return what a pointer shows of a point: its choice, goodput, share within the SLO and latencies."""
     latencies = [f"{name.replace('_', ' ')} {format_time(v)}" for name, v in each.latencies.items() if v is not None]
     parts = [f"{key}={value}" for key, value in each.choice.items()]
     return "<br>".join(
@@ -171,7 +160,6 @@ def _hover(each: Ranked) -> str:
 
 
 def _keys(ranked: Sequence[Ranked]) -> Figure:
-    """One panel for each of the first eight swept keys: goodput of every point, and the best at each value."""
     panels = [
         _key_panel(key, [(each.choice[key], each.value, _hover(each)) for each in ranked], "good requests/s/GPU")
         for key in [key for key in ranked[0].choice if key != "seed"][:_AXES]
@@ -181,10 +169,7 @@ def _keys(ranked: Sequence[Ranked]) -> Figure:
 
 
 def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> Panel:
-    """Return the panel of (value, height, text) over the values of *key*: numbers in order, names side by side.
-
-    Positive numbers that span a factor of twenty or more have a logarithmic axis.
-    """
+    # Positive numbers that span a factor of twenty or more have a logarithmic axis.
     values = dict.fromkeys(value for value, _, _ in found)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     order = sorted(values) if numbers else list(values)
@@ -203,7 +188,6 @@ def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> 
 
 
 def _metrics(folder: Path) -> Figure:
-    """For a sweep that serves nothing: its first two metrics that vary, over every swept key."""
     rows = collect.points(folder)
     done = [
         row

@@ -108,7 +108,6 @@ def relieved(config: Config, relief: Relief) -> Config | None:
 
 
 def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
-    """Return *value*, at the dotted key *at*, with every number that a key of *factors* matches times its factor."""
     if is_dataclass(value) and not isinstance(value, type):
         below = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         scaled = {name: _scaled(item, factors, f"{at}.{name}".lstrip(".")) for name, item in below.items()}
@@ -192,7 +191,6 @@ def try_reliefs(
 
 
 def _tried(config: Config, progress: ShowProgress, request: int | None = None) -> Figures | str:
-    """Return the figures of *config* simulated, or in one line why it cannot be."""
     try:
         return figures(simulated(config, progress), request)
     except (ConfigError, ValueError) as error:

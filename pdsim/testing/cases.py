@@ -135,7 +135,6 @@ def cases() -> tuple[Case, ...]:
 
 
 def _of(implementation: str, variant: Variant) -> Iterator[Case]:
-    """Yield the cases of one *variant*: one for each kind of memory, and one for each set of options to be tried."""
     common = Case(
         variant.backend,
         variant.backend,
@@ -196,7 +195,6 @@ def make_target(name: str, *, required: bool = False) -> Target:
 
 @cache
 def _warm_start() -> WarmStart:
-    """Return what forks the ranks of all tests of this process: of what they do, their start is the most."""
     from backends.jobs.warm_start import WarmStart
 
     return WarmStart(IMPORTED)

@@ -46,7 +46,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _chosen(backend: str | None) -> list[Case]:
-    """Return the cases of *backend*, a backend or an implementation; all without one, the models for "model"."""
     every = cases.cases()
     if not backend:
         return list(every)
@@ -61,7 +60,6 @@ def _chosen(backend: str | None) -> list[Case]:
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case: the name of its implementation, or those of what runs in the guest."""
     if case.memory == "model":
         return []
     if case.guest:
@@ -70,12 +68,9 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 def _make_job(case: Case, target: Callable[[], Target], request: pytest.FixtureRequest, name: str = "") -> Job:
-    """Return a function that runs programs by rank name, checks that none failed, and returns the outcome.
-
-    Times of its *kill* are those of a machine with idle cores.
-
-    A rank that is killed must end with an error, as must those named *failing*; any other error fails the test.
-    """
+    # Times of its *kill* are those of a machine with idle cores.
+    #
+    # A rank that is killed must end with an error, as must those named *failing*; any other error fails the test.
     outcomes: dict[Any, Outcome] = request.getfixturevalue("outcomes")
     patience = GUEST_PATIENCE if case.guest else PATIENCE
 

@@ -115,7 +115,6 @@ _PART = 1 << 13
 
 
 def _ascending(offset: Int64s, size: Int64s) -> bool:
-    """Return whether each piece ends before the next begins."""
     for first in range(0, len(offset) - 1, _PART):
         step = np.diff(offset[first : first + _PART + 1])
         if (step < size[first : first + len(step)]).any():

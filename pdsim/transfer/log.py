@@ -282,15 +282,13 @@ class _RecordSequence(Sequence[TransferRecord]):
     """
 
     @abstractmethod
-    def record(self, number: int) -> TransferRecord:
-        """Return the record at the place *number*, from 0 and less than the length."""
+    def record(self, number: int) -> TransferRecord: ...
 
     @overload
     def __getitem__(self, index: int) -> TransferRecord: ...
     @overload
     def __getitem__(self, index: slice) -> list[TransferRecord]: ...
     def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
-        """Return a record, or a list of them.  Raise an `IndexError` for a place that there is not."""
         if isinstance(index, slice):
             return [self.record(i) for i in range(*index.indices(len(self)))]
         number = index + len(self) if index < 0 else index
@@ -299,7 +297,6 @@ class _RecordSequence(Sequence[TransferRecord]):
         return self.record(number)
 
     def __eq__(self, other: object) -> bool:
-        """Compare with any sequence, record by record."""
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # records are appended
@@ -365,7 +362,6 @@ class TransferLog(_RecordSequence):
             self._sort_in()
 
     def _sort_in(self) -> None:
-        """Put the records that were appended since into the columns: many at a time take a fourth of the calls."""
         while self._new:
             before = self._room()
             new = self._new if self._spill is None else self._new[: KEPT - before]
@@ -381,7 +377,6 @@ class TransferLog(_RecordSequence):
                 _extend(column, values)
 
     def _room(self) -> int:
-        """Return how many records the columns have, once what is too much is put away."""
         before = self._ends[-1] if self._ends else 0
         if before >= KEPT and self._spill is not None:
             self._put_away(self._spill)
@@ -389,7 +384,6 @@ class TransferLog(_RecordSequence):
         return before
 
     def _code(self, kind: tuple[str, str, str, str, str]) -> int:
-        """Return the number of *kind*, a new one if it has none."""
         code = self._codes.get(kind)
         if code is None:
             code = len(self._kinds)
@@ -415,7 +409,6 @@ class TransferLog(_RecordSequence):
             column.frombytes(data)
 
     def _put_away(self, spill: Spill) -> None:
-        """Leave all records in memory with *spill*, as one `LogBlock`."""
         block = LogBlock(
             self._rank,
             self._kinds,
@@ -431,13 +424,11 @@ class TransferLog(_RecordSequence):
         self._clear()
 
     def _stretches(self) -> Iterator[Runs]:
-        """Yield all records, a part at a time."""
         self._sort_in()
         for number in range(len(self._parts) + 1):
             yield self._stretch(number)
 
     def _stretch(self, number: int) -> Runs:
-        """Return the part *number* of the records: from *spill*, or, after the last of those, what is in memory."""
         if number < len(self._parts):
             assert self._spill is not None
             return Runs.read(self._spill.read(self._parts[number]))
@@ -533,7 +524,6 @@ class _Joined(_RecordSequence):
 
     @cached_property
     def shapes(self) -> Counter[TransferShape]:
-        """How many records have which shape."""
         found = Counter[TransferShape]()
         for log in self.logs:
             found.update(log.shapes())
@@ -546,7 +536,6 @@ class _Joined(_RecordSequence):
         return chain.from_iterable(self.logs)
 
     def record(self, number: int) -> TransferRecord:
-        """Return the record at the place *number*; see `_RecordSequence`."""
         for log in self.logs:
             if number < len(log):
                 return log.record(number)
@@ -558,7 +547,6 @@ class _Joined(_RecordSequence):
 
 
 def _extend(column: array[Any], values: Collection[float]) -> None:
-    """Append *values* to *column*, in a third of the time that `array.extend` takes."""
     column.frombytes(pack(f"{len(values)}{column.typecode}", *values))
 
 

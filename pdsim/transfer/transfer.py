@@ -240,7 +240,6 @@ class WriteSequence(Event):
         self._stopped = True
 
     def _next(self) -> None:
-        """Post the next write, or end."""
         if self._stopped or self.done == len(self._batches):
             fire(self, self.done)
             return
@@ -248,7 +247,6 @@ class WriteSequence(Event):
         self._follow(self._endpoint.write(self._peer, batch, self._notify, label=self._label))
 
     def _follow(self, transfer: Transfer) -> None:
-        """Go on when *transfer* ends."""
         if transfer.callbacks is None:  # it has ended at once
             self._on_end(transfer)
         else:
@@ -267,7 +265,6 @@ class WriteSequence(Event):
             fire(self, error, ok=False)
 
     def _count(self, writes: int, nbytes: int) -> None:
-        """Count *writes* that are complete, of *nbytes* together."""
         self.done += writes
         if self._progress is not None:
             self._progress(writes, nbytes)

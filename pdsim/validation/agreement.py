@@ -56,7 +56,6 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
 
 
 def _of_servers(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
-    """Return the quantiles of each load beside the median of what its runs measured."""
     found = [
         Compared(Value(one.metric, one.part, "time", 0, one.predicted), one.middle, one.measured)
         for one in load_errors.of_files(expected, measured)
@@ -120,7 +119,6 @@ def content(folder: Path) -> Content:
 
 
 def _groups(found: Sequence[Compared]) -> Mapping[str, list[Compared]]:
-    """Return *found* by the first word of their class, so that few colours do."""
     groups: dict[str, list[Compared]] = {}
     for each in found:
         groups.setdefault(each.predicted.group.partition(",")[0].partition(" ")[0], []).append(each)
@@ -128,7 +126,6 @@ def _groups(found: Sequence[Compared]) -> Mapping[str, list[Compared]]:
 
 
 def _agreement(found: Sequence[Compared]) -> Figure:
-    """Return the figure of predicted over measured values: a panel for times, and one for rates."""
     panels = []
     for quantity, title, unit in (("time", "Times", "s"), ("rate", "Rates", "B/s")):
         mine = [each for each in found if each.predicted.quantity == quantity]
@@ -187,7 +184,6 @@ def agreement(
 
 
 def _errors(found: Sequence[Compared]) -> Figure:
-    """Return the figure of errors: signed ones over the bytes of a transfer, and the share of points within each."""
     by_size, curves = [], []
     for colour, (name, each) in enumerate(_groups(found).items()):
         sized = [one for one in each if one.predicted.nbytes > 0]
@@ -216,7 +212,6 @@ def _errors(found: Sequence[Compared]) -> Figure:
 
 
 def _hover(each: Compared) -> str:
-    """Return what is shown when the pointer is on a point: who it is, both values, and the error."""
     value = each.predicted
     text = format_time if value.quantity == "time" else format_rate
     size = f", {format_size(value.nbytes)}" if value.nbytes else ""
@@ -227,7 +222,6 @@ def _hover(each: Compared) -> str:
 
 
 def _points(found: Sequence[Compared]) -> Table:
-    """Return the table of every point: times in us, rates in GB/s, errors in per cent."""
     columns = {"point": "and flow", "class": "", "quantity": "time in us, rate in GB/s"}
     columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
     rows = []

@@ -69,7 +69,6 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
 
 
 def _placed(config: Config, value: Value) -> Value:
-    """Return *value* with the factor by which it lies beyond the calibration's samples, all of them multiplied."""
     if config.calibration is None:
         return value
     gpus = min(value.gpus, config.hw.nodes * config.hw.gpus)
@@ -79,7 +78,6 @@ def _placed(config: Config, value: Value) -> Value:
 
 
 def _spanned(config: Config, value: Value, below: float, above: float) -> Value:
-    """Return *value* with its interval, *below* and *above* it by what parameters and hosts move it."""
     calibration = config.calibration
     assert calibration is not None
     held = calibration.held_out_reads if value.group.endswith(", read") else calibration.held_out
@@ -92,11 +90,8 @@ def _spanned(config: Config, value: Value, below: float, above: float) -> Value:
 
 
 def _value(text: str) -> float | tuple[Ramp, ...]:
-    """Return *text*, an end of an interval, as seconds, as bytes/s, or as the steps of a ramp.
-
-    >>> _value("200GB/s"), _value("4 x 1s and 9 x 2s")
-    (200000000000.0, (Ramp(first=4, extra=1.0), Ramp(first=9, extra=2.0)))
-    """
+    # >>> _value("200GB/s"), _value("4 x 1s and 9 x 2s")
+    # (200000000000.0, (Ramp(first=4, extra=1.0), Ramp(first=9, extra=2.0)))
     if " x " in text:
         steps = (step.split(" x ") for step in text.split(" and "))
         return tuple(Ramp(first=max(1, int(first)), extra=parse_time(extra)) for first, extra in steps)
@@ -107,7 +102,6 @@ def _value(text: str) -> float | tuple[Ramp, ...]:
 
 
 def _with(owner: Any, path: Sequence[str], value: float | tuple[Ramp, ...]) -> Any:
-    """Return a copy of *owner* with *value* at *path*."""
     head, *rest = path
     below = getattr(owner, head)
     return replace(owner, **{head: _with(below, rest, value) if rest and is_dataclass(below) else value})

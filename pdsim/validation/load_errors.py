@@ -184,7 +184,6 @@ def tables(found: Sequence[Judged]) -> list[Table]:
 
 
 def _metrics(found: Sequence[Judged]) -> Iterable[list[Any]]:
-    """Yield a row for each metric that a load has: mean and worst error, mean floor, loads within the bound."""
     for metric, bound in BOUNDS.items():
         of = [one for one in found if one.metric == metric and not one.part.startswith(SINGLE)]
         if of:

@@ -190,12 +190,10 @@ def by_decade(found: Sequence[Compared], seed: int) -> list[Class]:
 
 
 def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
-    """Return the bound of the class *name*: its own, else that of its first word, else the one for all."""
     return bounds.get(name) or bounds.get(name.partition(" ")[0].rstrip(",")) or bounds.get("")
 
 
 def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int) -> Class:
-    """Return the errors of the points *found*; the bootstrap draws `RESAMPLES` times as many points as there are."""
     signed = np.array([each.error for each in found])
     errors = np.abs(signed)
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
@@ -276,7 +274,6 @@ def values_in(content: Mapping[str, Any], key: str, name: str) -> list[Value]:
 
 
 def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
-    """Return what to say of a file *name* that this version, or this command, cannot read for *reason*."""
     if {"requests", "runs"} & set(content):
         return f"{name} has {reason}, for it is of servers: use validate target=live, or experiment=validate_live"
     if {"expected", "measured"} & set(content) and reason in ("no requests", "no predicted", "no runs"):
@@ -290,7 +287,6 @@ def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of *content* as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -365,7 +361,6 @@ def _predicted(group: Sequence[Value]) -> list[Any]:
 
 
 def _cells(each: Class, several: bool) -> list[Any]:
-    """Return the cells of a class, errors in per cent; with *several* jobs the floor's, too."""
     interval = _range(each.p95_interval) if each.p95_interval else "-"
     p95 = None if each.p95 is None else each.p95 * 100
     median = [each.bias * 100, each.median * 100, _range(each.median_interval)]

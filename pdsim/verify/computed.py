@@ -82,7 +82,6 @@ class ComputedChecker:
         return seconds(pieces)
 
     def _chosen(self, leader: str, choose: Callable[[bool], Any], ahead: bool = False) -> Any:
-        """Take note of the tokens of each chunk: of a forward that is chosen ahead some may be left out later."""
         forward = choose(ahead)
         if forward is not None:
             for chunk, piece in zip(forward.chunks, self._pieces.pop(leader, ()), strict=False):
@@ -115,7 +114,6 @@ class ComputedChecker:
                     done[chunk.room] = max(done.get(chunk.room, 0), span.end)
 
     def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
-        """Return the number of the chunk, from 1, that computed each of *tokens* of *room*; 0 where none has."""
         marks = np.zeros(len(tokens), np.uint64)
         for span in self._spans.get(room, ()):
             low, high = max(span.start, tokens.start) - tokens.start, min(span.end, tokens.stop) - tokens.start

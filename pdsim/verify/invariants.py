@@ -206,8 +206,6 @@ class InvariantChecker:
     # --- I1, I2, I6 ---
 
     def _watched(self, rank: str, report: Callable[..., None]) -> Callable[..., None]:
-        """Return *report*, the callback of a sender or receiver, with an eye on what it is called with."""
-
         def watch(message: Any, *more: Any) -> None:
             kind = type(message).__name__
             if kind in ("Sent", "Arrived"):
@@ -217,11 +215,8 @@ class InvariantChecker:
         return watch
 
     def _on_report(self, rank: str, kind: str, message: Any) -> None:
-        """Check that a room ends in one way on a rank (I1), and that what is wrong with its bytes is a violation.
-
-        A receiver that finds other bytes than were sent fails the room, as it should; that it happened is the
-        violation (I2, or I6 for metadata).
-        """
+        # A receiver that finds other bytes than were sent fails the room, as it should; that it happened is the
+        # violation (I2, or I6 for metadata).
         end = "failed" if message.reason else "succeeded"
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
@@ -249,7 +244,6 @@ class InvariantChecker:
         self._compare(message.room, "at the end of decoding")
 
     def _compare(self, room: int, when: str) -> None:
-        """Compare what *room* has on every rank of its decode instance with what prefill computed."""
         request, target = self._rooms[room], self._targets[room]
         held = 0 if isinstance(target, Fetch) else target.held
         if room in self._preempted:
@@ -267,7 +261,6 @@ class InvariantChecker:
     # --- what decode reads ---
 
     def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
-        """Check the metadata of what has arrived when the scheduler reads it: there, and in a slot of its own."""
         for incoming in leader.scheduler.complete:
             room = incoming.request.room
             slot = leader.scheduler.handoff.slots.owners.get(room)
@@ -284,7 +277,6 @@ class InvariantChecker:
         poll()
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
-        """Check the pages of a room when decode reads them first."""
         if number in self._targets and self._rooms[number].decode == leader.life:
             self._compare(number, "when decoding begins")
         join(number, *more)
@@ -292,11 +284,8 @@ class InvariantChecker:
     # --- I7 ---
 
     def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
-        """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room.
-
-        To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may
-        ask.
-        """
+        # To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may
+        # ask.
         original: Callable[[Any], None] = getattr(part, action)
 
         def watch(what: Any) -> None:
@@ -310,10 +299,7 @@ class InvariantChecker:
         setattr(part, action, watch)
 
     def _check_order(self) -> None:
-        """Check that the ranks of one life took up the same rooms and chunks in the same order (I7).
-
-        Two ranks are compared up to the end of the shorter list: one of them may have been stopped sooner.
-        """
+        # Two ranks are compared up to the end of the shorter list: one of them may have been stopped sooner.
         for number, (member, order) in enumerate(self._orders):
             for other, theirs in self._orders[number + 1 :]:
                 if member.life and member.life == other.life:
@@ -326,7 +312,6 @@ class InvariantChecker:
     # --- I8 ---
 
     def _on_stop(self, *_: Any) -> None:
-        """Check at the first `Stop` that all ranks that still run have given everything back (I8)."""
         if self._stopped or not self._rooms:
             return
         self._stopped = True
@@ -344,14 +329,12 @@ class InvariantChecker:
 
 
 def _in_life(members: Mapping[str, Any], life: str) -> Iterator[tuple[str, Any]]:
-    """Yield those of *members* that are in that life of their instance now."""
     for name, member in members.items():
         if getattr(member, "life", "") == life:
             yield name, member
 
 
 def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
-    """Return what is wrong with the window of *room* by a formula that nobody else uses, "" if nothing is."""
     names = contents.layout.shape.state.components
     for number, table in enumerate(contents.layout.tables[1:]):
         if table.component == "window":
@@ -362,6 +345,5 @@ def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int)
 
 
 def _note(rooms: set[int], call: Callable[[int], Any], number: int) -> Any:
-    """Add *number* to *rooms*, and *call* with it."""
     rooms.add(number)
     return call(number)

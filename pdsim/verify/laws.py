@@ -135,7 +135,6 @@ class LawChecker:
     # --- laws ---
 
     def _look(self) -> None:
-        """Check that no link has carried more since the last look than it can in that time."""
         now, before = self._network.clock.now, self._carried
         self._carried = self._network.carried()
         for link, carried, until in zip(self._network.links, self._carried, before, strict=False):
@@ -146,13 +145,11 @@ class LawChecker:
         self._since = now
 
     def _move(self, verb: str, batch: Batch, label: str) -> None:
-        """Count bytes of *batch* that are read or land; of a label never more than were posted."""
         moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
         if moved > self._posted.get(label, 0):
             self._found("bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted")
 
     def _pieces_of(self, scheduler: Any) -> list[tuple[int, int]]:
-        """Return a list that is filled with the tokens of each forward that *scheduler* plans."""
         pieces: list[tuple[int, int]] = []
         seconds = scheduler.iteration_seconds
 
@@ -164,11 +161,8 @@ class LawChecker:
         return pieces
 
     def _planned(self, plan: Callable[[bool], Any], pieces: list[tuple[int, int]], ahead: bool = False) -> Any:
-        """Check that a forward goes on where the last one of each of its rooms has ended.
-
-        A room's first forward may begin after tokens that were cached; from there on, each token is computed
-        once, in order.
-        """
+        # A room's first forward may begin after tokens that were cached; from there on, each token is computed
+        # once, in order.
         forward = plan(ahead)
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
@@ -180,7 +174,6 @@ class LawChecker:
         return forward
 
     def _entered(self, member: Any, join: Callable[..., None], number: int, context: int, steps: int) -> None:
-        """Check that a request enters the batch with as many tokens, there and to come, as its user asked for."""
         request = self._rooms.get(number)
         if request is not None and context + steps != request.input + request.output:
             self._found("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
@@ -188,7 +181,6 @@ class LawChecker:
         join(number, context, steps)
 
     def _finished(self, sender: str, message: Finished) -> None:
-        """Check a request at its end: computed in full, its phases in order, and no page lost or owned twice."""
         request = self._rooms.get(message.room)
         if request is None:
             self._found("requests", f"room {message.room} ended on {sender}, and was never sent out")

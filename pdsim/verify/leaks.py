@@ -98,11 +98,8 @@ class LeakChecker:
         self._check_load(name, member)
 
     def _is_of_peers(self, container: Any) -> bool:
-        """Return whether *container* names nothing but peers that there are, each of them once.
-
-        An instance that was lost and has come back is met anew, so what names the life of a peer may be larger
-        than before.
-        """
+        # An instance that was lost and has come back is met anew, so what names the life of a peer may be larger
+        # than before.
         named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
         if not all(isinstance(name, str) for names in named for name in names):
             return False
@@ -114,11 +111,9 @@ class LeakChecker:
         return all(len(entry) <= self._largest() for entry in each if isinstance(entry, _CONTAINERS))
 
     def _largest(self) -> int:
-        """Return how many ranks the largest instance has."""
         return max(Counter(name.partition(".")[0] for name in self._members).values())
 
     def _check_memory(self, name: str, member: Any) -> None:
-        """Check that the rank has registered no more memory than it had at the start: gather buffers come and go."""
         grown = _regions(member) - self._regions.get(name, 0)
         if grown > 0:
             self._found("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
@@ -142,21 +137,16 @@ class LeakChecker:
 
 
 def _regions(member: Any) -> int:
-    """Return how many regions of memory the rank of *member* has registered."""
     return len(member.rank.endpoint.regions)
 
 
 def _census(member: Any) -> dict[str, int]:
-    """Return how many entries each container of *member* has, by its path."""
     return {path: len(container) for path, container in _containers(member)}
 
 
 def _containers(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every container that *root* and the protocol's objects in it hold, with its path.
-
-    Objects are followed through attributes, slots and lists, each once.  What is not the protocol's own is left
-    out: the clock, the device, the endpoint.
-    """
+    # Objects are followed through attributes, slots and lists, each once.  What is not the protocol's own is left
+    # out: the clock, the device, the endpoint.
     todo, seen = [("", root)], {id(root)}
     while todo:
         path, holder = todo.pop()
@@ -185,16 +175,12 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 
 
 def _room_numbers(container: Iterable[Any]) -> list[int]:
-    """Return the rooms that *container* is about, as far as its keys or entries say."""
     entries: list[Any] = list(container)
     return [room for room in map(_room_number, entries) if room is not None]
 
 
 def _room_number(entry: Any) -> int | None:
-    """Return the room that an entry of a container is about, None if it says none.
-
-    It may be the number itself, begin with it, or have it as an attribute, perhaps of its request or chunk.
-    """
+    # It may be the number itself, begin with it, or have it as an attribute, perhaps of its request or chunk.
     if isinstance(entry, tuple) and entry:
         entry = entry[0]
     for name in ("request", "chunk"):

@@ -79,11 +79,7 @@ class OwnershipChecker:
             self._check_rows("gathered from", layout, gathered[1], rank, batch.source_offset, batch.size)
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
-        """Return *gather*, having noted which room each copy is for: the device does not know.
-
-        The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
-        """
-
+        # The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
         def watch(state: Any, batch: Batch) -> Any:
             self._gathers[id(batch)] = batch, state.room
             return gather(state, batch)
@@ -91,18 +87,15 @@ class OwnershipChecker:
         return watch
 
     def _leader(self, rank: str) -> Any:
-        """Return the leader of the life that *rank* is in; None if there has been none."""
         life = self._members[rank].life
         known = self._leaders.get(f"{rank.partition('.')[0]}.0", ())
         return next((leader for leader in known if life and leader.life == life), None)
 
     def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
-        """Check pieces of the pool of *rank*, in bytes from its start, moved for the room that *label* names."""
         layout = self._members[rank].mover.layout
         self._check_rows(verb, layout, int(label.partition("/")[0]), rank, offsets, sizes)
 
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
-        """Check that the rows of *layout*'s tables and the metadata slots that pieces touch are *room*'s."""
         leader = self._leader(rank)
         if leader is None:
             self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
@@ -122,11 +115,8 @@ class OwnershipChecker:
     def _check_computed(
         self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any
     ) -> None:
-        """Check that what is read on a prefill rank has been computed there.
-
-        Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of the
-        room's.
-        """
+        # Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of
+        # the room's.
         request = leader.scheduler.rooms.get(room)
         if request is None:
             return  # over: whose pages these are says I3
@@ -141,7 +131,6 @@ class OwnershipChecker:
         self._computed.check(verb, rank, room, tokens)
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
-        """Check that the rows of first-token metadata that are touched are of the room's own slot (I6)."""
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
         slots = getattr(leader.scheduler.handoff, "slots", None)  # none where no metadata moves
         foreign = _slots(layout, inside) - ({slots.owners.get(room)} if slots is not None else set())
@@ -149,10 +138,7 @@ class OwnershipChecker:
             self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
     def _check_slot(self, batch: Batch, label: str) -> None:
-        """Check that what lands in a staging ring lies in the slot of its room, writer and chunk.
-
-        It must lie in no other, be in one piece within the ring, and slots must not overlap.
-        """
+        # It must lie in no other, be in one piece within the ring, and slots must not overlap.
         rank, (room, chunk) = batch.target.owner, map(int, label.split("/")[:2])
         ring = self._members[rank].mover.receiver.landing.ring
         key = room, int(batch.source.owner.partition(".")[2]), chunk
@@ -168,7 +154,6 @@ class OwnershipChecker:
             self._found("I4", f"slots of the ring of {rank} overlap: {taken}")
 
     def _check_scatter(self, batch: Batch) -> None:
-        """Check that what leaves a staging ring lies in a slot, and that the pages are those of the slot's room."""
         rank, start = batch.target.owner, int(batch.source_offset[0])
         ring = self._members[rank].mover.receiver.landing.ring
         for key, slot in ring.slots.items():
@@ -180,7 +165,6 @@ class OwnershipChecker:
 
 
 def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
-    """Return the rows of *table* that pieces at *offsets* of *sizes* bytes touch."""
     plane = table.rows * table.item
     first = (offsets - table.start) % plane // table.item
     last = (offsets - table.start + sizes - 1) % plane // table.item
@@ -190,7 +174,6 @@ def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
 
 
 def _slots(layout: KvLayout, offsets: Any) -> set[int]:
-    """Return the metadata slots that pieces at *offsets*, none of which is of two buffers, lie in."""
     inside = offsets - layout.kv_bytes
     buffer = np.searchsorted(_AUX_ENDS * layout.slots, inside, side="right")
     sizes = np.array(AUX_ROWS, np.int64)[buffer]
@@ -198,10 +181,7 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
 
 
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
-    """Return the owners of the rows of *table*, and what they own.
-
-    Keys and values, and the index, are of pages; the window and the state have pools of their own.
-    """
+    # Keys and values, and the index, are of pages; the window and the state have pools of their own.
     if table.component in ("kv", "index"):
         owned: dict[int, Any] = _pages(leader).owners
     elif table.component == "window":

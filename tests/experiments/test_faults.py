@@ -86,8 +86,7 @@ def test_fewer_requests_are_the_first_of_more():
 
 
 def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch):
-    def forgetful(self: KvSender, *arguments: Any) -> None:
-        """Never say what became of a room."""
+    def forgetful(self: KvSender, *arguments: Any) -> None: ...
 
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
     trial, violation = shrunk(FaultTrial(3, requests=20, without=SINCE), "I8")

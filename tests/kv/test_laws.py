@@ -120,7 +120,6 @@ def test_a_link_that_carries_too_much_for_a_moment_breaks_a_law(monkeypatch: pyt
     original = Link.__init__
 
     def narrower(self: Link, *arguments: Any) -> None:
-        """Have the solver give a link twice what it was made with."""
         original(self, *arguments)
         self.nominal /= 2.0
 

@@ -33,7 +33,6 @@ PAGE = 16 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
 
 @pytest.fixture(autouse=True)
 def _quarantine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the number of rooms that may grow with a count of them, each time that a scheduler asks for it."""
     known = DecodeScheduler.growing
 
     def compared(scheduler: DecodeScheduler) -> int:

@@ -53,7 +53,6 @@ def test_every_key_that_a_relief_names_is_one_of_a_configuration():
 
 
 def _keys(value, at):
-    """Return the dotted keys of what is within *value*, which is at the key *at*."""
     if isinstance(value, list):
         return {key for item in value for key in _keys(item, at)} | {at}
     if isinstance(value, dict):

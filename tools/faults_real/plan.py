@@ -97,7 +97,6 @@ def draw(seed: int) -> Plan:
 
 
 def _requests(chance: np.random.Generator, link: bool) -> list[Request]:
-    """Return requests of 1 to 10 MB of KV, over the link of 1 to 4, that arrive until the last fault has begun."""
     low, high = (64, 256) if link else (64, 640)
     arrivals = np.arange(0.2, _LAST + 2.5, 0.2)
     return [Request(float(at), int(chance.integers(low, high)), int(chance.integers(1, 6))) for at in arrivals]
@@ -113,7 +112,6 @@ def _disturb_link(plan: Plan, chance: np.random.Generator) -> None:
 
 
 def _disturb_ranks(plan: Plan, chance: np.random.Generator) -> None:
-    """Kill, restart and stop ranks: one by one, or in a quarter of the jobs several at the same instant."""
     ranks = plan.ranks
     if chance.random() < 0.25:
         together = (

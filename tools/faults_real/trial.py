@@ -181,12 +181,10 @@ class Check:
     # --- what has a cause ------------------------------------------------------------------------------------------
 
     def _ended_by_engine(self, name: str, rank: RankResult) -> bool:
-        """Return whether UCX ended a rank that was read from by one that was killed."""
         reads = self._plan.engine == "nixl_tcp" and self._plan.handoff == "pull" and name.startswith("prefill")
         return reads and any(other[0] == "d" for other in self._plan.kill) and bool(_UCX.match(rank.error))
 
     def _disturbed(self, name: str) -> Iterator[tuple[float, float]]:
-        """Yield from when to when what was injected into rank *name* may be the reason of a failure."""
         plan = self._plan
         again = plan.restart.get(name, float("inf"))
         if name in plan.kill:
@@ -199,7 +197,6 @@ class Check:
             yield min(at for other, at in plan.kill.items() if other[0] == "d"), float("inf")
 
     def _reached(self, names: Iterable[str], start: float, end: float) -> bool:
-        """Return whether the link, the router or a rank of *names* was disturbed between *start* and *end*."""
         spans = [*self._links, *(span for name in [ROUTER, *names] for span in self._spans[name])]
         return any(first <= end and start <= last for first, last in spans)
 
@@ -267,7 +264,6 @@ class Check:
 
 
 def _machine() -> dict[str, set[str]]:
-    """Return what a job may leave behind, by kind; a network namespace lives by a process or a descriptor."""
     shared = Path("/dev/shm")
     tasks = Path("/proc/self/task").iterdir()
     opened = (path for path in Path("/proc/self/fd").iterdir())
@@ -279,7 +275,6 @@ def _machine() -> dict[str, set[str]]:
 
 
 def _left(before: dict[str, set[str]]) -> list[str]:
-    """Return what has come since *before* and stays; other work on the machine may have some files for a moment."""
     until = time.monotonic() + PATIENCE
     while True:
         left = [f"{kind} {name}" for kind, names in _machine().items() for name in sorted(names - before[kind])]

@@ -115,7 +115,6 @@ def _recipes(backend: str) -> list[str]:
 
 
 def _recipe(reference: str) -> Recipe:
-    """Return the `Recipe` that *reference*, "module:object", names."""
     module, _, name = reference.partition(":")
     recipe: Recipe = getattr(import_module(module), name)
     return recipe

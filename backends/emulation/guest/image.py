@@ -49,10 +49,7 @@ def cached() -> Image:
 
 
 def _make(folder: Path) -> None:
-    """Make the image in *folder*, which appears when it is complete.
-
-    It is made beside its place and renamed, so two processes may make it at once and none sees half of it.
-    """
+    # It is made beside its place and renamed, so two processes may make it at once and none sees half of it.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".rdma-guest-", dir=folder.parent) as name:
         work = Path(name)
@@ -74,7 +71,6 @@ def _make(folder: Path) -> None:
 
 
 def _newest_kernel() -> str:
-    """Return the name of the package with Debian's current kernel."""
     found = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
     if not found:
         raise BackendUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
@@ -82,7 +78,6 @@ def _newest_kernel() -> str:
 
 
 def _unpack(package: str, folder: Path) -> None:
-    """Download *package* and unpack it into *folder*; nothing is installed."""
     folder.mkdir()
     command("apt-get", "download", package, cwd=folder)
     command("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder))
@@ -106,7 +101,6 @@ def command(*words: str, cwd: Path | None = None, about: str = "the guest's file
 
 
 def _archive(kernel: Path, busybox: Path) -> bytes:
-    """Return the initial files as a compressed archive: busybox, the modules in the order of loading, and `INIT`."""
     found = {_plain(path.name.partition(".")[0]): path for path in kernel.glob("lib/modules/*/kernel/**/*.ko*")}
     modules: dict[str, bytes] = {}
     for module in MODULES:
@@ -125,7 +119,6 @@ def _plain(module: str) -> str:
 
 
 def _load(module: str, found: dict[str, Path], modules: dict[str, bytes]) -> None:
-    """Add *module* to *modules*, after those that it depends on; one that is not found is part of the kernel."""
     if module in modules or module not in found:
         return
     data = found[module].read_bytes()
@@ -138,7 +131,6 @@ def _load(module: str, found: dict[str, Path], modules: dict[str, bytes]) -> Non
 
 
 def _cpio(entries: list[tuple[str, int, bytes]]) -> Iterator[bytes]:
-    """Yield the pieces of an archive in the "new ASCII" format that the kernel unpacks (initramfs buffer format)."""
     for number, (name, mode, data) in enumerate([*entries, ("TRAILER!!!", 0, b"")], start=1):
         fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
         head = b"070701" + b"".join(b"%08X" % field for field in fields) + name.encode() + b"\0"

@@ -21,7 +21,6 @@ _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3":
 
 
 def _give_soft_roce(guest: Guest) -> None:
-    """Replace NIXL's own RDMA libraries by the system's, in the guest only, whose files are copies."""
     package = find_spec("nixl_cu13")
     if package is None or package.origin is None:
         raise BackendUnavailable("no package nixl-cu13: pip install 'pdsim[nixl]'")
@@ -40,7 +39,6 @@ def _give_soft_roce(guest: Guest) -> None:
 
 
 def _only(found: Iterator[Path], what: str) -> Path:
-    """Return the one path *found*.  Raise `BackendUnavailable` about *what* if there are none or several."""
     paths = list(found)
     if len(paths) != 1:
         raise BackendUnavailable(f"there must be one {what}, found {len(paths)}")

@@ -101,7 +101,6 @@ class Guest:
         return self._told(f"ask {self._count} {folder} {timeout:g} {text}", timeout)
 
     def _told(self, order: str, timeout: float) -> str:
-        """Return what the guest answers to *order*."""
         self._control.sendall(f"{order}\n".encode())
         _, _, answer = self._line(timeout + 30).partition(" ")
         return answer
@@ -112,7 +111,6 @@ class Guest:
             pass
 
     def _line(self, seconds: float) -> str:
-        """Return the next line that the guest says."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
             self._control.settimeout(max(0.01, deadline - time.monotonic()))
@@ -127,7 +125,6 @@ class Guest:
         return line.decode(errors="replace").strip()
 
     def _tail(self) -> str:
-        """Return the end of the guest's console for an error message, or nothing if it has none yet."""
         console = self.folder / "console"
         return f"; its console:\n{console.read_text(errors='replace')[-TAIL:]}" if console.exists() else ""
 
@@ -175,7 +172,6 @@ def missing_requirements() -> str:
 
 
 def _lock(folder: Path) -> int:
-    """Mark *folder* as in use until the descriptor that is returned is closed; raise `BlockingIOError` if it is."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +182,6 @@ def _lock(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove the folders of those who were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # it is in use, another's, or just gone
             if time.time() - folder.stat().st_mtime > FRESH:
@@ -195,14 +190,12 @@ def _sweep() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the emulator and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
 
 
 def _qemu(image: Image, folder: Path, control: int, memory: int) -> list[str]:
-    """Return the command of the emulator.  ``hubport`` is a network of one port: the card reaches nothing."""
     shared = f"local,path={folder},mount_tag=shared,security_model=none"
     root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
     return [

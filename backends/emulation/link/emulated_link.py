@@ -132,7 +132,6 @@ def missing_requirements() -> str:
 
 
 def _start(link: NetworkLink, tuns: list[int], control: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the packet forwarder with the devices of all nodes and what *link* asks for."""
     order = {
         "control": control.fileno(),
         "tuns": tuns,

@@ -107,10 +107,7 @@ def see_devices() -> None:
 
 
 def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
-    """Move the calling thread into a new namespace with a device.
-
-    The device has *address*; both are returned as descriptors.
-    """
+    # The device has *address*; both are returned as descriptors.
     _call("unshare", _CLONE_NEWNET)
     for path, value in settings.items():
         (Path("/proc/sys/net") / path).write_text(value)

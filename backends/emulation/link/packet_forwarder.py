@@ -170,10 +170,7 @@ class ForwarderChain:
                     self._send(node, packet, time.monotonic(), fresh=True)
 
     def _send(self, node: int, packet: bytes, at: float, *, fresh: bool = False) -> None:
-        """Give *packet*, which is at *node*, to the next hop toward its destination, or to the device of that node.
-
-        A packet that a device sends to its own address, *fresh*, goes nowhere.
-        """
+        # A packet that a device sends to its own address, *fresh*, goes nowhere.
         to = packet[HEADER + 19] - 1  # the last byte of the destination
         if to > node and node < len(self._up):
             self._up[node].take(packet, at)
@@ -202,7 +199,6 @@ def main() -> None:
 def _carry(
     control: socket.socket, chain: ForwarderChain, hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any]
 ) -> None:
-    """Move packets, and do what the supervisor says on *control*: its zero of time, and questions about lateness."""
     while True:
         after = chain.deliver()
         wait = None if after == inf else max(0.0, after - time.monotonic())
@@ -221,7 +217,6 @@ def _carry(
 
 
 def _plan(hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any], origin: float) -> None:
-    """Give both directions of each hop its *changes*, with times on the monotonic clock."""
     for number, both in enumerate(hops):
         own = [(kind, origin + a, origin + b, share) for hop, kind, a, b, share in changes if hop == number]
         for hop in both:

@@ -106,7 +106,6 @@ class ExampleEndpoint(RealEndpoint):
     def _copy(
         self, operation: str, process: int, here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64]
     ) -> int:
-        """Copy between *here* and *there*, a row of address and size each; return 0 or an ``errno``."""
         done = 0
         while done < len(here):
             rows = min(self._most, len(here) - done)
@@ -123,7 +122,6 @@ class ExampleEndpoint(RealEndpoint):
 
     @staticmethod
     def _vector(address: npt.NDArray[Any], size: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        """Return an array of ``struct iovec``, shape (n, 2)."""
         return np.ascontiguousarray(np.stack([address, size], axis=1).astype(np.uint64))
 
 

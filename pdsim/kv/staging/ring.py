@@ -156,7 +156,6 @@ class Ring(Generic[K]):
         return slot
 
     def _place(self, size: int) -> int | None:
-        """Return the first position from `head` on, within one turn, at which *size* bytes are free."""
         if not self.slots:  # whatever lies between here and the end of the round is nobody's
             here = self.head % self.size + size <= self.size
             return self.head if here else (self.round + 1) * self.size
@@ -169,7 +168,6 @@ class Ring(Generic[K]):
         return None
 
     def _gap(self, taken: list[tuple[int, int]], low: int, size: int) -> int | None:
-        """Return the lowest offset from *low* on that has *size* free bytes before the end, or None."""
         for offset, length in taken:
             if offset + length <= low:
                 continue
@@ -225,7 +223,6 @@ class BlockPlan:
         return arrays() if counted is None else LazyBatch(block, pool, *counted, arrays)
 
     def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int] | None:
-        """Return descriptors and bytes of a copy of *pages*; None unless it is valid."""
         end = total = 0
         for page, count in sorted(pages) if len(pages) > 1 else pages:
             if page < end or count < 1:
@@ -239,10 +236,7 @@ class BlockPlan:
         return len(self._starts) * len(pages) if self._runs else nbytes // self._row, nbytes
 
     def _pieces(self, pages: Pages) -> tuple[Int64s, Int64s, Int64s]:
-        """Return of each piece: offset in the pool, offset in the block, size.
-
-        Raise `InvalidBatch` if a page is outside the pool.
-        """
+        # Raise `InvalidBatch` if a page is outside the pool.
         layout = self._layout
         for page, count in pages:
             if page < 0 or count < 1 or page + count > layout.pages:
@@ -258,7 +252,6 @@ class BlockPlan:
 
 @lru_cache(maxsize=8)
 def _even(count: int, size: int) -> tuple[Int64s, Int64s]:
-    """Return offset and size of *count* neighbours of *size* bytes, not to be written to."""
     found = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
     for array in found:
         array.flags.writeable = False

@@ -147,7 +147,6 @@ class StagingReceiver:
             self._quiet(Quiet(room))
 
     def _scattered(self, key: _Key, question: _Question, done: Callable[[], None]) -> None:
-        """Free the slot, and report the block, or that the room is quiet if it was forgotten meanwhile."""
         self._drop(key)
         self._advance()
         if not question.forgotten:
@@ -156,7 +155,6 @@ class StagingReceiver:
             self._quiet(Quiet(key[0]))
 
     def _expire(self, key: _Key) -> None:
-        """Refuse a question that has waited for `Staging.wait` seconds, if it still waits."""
         if self.ring.withdraw(key):
             self._refuse(key)
             self._advance()
@@ -171,7 +169,6 @@ class StagingReceiver:
         self._rank.channel.send(self._questions[key].sender, encode(Grant(room, chunk, position)))
 
     def _advance(self) -> None:
-        """Answer those for whom there is room now, in the order of their questions."""
         for key, slot in self.ring.advance():
             self._answer(key, slot.position)
 
@@ -182,11 +179,8 @@ class StagingReceiver:
 
 
 def _plans(layout: KvLayout, index: int, rank_map: RankMap) -> Iterator[tuple[int, BlockPlan]]:
-    """Yield each writer that does not keep the same heads, and how its blocks are scattered.
-
-    Writers are ranks of a prefill group by index; those that keep the same heads write pages directly, and need
-    no plan.
-    """
+    # Writers are ranks of a prefill group by index; those that keep the same heads write pages directly, and need
+    # no plan.
     for writer in rank_map.writers(index):
         part = rank_map.part(writer, index)
         if part is not None and part.heads is not None and "kv" in part.components:

@@ -65,10 +65,7 @@ def drawn(panel: Panel) -> dict[str, Any]:
 
 
 def _axis(panel: Panel, letter: str) -> dict[str, Any]:
-    """Return the axis *letter* of *panel*: its scale, its ticks with their units, and what it shows.
-
-    A logarithmic axis has ticks of its own, with prefixes; one of names has a tick for each.
-    """
+    # A logarithmic axis has ticks of its own, with prefixes; one of names has a tick for each.
     scale: Scale = getattr(panel, letter)
     axis: dict[str, Any] = {
         "title": {"text": scale.title, "font": {"size": 12, "color": "@muted"}, "standoff": 8},
@@ -104,17 +101,13 @@ def _axis(panel: Panel, letter: str) -> dict[str, Any]:
 
 
 def _end(scale: Scale, value: float | None) -> float | None:
-    """Return where an axis ends, as plotly has it.
-
-    Of a logarithmic axis that is the logarithm; None where it is left open.
-    """
+    # Of a logarithmic axis that is the logarithm; None where it is left open.
     from math import log10
 
     return log10(value) if value is not None and scale.log else value
 
 
 def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
-    """Return what plotly draws for *series*: one trace, two of a band."""
     colour = "@muted" if series.plain else f"@c{series.colour % 8}"
     trace: dict[str, Any] = {"x": _short(series.x), "y": _short(series.y), "name": series.name}
     trace |= {"showlegend": bool(series.name), "hoverinfo": "skip"} if series.plain else {}
@@ -153,7 +146,6 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
 
 
 def _hover(series: Marks, panel: Panel) -> str:
-    """Return the template of what a pointer shows: the texts of *series*, or both values with their axes."""
     name = f"<b>{series.name}</b><br>" if series.name else ""
     if series.texts:
         return f"{name}%{{text}}<extra></extra>"
@@ -161,5 +153,4 @@ def _hover(series: Marks, panel: Panel) -> str:
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Return *values* with six digits, which is more than a screen shows; what is not finite is a gap."""
     return [float(f"{value:.6g}") if value == value and abs(value) != float("inf") else None for value in values]

@@ -82,11 +82,8 @@ def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True)
 
 
 def _panel(axis: Any, panel: Panel) -> None:
-    """Draw *panel* on *axis*, its series one upon the other, and a legend if any of them has a name.
-
-    Bars that share a place are stacked, and so are areas; both keep account of where the one before
-    ended.
-    """
+    # Bars that share a place are stacked, and so are areas; both keep account of where the one before
+    # ended.
     axis.set_title(fill(panel.title, 54 if panel.y.labels else 70))
     lefts: dict[float, float] = {}
     below: Any = None
@@ -102,11 +99,8 @@ def _panel(axis: Any, panel: Panel) -> None:
 
 
 def _series(axis: Any, series: Marks, lefts: dict[float, float], below: Any) -> Any:
-    """Draw *series*; return the upper edge of the areas drawn so far.
-
-    *lefts* has where the next bar at each height begins, and is updated; *below* is the upper edge
-    before, None at first.
-    """
+    # *lefts* has where the next bar at each height begins, and is updated; *below* is the upper edge
+    # before, None at first.
     colour = _GREY if series.plain else LIGHT[series.colour % 8]
     label = series.name or None
     if series.kind == "bars":
@@ -138,7 +132,6 @@ def _series(axis: Any, series: Marks, lefts: dict[float, float], below: Any) -> 
 
 
 def _scale(axis: Any, limit: Any, panel: Panel, letter: str) -> None:
-    """Set title, range and ticks of an axis as *panel* says of *letter*; *limit* sets what it shows."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
     scale: Scale = getattr(panel, letter)

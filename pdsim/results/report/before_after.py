@@ -71,11 +71,8 @@ def _name(row: Mapping[str, Any]) -> str:
 def _panel(
     title: str, places: Sequence[str], rows: Mapping[str, Mapping[str, Any]], scale: Scale, factor: float
 ) -> Panel:
-    """Return a panel of *rows* by point: hollow marks before, full ones after, a line between where both are known.
-
-    *places* are the names of all points from top to bottom, so that both panels of a claim have the
-    same.
-    """
+    # *places* are the names of all points from top to bottom, so that both panels of a claim have the
+    # same.
     gap_x: list[float] = []
     gap_y: list[float] = []
     for place, name in enumerate(places):

@@ -57,12 +57,9 @@ def group(name: str) -> str:
 
 
 def _transfers(run: KeptRun) -> Figure:
-    """Latency and bandwidth by size, and the stages of a transfer.
-
-    Only transfers that succeeded count.  Each engine and operation has its own points, thinned to
-    1,500; stages below a nanosecond are left out, for their scale is logarithmic.  Stages are those
-    of nixlbench's columns: preparing, posting, on the wire and polling.
-    """
+    # Only transfers that succeeded count.  Each engine and operation has its own points, thinned to
+    # 1,500; stages below a nanosecond are left out, for their scale is logarithmic.  Stages are those
+    # of nixlbench's columns: preparing, posting, on the wire and polling.
     import pyarrow.compute as pc
 
     title = "Transfers"
@@ -116,17 +113,13 @@ def _transfers(run: KeptRun) -> Figure:
 
 
 def _pairs(table: Any, *names: str) -> zip[Any]:
-    """Yield the values of the columns *names* of *table*, row by row."""
     return zip(*(table[name].to_pylist() for name in names), strict=True)
 
 
 def _busy(run: KeptRun) -> Figure:
-    """Bytes a second that ranks send and receive, and transfers under way, over time.
-
-    From the rows of transfers: the bytes of each are spread evenly from its submission to its end,
-    and curves are means over a two-hundredth of the run.  Three kinds of ranks each way are shown,
-    in the order in which they occur.
-    """
+    # From the rows of transfers: the bytes of each are spread evenly from its submission to its end,
+    # and curves are means over a two-hundredth of the run.  Three kinds of ranks each way are shown,
+    # in the order in which they occur.
     title = "Ranks over time"
     table = run.transfers
     if not table.num_rows:
@@ -172,10 +165,7 @@ def _busy(run: KeptRun) -> Figure:
 
 
 def _samples(run: KeptRun) -> Figure:
-    """Links, pools, pages and rings over time, where the run kept samples (``samples=500``).
-
-    One panel a kind, with the six groups that were used most.
-    """
+    # One panel a kind, with the six groups that were used most.
     title = "Links and memory over time"
     table = run.samples
     if table is None or not table.num_rows:
@@ -201,10 +191,7 @@ def _samples(run: KeptRun) -> Figure:
 
 
 def _use(run: KeptRun) -> Figure:
-    """Mean use of links and highest use of memories, over the whole run.
-
-    The ten highest of each, alike ones in one bar.
-    """
+    # The ten highest of each, alike ones in one bar.
     found: list[Panel] = []
     for key, head, of in (
         ("links", "Links: bytes carried / (capacity x time)", "mean use"),

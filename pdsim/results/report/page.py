@@ -109,13 +109,10 @@ def page(content: Content) -> str:
 
 
 def _file(name: str) -> str:
-    """Return the text of a file beside this module."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _style() -> str:
-    """Return the style of the page with the colours of figures, by day and by night."""
-
     def colours(values: Sequence[str]) -> str:
         return " ".join(f"--c{number}: {value};" for number, value in enumerate(values))
 
@@ -123,12 +120,10 @@ def _style() -> str:
 
 
 def _text(value: Any) -> str:
-    """Return *value* as text of HTML."""
     return html.escape(str(value))
 
 
 def _summary(content: Content) -> str:
-    """Return the tiles and the lines that a reader must see first, warnings before others."""
     tiles = "".join(
         f'<div class="tile {tile.verdict}"><span>{_text(tile.name)}</span><strong>{_text(tile.value)}</strong></div>'
         for tile in content.tiles
@@ -140,7 +135,6 @@ def _summary(content: Content) -> str:
 
 
 def _figure(figure: Figure, panels: list[dict[str, Any]]) -> str:
-    """Return the section of *figure* and add its panels to *panels*, which the page has once."""
     places = []
     for panel in figure.panels:
         height = panel.height or interactive.HEIGHT
@@ -157,7 +151,6 @@ def _figure(figure: Figure, panels: list[dict[str, Any]]) -> str:
 
 
 def _tables(content: Content) -> str:
-    """Return the tables, folded but for the first `Content.shown`."""
     found = ""
     for number, table in enumerate(content.tables):
         kind = " open" if number < content.shown else ""
@@ -166,7 +159,6 @@ def _tables(content: Content) -> str:
 
 
 def _table(table: Table) -> str:
-    """Return *table* with its definitions, at the headings and below."""
     heads = "".join(f'<th title="{_text(what)}">{_text(name)}</th>' for name, what in table.columns.items())
     rows = "".join(_row(row) for row in table.rows)
     notes = "; ".join(f"{name}: {what}" for name, what in table.columns.items() if what)
@@ -175,14 +167,12 @@ def _table(table: Table) -> str:
 
 
 def _row(row: Iterable[Any]) -> str:
-    """Return one row; a row with the cell "beyond" is marked."""
     cells = list(row)
     kind = ' class="beyond"' if "beyond" in cells else ""
     return f"<tr{kind}>{''.join(map(_cell, cells))}</tr>"
 
 
 def _cell(value: Any) -> str:
-    """Return one cell: floats with four digits, - for None, long texts to the left."""
     if value is None:
         return "<td>-</td>"
     if isinstance(value, float):
@@ -192,7 +182,6 @@ def _cell(value: Any) -> str:
 
 
 def _evidence(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Return the table of sources, the weakest kinds first."""
     body = "".join(
         f'<tr><td><span class="kind">{_text(kind)}</span></td><td class="text">{_text(what)}</td>'
         f'<td class="text">{_text(source)}</td></tr>'
@@ -204,7 +193,6 @@ def _evidence(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _provenance(content: Content) -> str:
-    """Return how to get the results again, and the folded configuration."""
     keys = content.configuration
     folded = f"<details><summary>Configuration, {len(keys)} keys</summary>{_facts(keys)}</details>" if keys else ""
     return _facts(content.provenance) + folded

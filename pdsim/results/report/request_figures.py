@@ -66,16 +66,12 @@ def figures(run: KeptRun) -> list[Figure]:
 
 
 def _finite(values: Floats) -> Floats:
-    """Return those of *values* that are there."""
     return values[np.isfinite(values)]
 
 
 def _latency(run: KeptRun, columns: Columns) -> Figure:
-    """One panel a latency: the share of requests that are not slower, with its percentiles and its limit.
-
-    A percentile that too few requests determine is left out, and so is a latency that no request has. The scale is
-    logarithmic where the slowest request or the limit is more than three times the fastest request.
-    """
+    # A percentile that too few requests determine is left out, and so is a latency that no request has. The scale is
+    # logarithmic where the slowest request or the limit is more than three times the fastest request.
     panels = []
     for name, (title, what) in _LATENCIES.items():
         values = _finite(columns.get(name, np.empty(0)))
@@ -113,10 +109,7 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
 
 
 def _parts(columns: Columns) -> dict[str, Floats]:
-    """Return seconds of each phase of each request; compute in prefill and decode where the instants are known.
-
-    Phases that no request has are left out. Those that are there add up to the end-to-end time of a request.
-    """
+    # Phases that no request has are left out. Those that are there add up to the end-to-end time of a request.
     parts = {name: columns[name] for name in _PHASES if name in columns and np.isfinite(columns[name]).any()}
     if "started_at" in columns and "compute" in parts:
         prefill = columns["prefilled_at"] - columns["started_at"]
@@ -129,7 +122,6 @@ def _parts(columns: Columns) -> dict[str, Floats]:
 
 
 def _phases(columns: Columns) -> Figure:
-    """Bars of requests, until the first token and whole, and the distribution of each phase."""
     parts = _parts(columns)
     if not parts:
         return Figure("phases", "Phases", "")
@@ -152,7 +144,6 @@ def _phases(columns: Columns) -> Figure:
 
 
 def _bars(columns: Columns, parts: Columns, by: str, title: str, order: Sequence[str]) -> Panel:
-    """Return the panel of *parts* of requests, evenly chosen from the least to the most of the latency *by*."""
     done = np.flatnonzero(np.isfinite(columns[by]))
     chosen = done[np.argsort(columns[by][done], kind="stable")][thinned(len(done), _BARS)]
     places = list(map(float, range(len(chosen))))
@@ -167,10 +158,7 @@ def _bars(columns: Columns, parts: Columns, by: str, title: str, order: Sequence
 
 
 def _over_time(run: KeptRun, columns: Columns) -> Figure:
-    """First tokens and completions over the time of the run.
-
-    Of many requests 1,200 are shown, evenly chosen by number. Those that failed are marked at their arrival.
-    """
+    # Of many requests 1,200 are shown, evenly chosen by number. Those that failed are marked at their arrival.
     arrival, ttft, e2e = (columns[name] for name in ("arrival", "ttft", "e2e"))
     done = np.flatnonzero(np.isfinite(ttft))
     if not len(done):
@@ -205,20 +193,14 @@ def _over_time(run: KeptRun, columns: Columns) -> Figure:
 
 
 def _counted(instants: Floats) -> tuple[list[float], list[float]]:
-    """Return *instants*, sorted, thinned to what a figure can show, and how many had passed at each.
-
-    The first list is the steps' places, the second their heights, from 1.
-    """
+    # The first list is the steps' places, the second their heights, from 1.
     chosen = thinned(len(instants))
     return instants[chosen].tolist(), [float(index + 1) for index in chosen]
 
 
 def _occupancy(columns: Columns) -> Figure:
-    """How many requests are in each state, over time, from the instants that the schedulers report.
-
-    States follow each other: pages at decode, prefill, KV under way, a look of the decode scheduler, its batch. A
-    request counts in a state if both ends of it are known. Live servers report none of them.
-    """
+    # States follow each other: pages at decode, prefill, KV under way, a look of the decode scheduler, its batch. A
+    # request counts in a state if both ends of it are known. Live servers report none of them.
     if "reserved_at" not in columns:
         return Figure("queues", "Queues", "")
     finished = columns["arrival"] + columns["e2e"]

@@ -103,7 +103,6 @@ def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _tiles(run: KeptRun) -> list[Tile]:
-    """Return the numbers at the top: the share within the SLO, goodput, and the latencies that the run has."""
     metrics = run.metrics
     found = []
     if (met := metrics.get("slo_attainment")) is not None:
@@ -117,7 +116,6 @@ def _tiles(run: KeptRun) -> list[Tile]:
 
 
 def _tables(run: KeptRun) -> list[Table]:
-    """Return the tables of the run, and behind them all its metrics with their definitions."""
     found = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
     rows = [[name, run.metrics[name], text] for name, text in run.definitions.items()]
     return [
@@ -127,7 +125,6 @@ def _tables(run: KeptRun) -> list[Table]:
 
 
 def _origin(about: Any) -> Iterator[tuple[str, str]]:
-    """Yield what it takes to get the run again, by name: command, source, versions, host, and when it began."""
     verb = "validate" if about["experiment"] == "validate" else "run"
     words = [word for word in about["overrides"] if not word.startswith("output=")]
     yield "command", f"pdsim {verb} {join(words)}".strip()

@@ -258,7 +258,6 @@ class PullPrefillLeader:
     # --- leases ---
 
     def _answer(self, room: PrefillRequest) -> None:
-        """Tell the router that *room* may be read, and begin its lease, unless it was given up meanwhile."""
         number, destination = room.request.room, room.destination
         if self._lent.get(number) is not room or room.state == "revoked":
             return
@@ -268,14 +267,12 @@ class PullPrefillLeader:
         self._engine.send(ROUTER, Lent(number, self._engine.life, *where, room.noticed, room.started, room.ended))
 
     def _lease_ends(self, number: int) -> None:
-        """Fail a room whose reader has not renewed the lease, and revoke it."""
         lease = self._scheduler.job.engine.lease
         reason = f"TransferTimeout: the lease of {lease:g} s ended without a heartbeat of the reader"
         self._engine.send(ROUTER, Failed(number, reason))
         self._revoke(number)
 
     def _revoke(self, number: int) -> None:
-        """Have a lent room read no more; its pages come back with `Collected`, or with the proof of a fence."""
         room = self._lent[number]
         if room.state != "revoked":
             self._end_lease(number)
@@ -284,13 +281,11 @@ class PullPrefillLeader:
             self._scheduler.wake()  # pages in quarantine may be in the way
 
     def _end_lease(self, number: int) -> None:
-        """Put the pages of a lent room in quarantine."""
         self._lent[number].state = "revoked"
         self._scheduler.pages.quarantine(number)
         self._leases.drop(number)
 
     def _renew(self, _: str, message: Renew) -> None:
-        """Begin the leases of these rooms anew; one that was revoked stays so."""
         if message.life != self._engine.life:
             self._engine.ignore()
             return
@@ -300,7 +295,6 @@ class PullPrefillLeader:
                 self._leases.add(number)
 
     def _collected(self, _: str, message: Collected) -> None:
-        """Give the pages of a room back that its reader has, and tell the router how many bytes those were."""
         room = self._lent.get(message.room)
         if room is None or message.life != self._engine.life:
             self._engine.ignore()
@@ -313,13 +307,11 @@ class PullPrefillLeader:
         self._return(room)
 
     def _begin_fence(self, life: str, rooms: list[int]) -> None:
-        """Have *rooms* given back once every rank has proof that *life* reads nothing here."""
         fence = self._fences.begin(life, rooms)
         self._engine.send(self._engine.followers, fence)
         self._mover.proof.prove(fence)
 
     def _fenced(self, rank: int, message: Fenced) -> None:
-        """Count the proof of *rank*; with that of the last, the rooms that waited for it are free."""
         rooms = self._fences.count(rank, message)
         if rooms is None:
             self._engine.ignore()
@@ -329,7 +321,6 @@ class PullPrefillLeader:
                 self._return(self._lent[number])
 
     def _return(self, room: PrefillRequest) -> None:
-        """Give a lent room's pages back, which nobody reads any more."""
         number = room.request.room
         del self._lent[number]
         self._leases.drop(number)
@@ -399,12 +390,10 @@ class PullDecode:
         self.receiver.forget(room)
 
     def _connected(self, life: str) -> None:
-        """Say so once all ranks of *life* are connected that this one reads from."""
         if self.receiver.connected(life):
             self.engine.tell_leader(Ready(life, self.engine.life))
 
     def _fetch(self, _: str, message: Fetch) -> None:
-        """Begin the reads of a room, unless the leader asks for a life that is over."""
         if message.life == self.engine.life:
             self.receiver.read(message)
 
@@ -523,10 +512,7 @@ class PullDecodeLeader:
     # --- what comes in ---
 
     def _pull(self, _: str, message: PullRequest) -> None:
-        """Queue the request of *message*, whose KV prefill keeps.
-
-        One that must not be read any more is given back at once.
-        """
+        # One that must not be read any more is given back at once.
         request = message.submit
         if request.decode == self._engine.life and request.room in self._over:
             self._collect(message.lent, 0)
@@ -537,7 +523,6 @@ class PullDecodeLeader:
             self._scheduler.submit("", request)
 
     def _revoked(self, _: str, message: Revoked) -> None:
-        """Give a room up that prefill keeps no more; `Collected` follows once nothing of it is read."""
         if message.life != self._engine.life:
             self._engine.ignore()
             return
@@ -550,7 +535,6 @@ class PullDecodeLeader:
             self._scheduler.fail(room)
 
     def _count_ready(self, rank: int, message: Ready) -> None:
-        """Tell the router once all ranks are connected to a prefill instance."""
         engine = self._engine
         if self.readiness.lost(message.life) or (engine.life and message.peer != engine.life):
             engine.ignore()
@@ -558,7 +542,6 @@ class PullDecodeLeader:
             engine.send(ROUTER, message)
 
     def _count_read(self, rank: int, message: Sent) -> None:
-        """Count the reads of *rank*: the room is complete with the last, and fails with the first that failed."""
         room = self._scheduler.rooms.get(message.room)
         if room is None or not room.waits:
             self._engine.ignore()
@@ -574,7 +557,6 @@ class PullDecodeLeader:
                 self._take_up(message.room)
 
     def _take_up(self, number: int) -> None:
-        """Have the next look find a room that has been read; ignore one that waits for no word of prefill."""
         room = self._unseen.pop(number, None)
         if room is None:
             self._engine.ignore()
@@ -582,23 +564,18 @@ class PullDecodeLeader:
             self._scheduler.arrived(room)
 
     def _collect(self, lent: Lent, nbytes: int) -> None:
-        """Tell prefill that nothing of a room is read any more, and how many bytes were."""
         self._engine.send(leader(lent.life), Collected(lent.room, lent.life, nbytes))
 
     # --- leases ---
 
     def _beat(self) -> None:
-        """Renew the leases of all rooms every `ServingEngine.heartbeat` seconds, as long as there are any."""
         engine = self._scheduler.job.engine
         if engine.lease and not self._beats:
             self._beats = True
             self._engine.clock.call_at(self._engine.clock.now + engine.heartbeat, self._renew, None)
 
     def _renew(self, _: Any) -> None:
-        """Send each prefill instance the rooms that are still to be read from it.
-
-        It comes again, a heartbeat later, while there are any.
-        """
+        # It comes again, a heartbeat later, while there are any.
         self._beats = False
         if not self._sources or self._engine.has_ended:
             return

@@ -140,7 +140,6 @@ class RoomLookup:
         self._next()
 
     def _again(self, room: int) -> None:
-        """Have *room* be in the next question, which is asked now if none is under way."""
         if room in self._open:  # or it was dropped while its time to be asked for again came
             self._fresh[room] = None
             self._next()
@@ -254,7 +253,6 @@ class PushPrefill:
         self.sender.abort(room)
 
     def _connected(self, life: str) -> None:
-        """Say so once all ranks of *life* are connected that this one writes to."""
         if self.sender.links.connected(life, self.engine.job.decode):
             self.engine.tell_leader(Ready(self.engine.life, life))
 
@@ -360,10 +358,7 @@ class PushPrefillLeader:
             self.slots.release(number)
 
     def _destination(self, _: str, message: Destination) -> None:
-        """Take note of the pages that decode has for a room, and have it wait for its first forward.
-
-        One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
-        """
+        # One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
         room = self._scheduler.rooms.get(message.room)
         late = message.room in self._over or (room is not None and room.state != "waiting")
         if late or message.life != self._engine.life:
@@ -382,15 +377,11 @@ class PushPrefillLeader:
         self._scheduler.queue(room)
 
     def _expire(self, number: int) -> None:
-        """Fail a room whose pages on the other side have not been heard of for too long."""
         reason = f"TransferTimeout: no pages at decode within {self._scheduler.job.bootstrap_timeout:g} s"
         self._scheduler.fail(self._scheduler.rooms[number], reason)
 
     def _count_ready(self, rank: int, message: Ready) -> None:
-        """Tell the router once all ranks are connected to a decode instance.
-
-        A rank may be told to meet that instance before this one is: what counts is that neither life is over.
-        """
+        # A rank may be told to meet that instance before this one is: what counts is that neither life is over.
         engine = self._engine
         if self._is_over(message.peer) or (engine.life and message.life != engine.life):
             engine.ignore()
@@ -398,7 +389,6 @@ class PushPrefillLeader:
             engine.send(ROUTER, message)
 
     def _is_over(self, life: str) -> bool:
-        """Return whether *life* was lost, or this rank has met a later one of the same instance."""
         if self.readiness.lost(life):
             return True
         later = (other for other in self._scheduler.worker.met if instance_of(other) == instance_of(life))
@@ -603,14 +593,10 @@ class PushDecodeLeader:
     # --- what comes in ---
 
     def _arrived_here(self, message: Arrived, arrival: Arrival) -> None:
-        """Count this rank's part of a room; *arrival*, the last of it, has the times of prefill."""
         self._count(self._engine.index, message, arrival)
 
     def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
-        """Count the part of *rank*; with the last one the room is complete, and the scheduler is woken.
-
-        A reason says why the bytes cannot be used, and makes the request fail when it is noticed.
-        """
+        # A reason says why the bytes cannot be used, and makes the request fail when it is noticed.
         room = self._scheduler.rooms.get(message.room)
         if room is None or not room.waits:
             self._engine.ignore()
@@ -621,7 +607,6 @@ class PushDecodeLeader:
             self._scheduler.arrived(room)
 
     def _released(self, _: str, message: Released) -> None:
-        """Give up a room of which prefill says that nothing moves any more, unless all of it has arrived."""
         room = self._scheduler.rooms.get(message.room)
         if room is None or not (room.waits or room.failed):
             self._engine.ignore()
@@ -630,7 +615,6 @@ class PushDecodeLeader:
         self._release(message.room)
 
     def _release(self, number: int) -> None:
-        """Have a failed room forgotten, of which nothing is written any more; `Quiet` from every rank follows."""
         room = self._scheduler.rooms.get(number)
         if room is not None and room.failed and not room.released:
             room.released = True
@@ -639,14 +623,12 @@ class PushDecodeLeader:
             self._mover.forget(number)
 
     def _begin_fence(self, life: str, rooms: list[int]) -> None:
-        """Have *rooms* released once every rank has proof that nothing of *life* moves here."""
         fence = self._fences.begin(life, rooms)
         self._engine.send(self._engine.followers, fence)
         self._mover.proof.prove(fence)
         self._scheduler.wake()
 
     def _fenced(self, rank: int, message: Fenced) -> None:
-        """Count the proof of *rank*; with that of the last, release the rooms that waited for it."""
         rooms = self._fences.count(rank, message)
         if rooms is None:
             self._engine.ignore()
@@ -664,6 +646,5 @@ class PushDecodeLeader:
             self._engine.ignore()
 
     def _unknown(self, request: Submit) -> None:
-        """Fail a request that no prefill instance says to have."""
         reason = f"TransferTimeout: no prefill instance has said within {PATIENCE:g} s that it has it"
         self._engine.send(ROUTER, Failed(request.room, reason))

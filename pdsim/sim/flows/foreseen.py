@@ -164,7 +164,6 @@ class Foreseen:
         return True
 
     def _beside(self, links: Sequence[Link]) -> dict[Plan, None]:
-        """Return the plans on any of *links*, in order."""
         found: dict[Plan, None] = {}
         for link in links:
             if plans := self._plans.get(link):
@@ -172,7 +171,6 @@ class Foreseen:
         return found
 
     def _join(self, plan: Plan, group: list[Plan]) -> bool:
-        """Have *plan* go on in lockstep with *group*; return whether that is possible."""
         alike = all(
             other.start == plan.start and other.size == plan.size and other.steps.alike(plan.steps)
             for other in group
@@ -262,12 +260,10 @@ class Foreseen:
                 member.cut(flow)
 
 
-def _nothing(*_: Any) -> None:
-    """Take note of what does not matter any more."""
+def _nothing(*_: Any) -> None: ...
 
 
 def _level(plans: list[Plan]) -> float:
-    """Return the rate of each of *plans* while all their flows, and no others, are under way; 0.0 if they differ."""
     counts: dict[Any, float] = {}
     for plan in plans:
         for link in plan.path.live:
@@ -281,7 +277,6 @@ def _free(path: Path, link: Link) -> float:
 
 
 def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
-    """Return whether a flow of *plan* is under way between *begin* and *end*, both included."""
     if begin > plan.last or end < plan.first:
         return False
     first = int(plan.ends.searchsorted(begin))
@@ -289,7 +284,6 @@ def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
 
 
 def _meet(plan: Plan, other: Plan) -> bool:
-    """Return whether a flow of one is under way, its begin and its end included, when one of the other is."""
     if plan.first > other.last or plan.last < other.first:
         return False
     # the first of the other's that does not end before; there is none for those of the plan that begin last

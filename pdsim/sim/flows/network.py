@@ -218,7 +218,6 @@ class Network:
         flow.done, flow.tag = done, tag
 
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
-        """Return the path over *links*, made anew; raise a `ValueError` if one of them is of another network."""
         for link in links:
             if link.index >= len(self.links) or self.links[link.index] is not link:
                 raise ValueError(f"links must be of this network, {link} is not")
@@ -229,7 +228,6 @@ class Network:
         return path
 
     def _change(self, path: Path) -> None:
-        """Note that the number of flows of *path* is another, and solve at the end of this instant."""
         if self._alone:
             met = [other for link in path.live for other in link.active if other in self._alone]
             if met:
@@ -238,7 +236,6 @@ class Network:
         self._wait()
 
     def _entered_alone(self, path: Path) -> None:
-        """Note that *path* has its rate, and see to it that the network wakes at the end of its flow."""
         now = self.clock.now
         if now != self._alone_at:
             self._alone_at = now
@@ -248,11 +245,8 @@ class Network:
             self._arm()
 
     def _take_back(self, paths: Iterable[Path]) -> None:
-        """Solve those of *paths* together with what changes now that got their rates at this instant.
-
-        So all changes of an instant are solved from the state before it, in their order, and times do not depend on
-        how many of them the network took to be alone.
-        """
+        # So all changes of an instant are solved from the state before it, in their order, and times do not depend
+        # on how many of them the network took to be alone.
         if self.clock.now != self._alone_at:
             self._alone.clear()
             return
@@ -266,12 +260,10 @@ class Network:
             self._wait()
 
     def _wait(self) -> None:
-        """Solve when nothing is left to happen at this instant."""
         if not self._solver.armed:
             self._solver.arm(self.clock.now)
 
     def _on_change(self, _: Alarm) -> None:
-        """End the flows that are due and find new rates, after the last event of an instant with changes."""
         self.events += 1
         now = self.clock.now
         if self._instant or self._wake_at <= now * NOW:
@@ -279,7 +271,6 @@ class Network:
         self._renew(now)
 
     def _on_end(self, alarm: Alarm) -> None:
-        """End the flows that are due; an alarm that was replaced by an earlier one does nothing."""
         self.events += 1
         if alarm is self._waker:
             now = self.clock.now
@@ -288,7 +279,6 @@ class Network:
             self._renew(now)
 
     def _renew(self, now: float) -> None:
-        """Find new rates and the next end, unless this instant goes on."""
         if self._changed or self._resized:
             if self.clock.peek() <= now:
                 self._wait()
@@ -297,7 +287,6 @@ class Network:
         self._arm()
 
     def _arm(self) -> None:
-        """Wake at the next end, if that is before what the alarm is set to."""
         at = self._next_end()
         if at < self._wake_at:
             self._wake_at = at
@@ -306,7 +295,6 @@ class Network:
             self._waker.arm(at)
 
     def _finish(self, now: float) -> None:
-        """End the flows that are due."""
         due, self._instant = self._instant, []
         for _, flow in due:
             flow.path.ended += flow.size
@@ -324,7 +312,6 @@ class Network:
                 done(flow.tag)
 
     def _solve(self, now: float) -> None:
-        """Find the rates of all paths that changed; those that only lost a flow and gained one keep theirs."""
         moved = []
         for path in self._changed:
             if path.flows != path.count:
@@ -347,7 +334,6 @@ class Network:
             self._compact()
 
     def _next_end(self) -> float:
-        """Return the time of the next end: that of the first entry, once the superseded ones before it are gone."""
         ends = self._ends
         while ends:
             at, index, link = ends[0]
@@ -363,18 +349,15 @@ class Network:
         return inf
 
     def _compact(self) -> None:
-        """Take superseded entries off the heap of ends, and look again when it is four times as large."""
         ends = self._ends
         ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
         heapify(ends)
         self._many = 4 * len(ends) + 256
 
 
-def _nobody(_: Any) -> None:
-    """Take note of an end that nobody waits for."""
+def _nobody(_: Any) -> None: ...
 
 
 def _check_capacity(capacity: float) -> None:
-    """Raise a `ValueError` unless *capacity* is finite and not negative."""
     if not 0.0 <= capacity < inf:
         raise ValueError(f"capacity(={capacity}) must be >= 0 and finite")

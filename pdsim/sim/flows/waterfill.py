@@ -147,14 +147,12 @@ class Waterfill:
         self._announce(link)
 
     def _refit(self, link: Link) -> None:
-        """Solve all paths over *link* anew, its capacity being another."""
         for path in link.active:
             if path.limit.level >= 0.0:
                 self._open(path.limit)
         link.free = link.capacity  # as none of them has a rate: a sum would lose digits
 
     def _recount(self, path: Path) -> None:
-        """Let the links of *path* know how many flows it has now."""
         if path.limit.level >= 0.0:
             self._open(path.limit)
         flows = float(path.flows)
@@ -177,7 +175,6 @@ class Waterfill:
             self._retire(path)
 
     def _retire(self, path: Path) -> None:
-        """Take *path*, which has no flows any more, off its links."""
         self._rising -= 1
         path.unbind()
         path.limit = NOBODY
@@ -188,11 +185,8 @@ class Waterfill:
                 link.free = link.capacity
 
     def _open(self, link: Link) -> None:
-        """Take back the rates of all paths that *link* limits.
-
-        Their other links get back what those paths took, and are to be looked at.  *was* keeps the level, by
-        which service is counted until now.
-        """
+        # Their other links get back what those paths took, and are to be looked at.  *was* keeps the level, by
+        # which service is counted until now.
         near = self._near
         self._opened.append(link)
         link.was = level = link.level
@@ -215,7 +209,6 @@ class Waterfill:
         link.unset += total
 
     def _fill(self) -> None:
-        """Find the rates taken back, the lowest first: the next link to be full is the one that can give least."""
         near = self._near
         while self._rising:
             if len(near) > FEW:
@@ -235,12 +228,9 @@ class Waterfill:
         near.clear()
 
     def _fill_many(self) -> None:
-        """Do what `_fill` does, with a heap, where each link has one entry that counts: that of its `key`.
-
-        A link's level can only rise as others settle below it, unless a level is taken back; so an entry is
-        checked when it comes up, and put back if it is out of date.  This takes logarithmic time a link where
-        `_fill` looks at all.
-        """
+        # A link's level can only rise as others settle below it, unless a level is taken back; so an entry is
+        # checked when it comes up, and put back if it is out of date.  This takes logarithmic time a link where
+        # `_fill` looks at all.
         heap: list[tuple[float, int, Link]] = []
         fresh = self._near
         while self._rising:
@@ -274,14 +264,11 @@ class Waterfill:
         fresh.clear()
 
     def _settle(self, link: Link, level: float) -> None:
-        """Let *link* limit its paths to *level*, unless others turn out to be in the way.
-
-        A path that another link allows more than *level* is limited here from now on, so that link is opened
-        first and this one comes up again.  A path that gets less than before leaves more to its other links, so
-        those of them that were settled are opened, too.
-
-        Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
-        """
+        # A path that another link allows more than *level* is limited here from now on, so that link is opened
+        # first and this one comes up again.  A path that gets less than before leaves more to its other links, so
+        # those of them that were settled are opened, too.
+        #
+        # Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
         if link.level >= 0.0:
             self._open(link)
             return
@@ -330,11 +317,8 @@ class Waterfill:
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Say when the next flow that *link* limits ends.
-
-        An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
-        heap, however often its rate changes.
-        """
+        # An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
+        # heap, however often its rate changes.
         ahead = link.first_end - link.service
         level = link.level
         if ahead <= 0.0:

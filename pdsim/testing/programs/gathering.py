@@ -100,10 +100,7 @@ def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
 
 
 def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
-    """Gather a piece of *size* bytes in symmetric memory.
-
-    Return how many bytes are wrong, and the kind of memory that the record names.
-    """
+    # Return how many bytes are wrong, and the kind of memory that the record names.
     source = rank.device.allocate(size, SYMMETRIC)
     target = rank.device.allocate(size * len(group.names), SYMMETRIC)
     if rank.device.holds_bytes:
@@ -188,7 +185,6 @@ def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> P
 
 
 def _die(rank: Rank) -> None:
-    """End by force: a process that is killed says good-bye to nobody."""
     if not rank.clock.virtual:
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("killed, as was asked for")

@@ -151,7 +151,6 @@ def use_memory(rank: Rank) -> Program:
 
 
 def _raises_on_zero(rank: Rank) -> bool:
-    """Return whether an allocation of no bytes is refused."""
     try:
         rank.device.allocate(0)
     except (ValueError, PdsimError):

@@ -106,7 +106,6 @@ def test_a_model_folder_has_the_shape_and_a_word_for_every_token(tmp_path, model
 
 
 def _parameters(found):
-    """Return the weights of a dense model of this configuration."""
     hidden, heads, kv = found["hidden_size"], found["num_attention_heads"], found["num_key_value_heads"]
     attention = hidden * found["head_dim"] * 2 * (heads + kv)
     layer = attention + 3 * hidden * found["intermediate_size"]

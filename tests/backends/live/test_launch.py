@@ -102,7 +102,6 @@ def _alive(pid: int) -> bool:
 
 
 def _children(argument: str) -> list[int]:
-    """Return the living processes whose last argument is *argument*."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:

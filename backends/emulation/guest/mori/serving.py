@@ -33,7 +33,6 @@ class _Mori:
     """The `Recipe`: MORI runs on a Python of its own, with libraries that the guest's machine can do without."""
 
     def server(self, guest: Guest) -> Server:
-        """Return a server of jobs on MORI in *guest*; see `Recipe.server`."""
         python, libraries = space.python()
         environment = {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / shims.PAUSE)}
         done = guest.run("bash", "-ec", _CARD, timeout=60)
@@ -42,7 +41,6 @@ class _Mori:
         return Server(guest, "mori", "mori.io", [str(python)], environment)
 
     def missing(self, backend: str) -> str:  # noqa: ARG002 all of its backends need the same
-        """Return what to install for MORI in the guest, or nothing."""
         return space.missing_requirements()
 
 

@@ -68,7 +68,6 @@ def make(wheel: Iterable[Path], folder: Path) -> None:
 
 
 def _wanted(wheel: Iterable[Path]) -> dict[str, dict[str, set[str]]]:
-    """Return the functions that *wheel* takes from `LIBRARIES`, by library and version."""
     wanted: dict[str, dict[str, set[str]]] = {soname: defaultdict(set) for soname in LIBRARIES}
     for library in wheel:
         needs: dict[str, tuple[str, str]] = {}  # a library and its version, by the number that symbols name
@@ -87,7 +86,6 @@ def _wanted(wheel: Iterable[Path]) -> dict[str, dict[str, set[str]]]:
 
 
 def _source(functions: dict[str, set[str]], answer: int) -> str:
-    """Return C of *functions*, each of which returns *answer*, the text that there is no device, or no error."""
     lines = []
     for name in sorted(set().union(*functions.values())):
         if name in TEXTS:
@@ -98,12 +96,10 @@ def _source(functions: dict[str, set[str]], answer: int) -> str:
 
 
 def _versions(functions: dict[str, set[str]]) -> str:
-    """Return a version script: each version holds its own functions."""
     return "".join(f"{version} {{ global: {'; '.join(sorted(names))}; }};\n" for version, names in functions.items())
 
 
 def _build(source: str, versions: str, target: Path) -> None:
-    """Compile *source* to the shared library *target*, whose symbols have *versions*."""
     script = target.with_suffix(".map")
     script.write_text(versions or "{ global: *; };")
     options = ("-shared", "-fPIC", "-w", f"-Wl,--version-script={script}", f"-Wl,-soname,{target.name}")
@@ -114,6 +110,5 @@ def _build(source: str, versions: str, target: Path) -> None:
 
 
 def _readelf(what: str, library: Path) -> list[str]:
-    """Return what readelf prints of *what* of *library*, line by line."""
     command = ["readelf", "--wide", what, str(library)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()

@@ -75,7 +75,6 @@ def missing_requirements() -> str:
 
 
 def _folder() -> Path:
-    """Return the place of all this, which depends on this code and on the repository's."""
     parts = [Path(__file__), Path(shims.__file__), REPOSITORY / "pyproject.toml"]
     content = b"".join(part.read_bytes() for part in parts) + bytes(REPOSITORY)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -83,7 +82,6 @@ def _folder() -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Make everything in *folder*; a virtual environment cannot be moved, so a mark says that it is complete."""
     shutil.rmtree(folder, ignore_errors=True)
     libraries = folder / "libraries"
     libraries.mkdir(parents=True)
@@ -100,7 +98,6 @@ def _make(folder: Path) -> None:
 
 
 def _libraries(folder: Path) -> None:
-    """Put the files of all libraries into *folder*."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         _download(FROM_NEWER, work, *_apt(work / "apt"))
@@ -114,12 +111,10 @@ def _libraries(folder: Path) -> None:
 
 
 def _download(packages: tuple[str, ...], folder: Path, *options: str) -> None:
-    """Download Debian's *packages* into *folder*, with *options* of apt."""
     _made("apt-get", *options, "-qq", "download", *packages, cwd=folder)
 
 
 def _apt(folder: Path) -> tuple[str, ...]:
-    """Return options with which apt knows `NEWER` on the mirror of this machine; it keeps its lists in *folder*."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     mirrors = _made("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
@@ -136,7 +131,6 @@ def _apt(folder: Path) -> tuple[str, ...]:
 
 
 def _environment(folder: Path, libraries: Path) -> Path:
-    """Make a virtual environment whose Python starts with the linker in *libraries*; return that Python."""
     base = _base()
     assert base is not None, "missing_requirements() says so"
     _made(str(base), "-m", "venv", str(folder / "venv"))
@@ -151,7 +145,6 @@ def _environment(folder: Path, libraries: Path) -> Path:
 
 
 def _base() -> Path | None:
-    """Return a Python 3.12 of this machine, or None."""
     for candidate in _candidates():
         done = subprocess.run([candidate, "-V"], capture_output=True, text=True, timeout=60, check=False)
         if done.stdout.startswith("Python 3.12."):
@@ -160,7 +153,6 @@ def _base() -> Path | None:
 
 
 def _candidates() -> Iterator[str]:
-    """Yield the interpreters that may be Python 3.12: on the path, of pyenv and of uv."""
     yield from filter(None, [shutil.which("python3.12"), sys.executable])
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     for folder, name in ((pyenv / "versions", "3.12*"), (Path.home() / ".local/share/uv/python", "cpython-3.12*")):
@@ -168,5 +160,4 @@ def _candidates() -> Iterator[str]:
 
 
 def _made(*words: str, cwd: Path | None = None) -> str:
-    """Return what the command *words* prints; raise `BackendUnavailable` with its output if it fails."""
     return command(*words, cwd=cwd, about="MORI's test environment is made of packages")
