@@ -36,7 +36,7 @@ import numpy as np
 
 import pdsim.core.clock
 from pdsim.core.clock import Alarm, Clock
-from pdsim.sim.flows.network import Network
+from pdsim.sim.network import Network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -136,9 +136,9 @@ def _endpoints() -> tuple[Any, Any]:
     from pdsim.core.clock import Clock
     from pdsim.hardware.machine import Machine
     from pdsim.sim.endpoint import Fabric, SimEndpoint
-    from pdsim.sim.flows.network import Network
     from pdsim.sim.memory import DeviceMemory, SimDevice
     from pdsim.sim.model import _Records
+    from pdsim.sim.network import Network
     from pdsim.sim.topology import Topology
     from pdsim.transfer.job import Place
 

@@ -36,9 +36,9 @@ from pdsim.transfer.group import check_gather, is_symmetric
 
 if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, CollectiveModel
-    from pdsim.sim.flows.network import Flow, Path
     from pdsim.sim.hosts import RankClock
     from pdsim.sim.memory import SimDevice, SymmetricPool
+    from pdsim.sim.network import Flow, Path
     from pdsim.transfer import Buffer, Recorder
 
 __all__ = ["SimGroup", "SimGroups"]

@@ -30,13 +30,13 @@ from pdsim.core.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.sim.engine import SendQueue
 from pdsim.sim.hosts import NotificationInbox
-from pdsim.sim.inflight import Connection, Payload, PostedTransfers, SeriesRecorder, SimTransfer
 from pdsim.sim.memory import RegionTable
-from pdsim.sim.posting import CopyEngine, PostingShare, PostingThread, PostingThreads
+from pdsim.sim.posting import PostingShare, PostingThread, PostingThreads, SendQueue
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
+from pdsim.sim.transfers import Connection, Payload, PostedTransfers, SeriesRecorder, SimTransfer
+from pdsim.sim.wire import CopyEngine
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, WriteSequence
 
 if TYPE_CHECKING:
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     from pdsim.core.mailbox import Mailbox
     from pdsim.hardware.costs import Engine
     from pdsim.hardware.machine import Gpu
-    from pdsim.sim.engine import Stages, Times
     from pdsim.sim.faults import Chance, Draws, Observer
-    from pdsim.sim.flows.network import Flow, Network
     from pdsim.sim.memory import SimDevice
-    from pdsim.sim.posting import Posting
+    from pdsim.sim.network import Flow, Network, Times
+    from pdsim.sim.sequence import Stages
     from pdsim.sim.topology import Site, Topology
+    from pdsim.sim.wire import Posting
     from pdsim.transfer import Batches
 
 __all__ = [
     "DETECTION",
     "Fabric",
+    "InboundPeers",
     "Initiator",
     "SimEndpoint",
-    "Visitors",
 ]
 
 
@@ -79,7 +79,7 @@ class SimEndpoint:
         self.life = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
         self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
-        self.visitors = Visitors(fabric.clock, clock, DETECTION)
+        self.inbound_peers = InboundPeers(fabric.clock, clock, DETECTION)
         self._fabric = fabric
         self._clock = clock
         self._poster = PostingThread(fabric.threads(site))
@@ -151,7 +151,7 @@ class SimEndpoint:
             connection = self._connections[there.rank] = Connection(
                 self._initiator, remote, self._send_queue(remote)
             )
-            remote.visitors.add(self)
+            remote.inbound_peers.add(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.regions.find(region), region) for region in there.regions]
         regions = {region.name: region if mine is None else mine.region for mine, region in known}
@@ -186,7 +186,7 @@ class SimEndpoint:
         That is `DETECTION` after the end of the last of them; at once if none has connected, or all are over that
         long.
         """
-        return self.visitors.quiesced(peer)
+        return self.inbound_peers.quiesced(peer)
 
     def close(self) -> None:
         """Break all connections and withdraw all regions.
@@ -230,7 +230,7 @@ class SimEndpoint:
 
         Flows end at once, because the wire is cut; what posts them fails with `PeerLost` only `DETECTION` later.
         """
-        self.visitors.end(remote)
+        self.inbound_peers.end(remote)
         self._initiator.disconnect(remote)
 
     def _check_open(self) -> None:
@@ -507,7 +507,7 @@ class Initiator:
         return connection
 
 
-class Visitors:
+class InboundPeers:
     """The lives of peers that have connected to one endpoint and whose end it has not noticed.
 
     Their ends happen on the job's clock *hardware* and are noticed *detection* seconds later; who waits for them

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdsim.hardware.machine import Host
     from pdsim.transfer import Notification
 
-__all__ = ["Coming", "HostLatency", "JobClock", "NotificationInbox", "RankClock", "SimChannel"]
+__all__ = ["HostLatency", "JobClock", "NotificationInbox", "RankClock", "ScheduledArrivals", "SimChannel"]
 
 
 class SimChannel:
@@ -152,7 +152,7 @@ APART = 1e-9
 """Seconds between two that come one after the other and not, but for rounding, together."""
 
 
-class Coming:
+class ScheduledArrivals:
     """What comes at times that are known, without an event for each."""
 
     __slots__ = ("acted", "met", "times")
@@ -176,7 +176,7 @@ class HostLatency:
             (host.wake, host.idle_wake, host.idle_after) if host is not None else (0.0, 0.0, 0.0)
         )
         self._last = now  # when it acted, or will have acted, upon all that has come
-        self._coming: list[Coming] = []
+        self._coming: list[ScheduledArrivals] = []
         self.instant = not (self._wake or self._idle_wake)
         """Whether it acts upon everything at once."""
 
@@ -193,11 +193,11 @@ class HostLatency:
         self._last = at = at if at > last else nextafter(last, inf)
         return at
 
-    def expect(self, series: Coming) -> None:
+    def expect(self, series: ScheduledArrivals) -> None:
         """Act upon what *series* says at its times, until `conclude`."""
         self._coming.append(series)
 
-    def conclude(self, series: Coming, count: int, now: float) -> float:
+    def conclude(self, series: ScheduledArrivals, count: int, now: float) -> float:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
         self._meet(now)
         self._coming.remove(series)
@@ -228,7 +228,7 @@ class HostLatency:
                 return
             self._act(first)
 
-    def _skip(self, waiting: Sequence[tuple[Coming, int]]) -> None:
+    def _skip(self, waiting: Sequence[tuple[ScheduledArrivals, int]]) -> None:
         # *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
         # as it takes to wake from the cold, on the first.
         kept, ends, last = inf, [], -inf  # *last*: of those skipped
@@ -253,7 +253,7 @@ class HostLatency:
             series.met = end
         self._last = max(self._last, last + self._wake)
 
-    def _act(self, series: Coming) -> None:
+    def _act(self, series: ScheduledArrivals) -> None:
         series.acted = self._acts_at(series.times[series.met])
         series.met += 1
 

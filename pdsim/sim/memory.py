@@ -31,7 +31,7 @@ from pdsim.transfer.group import SYMMETRIC
 
 if TYPE_CHECKING:
     from pdsim.hardware.machine import Copies
-    from pdsim.sim.flows.network import Link, Network
+    from pdsim.sim.network import Link, Network
     from pdsim.transfer import Batch
 
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]

@@ -21,9 +21,9 @@ from pdsim.hardware.costs import Jitter
 from pdsim.sim.collective import SimGroups
 from pdsim.sim.endpoint import Fabric, SimEndpoint
 from pdsim.sim.faults import Chance, Draws, Faults, Observer
-from pdsim.sim.flows.network import Network
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
+from pdsim.sim.network import Network
 from pdsim.sim.topology import SideTraffic, Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec, ranks_named
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdsim.core.clock import Clock
     from pdsim.hardware.costs import Collective, Engine
     from pdsim.hardware.machine import LinkChange, Machine
-    from pdsim.sim.flows.network import Link
+    from pdsim.sim.network import Link
     from pdsim.transfer import Spill
     from pdsim.transfer.job import SampleRow
 

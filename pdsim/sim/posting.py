@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a GPU that copy to others: whose transfer they carry, and when.
+"""What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
 
-They belong to one process at a time.  As long as it has something for them, others wait, but no longer than a
-slice (`Gpu.slice`); then the driver takes the engines away from it, in the middle of a copy if need be, and the
-next process has them.  Measured on 2 x H200: of two processes with two copies of 16 MiB queued each, most copies
-take as long as alone, and those that a slice interrupts 1.1 ms longer
-(`data/benchmarks/field-crossing-2xh200.csv`).  Of two streams of a process with
-copies queued, one is served until it is empty: 2 and 4 of 16 MiB to each of two GPUs take 82 and 173 us each, as
-those to one GPU do (`data/benchmarks/crossing-4xh200.parquet`).
+A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g =
+*descriptor*):
 
-Threads that post to one GPU's copy engines: what they do at once, and what they do one at a time.
+1. The *poster*, one per endpoint, is busy for ``call + n * descriptor`` and a *ramp*; transfers take their turns.
+2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with
+   all other transfers between the two endpoints at most at ``queues * queue_rate``.
+
+The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
+ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
+*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.sim.wire`.
+A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
+A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
+
+No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
+work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows
+of the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy
+engine waits for its posting.
+
+**Threads** that post to one GPU's copy engines: what they do at once, and what they do one at a time.
 
 A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time
 by the threads of a process, the share *between* by those of all processes of the GPU.  Beside *a* other threads of
@@ -22,8 +32,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
+
+from pdsim.core.errors import SendQueueFull
+from pdsim.sim.sequence import SeriesSteps
+from pdsim.sim.wire import Posting, WireStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,20 +45,13 @@ if TYPE_CHECKING:
     from pdsim.core.clock import Clock
     from pdsim.core.units import Seconds
     from pdsim.hardware.costs import EngineModel
-    from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Draws
-    from pdsim.sim.flows.network import Flow, Network, Path
-    from pdsim.sim.tcp import Streams
+    from pdsim.sim.network import Flow, Link, Network, Path
+    from pdsim.sim.sequence import Stages
     from pdsim.sim.topology import Route
+    from pdsim.sim.wire import CopyEngine
 
-__all__ = [
-    "CopyEngine",
-    "Posting",
-    "PostingShare",
-    "PostingThread",
-    "PostingThreads",
-    "Wire",
-]
+__all__ = ["PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
 
 
 class PostingThread:
@@ -57,267 +64,6 @@ class PostingThread:
         self.free = 0.0  # when it has done everything that it was given
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
-
-
-class Posting:
-    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
-
-    __slots__ = (
-        *("done", "flow", "held", "least", "wire"),
-        *("aborted", "at_once", "carried", "descriptors", "nbytes", "posted", "tag"),
-    )
-
-    def __init__(
-        self, wire: Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
-    ) -> None:
-        self.nbytes = nbytes
-        self.descriptors = descriptors
-        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
-        self.aborted = False
-        self.at_once = False  # done in the call that posts it
-        self.tag = tag
-        self.wire = wire
-        self.done = done
-        self.held = held
-        self.least = 0.0  # when its bytes are there at the earliest
-        self.flow: Flow | None = None
-        self.carried = False  # by the wire, while a thread is still posting it
-
-
-class Wire:
-    """One direction between two endpoints: what a poster writes, or what it reads."""
-
-    __slots__ = ("latency", "occupancy", "path", "rate", "streams")
-
-    def __init__(self, path: Path, model: EngineModel, route: Route, cap: float, *, read: bool) -> None:
-        self.path = path
-        self.latency = model.latency + route.latency + (model.read if read else 0.0)
-        narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(cap, narrowest)  # of a transfer that is alone, and no fault on the way
-        self.occupancy = model.held_up(narrowest, read=read)
-        self.streams: Streams | None = None  # of TCP, where the way takes time
-        if route.chain is not None:
-            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
-            self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
-
-    def tail(self, posting: Posting) -> float:
-        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
-        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
-
-
-class CopyEngine:
-    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
-
-    So do the copies of a GPU over NVLink, whatever streams of a process they are in: of two transfers of 1 GiB to
-    two GPUs, the first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200,
-    `docs/validation.md`). Sources that begin with the same sink share its port and leave the other sinks idle, again
-    and again.  With *streams*, one for each peer, it stays with a stream until that is empty.
-
-    Ranks are processes, and have it in turns of `Gpu.slice` seconds at most; with 0 their copies go on side by side.
-    A series of writes that was foreseen is not interrupted (`pdsim.sim.sequence`).
-
-    Copies *within* a GPU are kernels, which have a copy engine of their own here, and wait for `Gpu.process_switch`
-    when the turn is another process'.
-
-    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin with the next.
-    """
-
-    __slots__ = (
-        *("_busy", "_clock", "_draws", "_idle", "_idle_after", "_idle_wake", "_waiting", "posters"),
-        *(
-            "_number",
-            "_over",
-            "_owner",
-            "_served",
-            "_since",
-            "_slice",
-            "_stalled",
-            "_streams",
-            "_last",
-            "_switch",
-            "within",
-        ),
-    )
-
-    def __init__(
-        self,
-        clock: Clock,
-        gpu: Gpu | None = None,
-        draws: Draws | None = None,
-        *,
-        streams: bool = False,
-        within: bool = False,
-    ) -> None:
-        self._clock = clock
-        self._draws = draws
-        self._idle_after, self._idle_wake = (gpu.idle_after, gpu.idle_wake) if gpu is not None else (0.0, 0.0)
-        self._idle = clock.now  # since when, or when it will be awake
-        self._busy: dict[PostingThread, Posting] = {}
-        self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
-        self._streams = streams
-        self.within = within  # the GPU
-        self._switch = gpu.process_switch if within and gpu is not None else 0.0
-        self._last: PostingThread | None = None  # who had it before
-        self._slice = gpu.slice if gpu is not None else 0.0
-        self._owner: PostingThread | None = None  # of the engine, since `_since`
-        self._since = 0.0
-        self._over = False  # whether its slice is, and others wait
-        self._number = 0  # of the owner's turn: an alarm of an earlier one says nothing
-        self._served: _Stalled | None = None  # what of the owner's is on the wire
-        self._stalled: dict[PostingThread, _Stalled] = {}  # in the order in which they get their turns
-        self.posters: set[PostingThread] = set()
-        """Those of the ranks that post through it."""
-
-    def take(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
-        """Call ``start(posting)`` when its turn has come among those of *poster*."""
-        if poster in self._busy:
-            self._waiting.setdefault(poster, deque()).append((start, posting))
-        else:
-            self._begin(start, posting, poster)
-
-    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
-        now = self._clock.now
-        if not self._busy and now - self._idle > self._idle_after:
-            self._idle = now + self._idle_wake
-        self._busy[poster] = posting
-        at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
-        if at > now:
-            self._clock.call_at(at, start, posting)
-        else:
-            start(posting)
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether it takes time to begin after it was idle."""
-        return self._idle_wake > 0.0
-
-    def stays_awake(self, at: float, pause: float) -> bool:
-        """Return whether it is idle and needs no rousing for a transfer at *at*, nor after *pause* seconds without.
-
-        It is not known where several ranks post: then its rest depends on all of them.
-        """
-        now = self._clock.now
-        idle = not self._busy and len(self.posters) == 1 and self._idle <= now
-        return idle and at - self._idle <= self._idle_after and pause < self._idle_after / 2
-
-    def rests_since(self, at: float) -> None:
-        """Take note that a transfer that was not shown to it ended at *at*."""
-        self._idle = max(self._idle, at)
-
-    def hold(self, posting: Posting, poster: PostingThread) -> None:
-        """Carry *posting*, which has begun before."""
-        self._busy[poster] = posting
-
-    def leave(self, posting: Posting, poster: PostingThread) -> None:
-        """Go on to the next of *poster*, if it was *posting* that was carried."""
-        if self._busy.get(poster) is not posting:
-            return
-        del self._busy[poster]
-        stalled = self._stalled.get(poster)
-        if stalled is not None and stalled.posting is posting:
-            del self._stalled[poster]
-        self._idle = max(self._idle, self._clock.now)
-        waiting, wire, at = self._waiting.get(poster), posting.wire, 0
-        while waiting:
-            if self._streams:
-                at = next((index for index, (_, other) in enumerate(waiting) if other.wire is wire), 0)
-            start, posting = waiting[at]
-            del waiting[at]
-            if not posting.aborted:
-                self._begin(start, posting, poster)
-                return
-
-    @property
-    def shared(self) -> bool:
-        """Whether ranks have it in turns."""
-        return self._slice > 0.0 and len(self.posters) > 1
-
-    def carry(
-        self,
-        network: Network,
-        posting: Posting,
-        poster: PostingThread,
-        size: float,
-        done: Callable[[Posting], None],
-    ) -> None:
-        """Put *size* bytes of *posting* on the wire, now or in the turn of *poster*; call ``done(posting)`` then."""
-        if not self.shared:
-            posting.flow = network.start(posting.wire.path, size, done, posting)
-            return
-        way = _Stalled(network, posting, size, done)
-        if self._owner is None:
-            self._own(poster)
-        if self._owner is poster and not self._over:
-            self._serve(way)
-            return
-        self._stalled[poster] = way
-        if len(self._stalled) == 1:
-            self._limit()
-
-    def rest(self, posting: Posting, poster: PostingThread) -> None:
-        """Give the engine to the next rank unless *poster*, whose *posting* is off the wire, goes on at once."""
-        if self._served is not None and self._served.posting is posting:
-            self._served = None
-        if self._owner is poster and self._served is None:
-            self._pass()
-
-    def _own(self, poster: PostingThread) -> None:
-        self._owner, self._since, self._over = poster, self._clock.now, False
-        self._number += 1
-
-    def _serve(self, way: _Stalled) -> None:
-        self._served, before, self._last = way, self._last, self._owner
-        if self._switch and before is not None and before is not self._owner:
-            self._clock.call_at(self._clock.now + self._switch, self._start, way)
-        else:
-            self._start(way)
-
-    def _start(self, way: _Stalled) -> None:
-        if self._served is way:
-            way.posting.flow = way.network.start(way.posting.wire.path, way.left, way.done, way.posting)
-
-    def _pass(self) -> None:
-        self._owner = None
-        if self._stalled:
-            poster = next(iter(self._stalled))
-            way = self._stalled.pop(poster)
-            self._own(poster)
-            if self._stalled:
-                self._limit()
-            self._serve(way)
-
-    def _limit(self) -> None:
-        gone = ceil((self._clock.now - self._since) / self._slice)
-        self._clock.call_at(self._since + max(1, gone) * self._slice, self._end_slice, self._number)
-
-    def _end_slice(self, number: int) -> None:
-        way = self._served
-        if number != self._number or not self._stalled or way is None:
-            return
-        if way.posting.flow is None:  # it has hardly come to it
-            self._over = True
-            return
-        left = way.network.abort(way.posting.flow)
-        if left < 1.0:  # it ends at this very instant
-            way.left, self._over = 0.0, True
-            self._serve(way)
-            return
-        way.left, way.posting.flow, self._served = left, None, None
-        assert self._owner is not None
-        self._stalled[self._owner] = way
-        self._pass()
-
-
-class _Stalled:
-    """What a rank has for the wire: *left* bytes of *posting* on *network*."""
-
-    __slots__ = ("done", "left", "network", "posting")
-
-    def __init__(self, network: Network, posting: Posting, left: float, done: Callable[[Posting], None]) -> None:
-        self.network = network
-        self.posting = posting
-        self.left = left
-        self.done = done
 
 
 @dataclass(eq=False, slots=True)
@@ -397,7 +143,7 @@ class PostingThreads:
     """The *threads* of one rank, which share with those of others what *share* says.
 
     Work is taken up in the order in which it was posted.  A rank with one thread that shares with nobody needs
-    none of this: its poster is a sum (`pdsim.sim.engine`).
+    none of this: its poster is a sum (`pdsim.sim.posting`).
     """
 
     def __init__(self, share: PostingShare, threads: int) -> None:
@@ -427,3 +173,284 @@ class PostingThreads:
     def drop(self, tag: Any) -> None:
         """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
         self._waiting = deque(work for work in self._waiting if work.tag is not tag)
+
+
+class SendQueue:
+    """Everything that one endpoint posts to one peer.
+
+    *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
+    Mooncake's TCP does beyond 1024 blocks), or the transfer waits, first come, first served, without keeping the
+    poster from other peers; a transfer larger than *depth* is let in alone, when nothing else is outstanding.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        poster: PostingThread,
+        model: EngineModel,
+        outward: Route,
+        inward: Route,
+        name: str,
+        copier: CopyEngine | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        self.name = name
+        self.model = model
+        # what is asked for each transfer; the model is no compiled class
+        self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
+        self._small, self._fresh = model.small, model.fresh_descriptor
+        self._known: dict[int, float] = {}  # seconds of posting, by descriptors
+        self._copier = copier
+        self._draws = draws
+        self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
+        self._clock: Clock = network.clock
+        self._network = network
+        self._poster = poster
+        self._waiting: deque[Posting] = deque()
+        queues: tuple[Link, ...] = ()
+        if isfinite(model.queue_rate):
+            queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
+        caps = model.rate, model.fastest(read=True)
+        if copier is not None and copier.within:  # the rates are those of links to other GPUs
+            caps = inf, inf
+        self._outward = WireStage(
+            network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False
+        )
+        self._inward = WireStage(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
+
+    def post(
+        self,
+        nbytes: int,
+        descriptors: int,
+        inward: bool,
+        done: Callable[[Posting], None],
+        tag: Any = None,
+        held: float = 0.0,
+    ) -> Posting:
+        """Post a transfer to the peer, or from it if *inward*; ``done(posting)`` is called when it is complete.
+
+        *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does
+        not wait.
+        """
+        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
+        if not self._depth or (not self._waiting and self._has_room(descriptors)):
+            self._admit(posting)
+        elif self.model.full == "wait":
+            self._waiting.append(posting)
+        else:
+            raise SendQueueFull(
+                f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine "
+                f"takes {self.model.depth} and refuses more; send smaller batches or fewer at once"
+            )
+        return posting
+
+    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, SeriesSteps] | None:
+        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle poster.
+
+        Return None if what they do to each other, or to others, is more than `SeriesSteps` says.
+        """
+        model, wire, poster = self.model, self._outward, self._poster
+        simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
+        at_once = model.small is not None and model.small.takes(descriptors, nbytes)
+        size = nbytes + descriptors * wire.occupancy
+        if not simple or at_once or model.fresh_descriptor or poster.free > self._clock.now or not size:
+            return None
+        posting = model.posting(descriptors) * poster.slowness
+        if self._copier is not None and self._copier.shared:
+            return None
+        if self._copier is not None and self._copier.sleeps:
+            first = self._clock.now if model.overlap else self._clock.now + posting
+            if not self._copier.stays_awake(first, posting + wire.latency):
+                return None
+        return wire.path, size, SeriesSteps(count, posting, model.overlap, wire.latency)
+
+    def resume(
+        self,
+        nbytes: int,
+        descriptors: int,
+        stages: Stages,
+        flow: Flow | None,
+        done: Callable[[Posting], None],
+        tag: Any,
+    ) -> Posting:
+        """Return a write of a series that is under way, as `post` would have made it.
+
+        *flow* is its own, if it is on the wire.
+        """
+        _, posted, begin, end, over = stages
+        posting = Posting(self._outward, nbytes, descriptors, done, tag, 0.0)
+        posting.posted = self._poster.free = posted
+        self.outstanding += descriptors
+        self._poster.under_way += 1
+        now = self._clock.now
+        if flow is not None:
+            posting.flow = flow
+            self._network.on_end(flow, self._on_carried, posting)
+        elif begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+            return posting
+        elif begin == now:
+            self._begin(posting)
+            return posting
+        else:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            ended = max(end, posted)
+            if flow is not None or ended > now:
+                self._copier.hold(posting, self._poster)
+            if flow is None and ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+        return posting
+
+    def carried(self, at: float) -> None:
+        """Take note that the last of a series was carried at *at*, which is past."""
+        if self._copier is not None:
+            self._copier.rests_since(at)
+
+    def seconds(self, posting: Posting) -> float:
+        """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
+        assert posting.posted is not None
+        wire = posting.wire
+        narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
+        posted = (
+            posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
+        )
+        return posted + posting.nbytes / narrowest + wire.latency + posting.held
+
+    def abort(self, posting: Posting) -> None:
+        """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
+        if posting.aborted:
+            return
+        posting.aborted = True
+        if posting.posted is None:
+            self._waiting.remove(posting)
+            return
+        if posting.flow is not None:
+            self._network.abort(posting.flow)
+        if self._copier is not None:
+            self._copier.leave(posting, self._poster)
+            self._copier.rest(posting, self._poster)
+        if self._poster.threads is not None:
+            self._poster.threads.drop(posting)
+        self._leave(posting)
+
+    def _has_room(self, descriptors: int) -> bool:
+        alone = self.model.full == "wait" and not self.outstanding
+        return alone or self.outstanding + descriptors <= self._depth
+
+    def _admit(self, posting: Posting) -> None:
+        poster, now = self._poster, self._clock.now
+        self.outstanding += posting.descriptors
+        early = self._enter(posting) - max(0, posting.descriptors - self._most) * self._fresh
+        self._most = max(self._most, posting.descriptors)
+        if poster.threads is not None:
+            work = (self._posting(posting.descriptors) - early) * poster.slowness
+            posting.posted = inf
+            poster.threads.post(work, self._on_taken, self._on_posted, posting)
+            return
+        start = max(now, poster.free)
+        if self._draws is not None:
+            start += self._draws.start()
+        posting.posted = poster.free = start + (self._posting(posting.descriptors) - early) * poster.slowness
+        begin = start if self._overlap else posting.posted
+        if self._pipelined:
+            begin = start + (self._posting(1) - early) * poster.slowness
+        if begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+        else:
+            self._begin(posting)
+
+    def _posting(self, descriptors: int) -> float:
+        seconds = self._known.get(descriptors)
+        if seconds is None:
+            seconds = self._known[descriptors] = self.model.posting(descriptors)
+        return seconds
+
+    def _enter(self, posting: Posting) -> float:
+        small, poster = self._small, self._poster
+        if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
+            poster.under_way += 1
+            return 0.0
+        posting.at_once = True
+        early, late = self.model.saved(posting.descriptors, posting.nbytes)
+        posting.held -= late
+        return early
+
+    def _on_taken(self, posting: Posting) -> None:
+        if self._overlap:
+            first = self._posting(1) * self._poster.slowness if self._pipelined else 0.0
+            self._clock.call_at(self._clock.now + first, self._begin, posting)
+
+    def _on_posted(self, posting: Posting) -> None:
+        posting.posted = self._clock.now
+        if not self._overlap:
+            self._begin(posting)
+        elif posting.carried and not posting.aborted:
+            self._on_carried(posting)
+
+    def _begin(self, posting: Posting) -> None:
+        if posting.aborted:
+            return
+        if self._copier is None:
+            self._carry(posting)
+        else:
+            self._copier.take(self._carry, posting, self._poster)
+
+    def _carry(self, posting: Posting) -> None:
+        if posting.aborted:  # while the copy engine woke for it
+            return
+        wire = posting.wire
+        size = posting.nbytes + posting.descriptors * wire.occupancy
+        if wire.streams is not None:
+            least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
+            posting.least = self._clock.now + least
+            posting.held += growing
+        if self._copier is None:
+            posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
+        else:
+            self._copier.carry(self._network, posting, self._poster, size, self._on_carried)
+
+    def _on_carried(self, posting: Posting) -> None:
+        posting.flow = None
+        assert posting.posted is not None
+        if posting.posted == inf:
+            posting.carried = True
+        else:
+            self._ends(posting)
+        if self._copier is not None:
+            self._copier.rest(posting, self._poster)
+
+    def _ends(self, posting: Posting) -> None:
+        assert posting.posted is not None
+        wire = posting.wire
+        ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted
+        now = self._clock.now
+        ended = max(max(now, ready), posting.least)
+        # rounded, what is saved may be more than the latency
+        over = max(ended, ended + wire.latency + posting.held)
+        if over > now:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            if ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+            else:
+                self._make_way(posting)
+        if over <= now:
+            self._complete(posting)
+
+    def _make_way(self, posting: Posting) -> None:
+        assert self._copier is not None
+        self._copier.leave(posting, self._poster)
+
+    def _complete(self, posting: Posting) -> None:
+        if not posting.aborted:
+            self._leave(posting)
+            posting.done(posting)
+
+    def _leave(self, posting: Posting) -> None:
+        self.outstanding -= posting.descriptors
+        if not posting.at_once:
+            self._poster.under_way -= 1
+        waiting = self._waiting
+        while waiting and self._has_room(waiting[0].descriptors):
+            self._admit(waiting.popleft())

@@ -36,7 +36,7 @@ from pdsim.transfer import Region
 
 if TYPE_CHECKING:
     from pdsim.hardware.machine import Machine
-    from pdsim.sim.flows.network import Flow, Link, Network
+    from pdsim.sim.network import Flow, Link, Network
     from pdsim.transfer.job import Place
 
 __all__ = [

@@ -134,7 +134,7 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
     end the run: the recorder has it.
 
-    Its life; `pdsim.sim.inflight` and `backends.base.endpoint` use the same names for the transitions::
+    Its life; `pdsim.sim.transfers` and `backends.base.endpoint` use the same names for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐

@@ -16,7 +16,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Nic
 from pdsim.models.parallel import Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
-from pdsim.sim.flows.network import Network
+from pdsim.sim.network import Network
 from pdsim.sim.topology import RATES, SideTraffic
 from tests.serving.test_compute import MACHINE, MODEL
 from tests.support.configs import EIGHT, ENGINE

@@ -7,10 +7,10 @@ import pytest
 from pdsim.core.clock import Clock
 from pdsim.core.errors import SendQueueFull
 from pdsim.hardware.costs import Ramp
-from pdsim.sim.engine import SendQueue
-from pdsim.sim.flows.network import Network
-from pdsim.sim.posting import CopyEngine, PostingThread
+from pdsim.sim.network import Network
+from pdsim.sim.posting import PostingThread, SendQueue
 from pdsim.sim.topology import Route
+from pdsim.sim.wire import CopyEngine
 from tests.support.machines import cost, machine
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pdsim.core.errors import InvalidBatch, OutOfMemory
 from pdsim.hardware.machine import Copies
-from pdsim.sim.flows.network import Network
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock
 from pdsim.sim.memory import LAUNCH, DeviceMemory, SimDevice
+from pdsim.sim.network import Network
 from pdsim.transfer import Batch, Region
 from tests.support.machines import machine
 

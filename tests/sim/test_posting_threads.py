@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from pdsim.core.clock import Clock
-from pdsim.sim.engine import SendQueue
-from pdsim.sim.flows.network import Network
 from pdsim.sim.model import Model
-from pdsim.sim.posting import PostingShare, PostingThread, PostingThreads
+from pdsim.sim.network import Network
+from pdsim.sim.posting import PostingShare, PostingThread, PostingThreads, SendQueue
 from pdsim.sim.topology import Route
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.sharing import any_to_any_cost
 from pdsim.core.clock import Clock
-from pdsim.sim.flows.network import Network
+from pdsim.sim.network import Network
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ class TestArguments:
 
 
 class TestRounding:
-    """Each of these once went wrong in a fluid model: see `pdsim.sim.flows.waterfill`."""
+    """Each of these once went wrong in a fluid model: see `pdsim.sim.links`."""
 
     def test_a_rest_of_capacity_below_zero_does_not_loop(self, clock, network, start, done):
         """Sums of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import linprog
 
 from pdsim.core.clock import Clock
-from pdsim.sim.flows.network import Network
+from pdsim.sim.network import Network
 
 ORACLE = Path(os.environ.get("PDSIM_ORACLE", Path(__file__).parents[3] / "shared" / "data" / "oracle"))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.core.clock import Clock
-from pdsim.sim.flows.network import Network
-from pdsim.sim.flows.waterfill import Waterfill
+from pdsim.sim.links import Waterfill
+from pdsim.sim.network import Network
 
 SLACK = 1e-9
 END = 10.0  # by then all that was going to happen has happened, and dead links are mended

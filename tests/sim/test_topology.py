@@ -4,7 +4,7 @@ import pytest
 
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
-from pdsim.sim.flows.network import Network
+from pdsim.sim.network import Network
 from pdsim.sim.topology import Site, Topology
 from pdsim.transfer.job import Place
 from tests.support.machines import machine

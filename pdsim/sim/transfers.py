@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdsim.core.errors import TransferError
-    from pdsim.sim.engine import SendQueue, Times
     from pdsim.sim.faults import Chance, Observer
     from pdsim.sim.hosts import NotificationInbox
     from pdsim.sim.memory import Bytes, RegionTable, Registration, SimBuffer, SimDevice
-    from pdsim.sim.posting import Posting
+    from pdsim.sim.network import Times
+    from pdsim.sim.posting import SendQueue
+    from pdsim.sim.wire import Posting
     from pdsim.transfer import Transfer
 
 __all__ = [
