@@ -89,7 +89,10 @@ def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(
     operation = samples[0].operation if len({row.operation for row in samples}) == 1 else name.split("-")[1]
     alone = [row for row in samples if row.pattern == "pair" and row.concurrency == 1 and row.operation == operation]
     held = [row for row in alone if row.held]  # of these it says the error itself; of others that of folds
-    errors = [abs(model.alone(row.blocks, row.blocks * row.size, link) / row.seconds - 1.0) for row in held or alone]
+    errors = [
+        abs(model.isolated_time(row.blocks, row.blocks * row.size, link) / row.seconds - 1.0)
+        for row in held or alone
+    ]
     assert sum(errors) <= (1.01 if held else 1.2) * file.held_out.mean * len(errors)
 
 

@@ -141,7 +141,7 @@ def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel
 
     def residuals(logs: Any) -> Any:
         one = model(logs)
-        return [np.log(one.alone(point.ranks, point.size) / point.seconds) for point in warm]
+        return [np.log(one.isolated_time(point.ranks, point.size) / point.seconds) for point in warm]
 
     return model(least_squares(residuals, start, loss="soft_l1", f_scale=SCALE).x)
 
@@ -227,7 +227,10 @@ def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], Colle
 
 
 def _error(model: CollectiveModel, point: GatherSample) -> float:
-    return model.alone(point.ranks, point.size, paused=bool(point.batch), grown=point.grown) / point.seconds - 1.0
+    return (
+        model.isolated_time(point.ranks, point.size, paused=bool(point.batch), grown=point.grown) / point.seconds
+        - 1.0
+    )
 
 
 def between(every: Sequence[GatherSample]) -> Table:

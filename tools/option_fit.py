@@ -74,7 +74,7 @@ class ProcessSet:
         costs = OptionCosts(
             options={}, latency=latency, descriptor=descriptor, rate=rate, workers=VARIANTS[self.variant]
         )
-        return base.varied(costs)
+        return base.with_options(costs)
 
 
 def process_sets() -> list[ProcessSet]:
@@ -114,7 +114,7 @@ def errors(
     """
     model = one.model(base, values)
     rows = [row for row in one.rows if held is None or row.held == held]
-    modelled = [model.alone(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in rows]
+    modelled = [model.isolated_time(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in rows]
     return np.array(modelled) / [row.seconds for row in rows] - 1.0
 
 

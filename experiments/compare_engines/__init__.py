@@ -190,7 +190,7 @@ def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
         if model is None:
             continue
         chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
-        model = replace(model, by_option=()) if chosen is None else model.varied(chosen)
+        model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
         found[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
     return replace(backend, **found)
 

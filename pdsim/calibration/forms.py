@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms that a fit chooses among: the closed form of `EngineModel.alone` over arrays of samples.
+"""The forms that a fit chooses among: the closed form of `EngineModel.isolated_time` over arrays of samples.
 
 With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a
 wire of ``W = n * (s / rate + wire_descriptor)``::

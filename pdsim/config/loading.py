@@ -168,7 +168,7 @@ def _varied(
                 f"backend.options={dict(backend.options)} has no costs in the model of backend={backend.name}; "
                 f"there are {known}"
             )
-        varied = replace(model, by_option=()) if chosen is None else model.varied(chosen)
+        varied = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
         names = [field.name for field in fields(model) if getattr(varied, field.name) != getattr(model, field.name)]
         kept = {name: getattr(model, name) for name in names if covers(by_hand, f"backend.{at}.{name}")}
         known_options = {name for item in model.by_option for name in item.options} | set(backend.modelled)

@@ -222,7 +222,7 @@ class EngineModel:
             queue_rate=self.queue_rate * share,
         )
 
-    def varied(self, costs: OptionCosts) -> EngineModel:
+    def with_options(self, costs: OptionCosts) -> EngineModel:
         """Return this model with *costs* in it, which is then no choice any more.
 
         *by_option* of the result is empty, so that the costs of options are never added twice.
@@ -252,14 +252,14 @@ class EngineModel:
             seconds += min(descriptors, ramp.first) * ramp.extra
         return seconds
 
-    def saved(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
+    def inline_saving(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
         """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*.
 
         Seconds, of posting and of latency; the saving comes out of *latency* first.
 
         >>> small = InlineSaving(bytes=4096, descriptors=1, saving=3e-6)
         >>> model = EngineModel(path="rdma", call=5e-6, descriptor=0.0, overlap=True, latency=2e-6, small=small)
-        >>> [f"{1e6 * part:.0f}" for part in model.saved(1, 4096)], model.saved(2, 4096)
+        >>> [f"{1e6 * part:.0f}" for part in model.inline_saving(1, 4096)], model.inline_saving(2, 4096)
         (['1', '2'], (0.0, 0.0))
         """
         if self.small is None or not self.small.takes(descriptors, nbytes):
@@ -271,7 +271,7 @@ class EngineModel:
         """Return the highest rate of one write, or of one *read*, in bytes/s; ``inf`` leaves it to the links."""
         return min(self.rate, self.read_rate) if read else self.rate
 
-    def held_up(self, narrowest: Rate, *, read: bool) -> float:
+    def wire_overhead(self, narrowest: Rate, *, read: bool) -> float:
         """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
 
         Without a rate of its own, the engine holds up what the narrowest link would have carried.
@@ -279,19 +279,23 @@ class EngineModel:
         seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
         return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
 
-    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
+    def isolated_time(
+        self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False
+    ) -> Seconds:
         """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
 
         The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14), and fits
         use the same formula over arrays (`pdsim.calibration.forms`).  A sum of 1 MiB in 16 descriptors:
 
         >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
-        >>> f"{model.alone(16, 1 << 20):.9f}"
+        >>> f"{model.isolated_time(16, 1 << 20):.9f}"
         '0.000045621'
         """
         narrowest = min(narrowest, self.queues * self.queue_rate)
-        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
-        early, late = self.saved(descriptors, nbytes)
+        wire = (nbytes + descriptors * self.wire_overhead(narrowest, read=read)) / min(
+            self.fastest(read=read), narrowest
+        )
+        early, late = self.inline_saving(descriptors, nbytes)
         posting = self.posting(descriptors) - early
         latency = self.latency + (self.read if read else 0.0) - late
         if not self.overlap:
@@ -414,7 +418,7 @@ class CollectiveModel:
         """
         return max(self.after_pause if paused else 0.0, self.grown if grown else 0.0)
 
-    def alone(
+    def isolated_time(
         self, ranks: int, size: float, narrowest: Rate = math.inf, *, paused: bool = False, grown: bool = False
     ) -> Seconds:
         """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.

@@ -197,7 +197,7 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpre
         assert moved is not None
         line = config.hw.interconnect.rate
         ratios = [
-            moved.alone(count, size, line, read=read) / model.alone(count, size, line, read=read)
+            moved.isolated_time(count, size, line, read=read) / model.isolated_time(count, size, line, read=read)
             for count, size, read in moves
         ]
         spans.append(median(ratios))

@@ -65,7 +65,7 @@ class WireStage:
         self.latency = model.latency + route.latency + (model.read if read else 0.0)
         narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
         self.rate = min(cap, narrowest)  # of a transfer that is alone, and no fault on the way
-        self.occupancy = model.held_up(narrowest, read=read)
+        self.occupancy = model.wire_overhead(narrowest, read=read)
         self.streams: Streams | None = None  # of TCP, where the way takes time
         if route.chain is not None:
             answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only

@@ -111,5 +111,5 @@ def test_crowds_whose_wait_is_in_no_sample_do_not_move_what_single_transfers_say
 
 
 def sample(model, blocks, size, concurrency=1):
-    seconds = model.alone(blocks, blocks * size)
+    seconds = model.isolated_time(blocks, blocks * size)
     return Sample(blocks=blocks, size=size, concurrency=concurrency, seconds=seconds, low=seconds, high=seconds)

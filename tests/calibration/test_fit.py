@@ -27,7 +27,7 @@ CROSS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (4096, 65536, 1 
 def made_by(model, cells=CROSS, noise=0.0, seed=0):
     """Return the samples that *model* gives, with a relative error of *noise*."""
     n, size = (np.array(column, dtype=float) for column in zip(*cells, strict=True))
-    alone = np.array([model.alone(int(count), count * each) for count, each in zip(n, size, strict=True)])
+    alone = np.array([model.isolated_time(int(count), count * each) for count, each in zip(n, size, strict=True)])
     factors = np.exp(np.random.default_rng(seed).normal(0.0, noise, len(n)))
     return Points(n, size, np.ones(len(n)), alone * factors)
 
@@ -39,7 +39,7 @@ def test_a_form_says_what_its_engine_model_says(form, ramped):
     at |= {"extra1": 5e-7, "first1": 16.0} if ramped else {}
     cells = made_by(BASE)
     model = model_of(form, at, BASE)
-    said = [model.alone(int(n), n * size) for n, size in zip(cells.blocks, cells.size, strict=True)]
+    said = [model.isolated_time(int(n), n * size) for n, size in zip(cells.blocks, cells.size, strict=True)]
     assert form.seconds(at, cells) == pytest.approx(said, rel=1e-14)
 
 
@@ -198,7 +198,7 @@ def test_crowds_tell_what_all_transfers_share():
     alone = made_by(KINDS["sum"])
     shared = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=390e9)
     crowd = 4.0
-    busy = [max(shared.alone(1, size), crowd * size / 450e9) for size in (1 << 20, 1 << 24, 1 << 28)]
+    busy = [max(shared.isolated_time(1, size), crowd * size / 450e9) for size in (1 << 20, 1 << 24, 1 << 28)]
     points = Points(
         np.append(alone.blocks, [1.0] * 3),
         np.append(alone.size, [float(1 << 20), float(1 << 24), float(1 << 28)]),

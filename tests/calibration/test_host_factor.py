@@ -108,7 +108,9 @@ def test_the_calibrations_meet_a_host_that_they_have_not_seen(backend, median, p
     rows = samples.read(data("calibration", f"{backend}-2xh200-host2.csv")).rows
     model = compose(["hw=2xh200", f"backend={backend}", "experiment=transfer", "experiment.ranks=2"]).backend.intra
     pairs = [row for row in rows if row.concurrency == 1]
-    modelled = [model.alone(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in pairs]
+    modelled = [
+        model.isolated_time(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in pairs
+    ]
     errors = np.abs(np.array(modelled) / [row.seconds for row in pairs] - 1.0)
     assert len(pairs) > 100
     assert np.median(errors) < median

@@ -38,7 +38,7 @@ def bare():
 
 def test_seconds_are_added_and_rates_are_shares():
     costs = OptionCosts(options={"a": "b"}, latency=1e-6, descriptor=2e-6, rate=0.5)
-    varied = replace(OFF, queue_rate=100e9, read_rate=200e9, by_option=(costs,)).varied(costs)
+    varied = replace(OFF, queue_rate=100e9, read_rate=200e9, by_option=(costs,)).with_options(costs)
     assert varied.latency == OFF.latency + 1e-6
     assert varied.posting(10) == pytest.approx(10 * (OFF.descriptor + 2e-6))
     assert (varied.rate, varied.queue_rate, varied.read_rate) == (OFF.rate / 2, 50e9, 100e9)
@@ -59,7 +59,7 @@ def test_a_fit_knows_the_threads_as_the_model_does():
     counts = np.array([1.0, 1000.0, 1024.0, 1517.0, 8192.0])
     points = Points(counts, np.full(5, 4096.0), np.ones(5), np.ones(5))
     found = Form("maximum", ()).seconds(at, points)
-    assert found == pytest.approx([model.alone(int(count), count * 4096) for count in counts], rel=1e-12)
+    assert found == pytest.approx([model.isolated_time(int(count), count * 4096) for count in counts], rel=1e-12)
 
 
 def test_intervals_name_what_they_are_of():

@@ -27,7 +27,9 @@ def samples(more, noise=0.0, misfit=0.0, **where):
         both = np.exp(random.normal(0.0, misfit))
         for operation, extra in (("write", {}), ("read", more)):
             model = EngineModel(path="nvlink", overlap=False, latency=0.0, **SUM, **extra)
-            seconds = model.alone(n, n * size, read=operation == "read") * both * np.exp(random.normal(0.0, noise))
+            seconds = (
+                model.isolated_time(n, n * size, read=operation == "read") * both * np.exp(random.normal(0.0, noise))
+            )
             found.append(
                 Sample(blocks=n, size=size, operation=operation, seconds=seconds, low=seconds, high=seconds)
             )

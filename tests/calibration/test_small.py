@@ -38,7 +38,7 @@ HELD = ((1, 16384), (4, 4096), (32, 1 << 16))
 
 def made_by(model, cells=CELLS, noise=0.01):
     """Return the samples that *model* gives, with a relative error of *noise*."""
-    alone = np.array([model.alone(n, n * size) for n, size in cells])
+    alone = np.array([model.isolated_time(n, n * size) for n, size in cells])
     n, size = np.array(cells, dtype=float).T
     return Points(n, size, np.ones(len(n)), alone * np.exp(np.random.default_rng(5).normal(0.0, noise, len(n))))
 
@@ -53,7 +53,7 @@ def test_a_form_says_what_its_engine_model_says(form, saving):
     at = start_of(BASE) | {"call": 3e-6, "latency": 5e-6, "descriptor": 2e-7, "rate": 40e9, "saving": saving}
     cells = made_by(BASE)
     model = model_of(form, at, BASE)
-    said = [model.alone(int(n), n * size) for n, size in zip(cells.blocks, cells.size, strict=True)]
+    said = [model.isolated_time(int(n), n * size) for n, size in zip(cells.blocks, cells.size, strict=True)]
     assert form.seconds(at, cells) == pytest.approx(said, rel=1e-14)
 
 

@@ -171,7 +171,7 @@ def test_a_pool_that_has_grown_keeps_the_hosts_for_longer(grow, expected):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_alone_it_takes_what_the_closed_form_says(model, ranks):
     library = replace(LIBRARY, plain=model)
-    expected = [model.alone(ranks, 100, 100.0, paused=paused) for paused in (True, False, True)]
+    expected = [model.isolated_time(ranks, 100, 100.0, paused=paused) for paused in (True, False, True)]
     assert values(run(gather_in_turn, ranks, library))[0] == [pytest.approx(one, rel=1e-12) for one in expected]
 
 
@@ -323,7 +323,7 @@ LINES = DeviceLine(latency=0.5, rate=10.0), DeviceLine(latency=2.0, rate=40.0)
 @pytest.mark.parametrize(("size", "expected"), [(10, 0.5 + 10 / 10), (200, 2.0 + 200 / 40)])
 def test_gathers_that_are_queued_on_a_stream_take_the_time_of_the_device(size, expected):
     library = replace(LIBRARY, plain=replace(RING, device=LINES), symmetric=replace(DIRECT, device=LINES))
-    for timing, total in (("device", expected), ("caller", RING.alone(2, size))):
+    for timing, total in (("device", expected), ("caller", RING.isolated_time(2, size))):
         for whole, *_ in values(run(gather, 2, replace(library, timing=timing), size=size)):
             assert whole == pytest.approx(total, rel=1e-12)
 

@@ -95,7 +95,7 @@ def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, n
     bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire, **more)
     bench.post("a", nbytes=nbytes, descriptors=descriptors, inward=read)
     ((seconds, _),) = bench.run()
-    assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0, read=read), rel=1e-14)
+    assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0, read=read), rel=1e-14)
 
 
 def test_a_read_takes_longer_than_a_write_once_and_for_each_descriptor():

@@ -83,12 +83,12 @@ def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(saving, stages
     bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saving=saving), **stages)
     bench.post("a", nbytes=nbytes, descriptors=descriptors)
     ((seconds, _),) = bench.run()
-    assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0), rel=1e-14)
+    assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0), rel=1e-14)
 
 
 def test_no_engine_saves_unless_it_is_said_which_batches_are_small():
     assert cost().small is None
-    assert cost().saved(1, 1) == (0.0, 0.0)
+    assert cost().inline_saving(1, 1) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
