@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 from simpy.events import Event
 
 from pdsim.core.errors import PeerLost
-from pdsim.core.native_class import mypyc_attr
+from mypy_extensions import mypyc_attr
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Busy,

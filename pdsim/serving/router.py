@@ -14,7 +14,7 @@ from typing import Any, ClassVar, overload
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.core.native_class import mypyc_attr
+from mypy_extensions import mypyc_attr
 from pdsim.kv.messages import (
     Abort,
     Busy,
