@@ -30,7 +30,6 @@ OPTIMIZE = "PDSIM_COMPILE_LEVEL"  # of the C compiler: 0 to 3
 MODULES = (
     "pdsim/transfer/batch.py",
     "pdsim/core/clock.py",
-    "pdsim/core/mailbox.py",
     "pdsim/sim/hosts.py",
     "pdsim/sim/transfers.py",
     "pdsim/sim/endpoint.py",

@@ -9,9 +9,8 @@ import pytest
 from simpy import Interrupt
 from simpy.core import EmptySchedule
 
-from pdsim.core.clock import LAST, Alarm, Clock, WallClock, fire
+from pdsim.core.clock import LAST, Alarm, Clock, Mailbox, WallClock, fire
 from pdsim.core.errors import NeverPaused
-from pdsim.core.mailbox import Mailbox
 
 
 @pytest.fixture

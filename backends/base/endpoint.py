@@ -33,9 +33,8 @@ from backends.base.device import RealBuffer, RealDevice
 from backends.base.peers import MEET, RETURN, WELCOME, WITHDRAW, ConnectedPeers, Withdrawal
 from backends.base.processes import half_open, when_dead
 from backends.base.transfers import FORMAT, Address, Entry, PeerState, PostedTransfer, TransferAccount
-from pdsim.core.clock import WallClock
+from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
-from pdsim.core.mailbox import Mailbox
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import Batch, Batches, Buffer, Notification, Peer, Recorder, Region, Transfer, WriteSequence
 

@@ -20,9 +20,8 @@ from typing import Any
 from simpy.events import Event
 
 from backends.base.authentication import Doorkeeper, Keys, sender_of
-from pdsim.core.clock import WallClock
+from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import MessageError
-from pdsim.core.mailbox import Mailbox
 from pdsim.transfer import Message, Program
 
 __all__ = ["LARGEST", "QUEUE", "Inbox", "ZmqChannel", "dial"]

@@ -7,8 +7,8 @@ import msgspec
 import zmq
 
 from backends.capabilities import Variant
+from pdsim.core.clock import Mailbox
 from pdsim.core.errors import InvalidBatch, RegistrationError, TransferFailed
-from pdsim.core.mailbox import Mailbox
 from pdsim.transfer import Notification, Peer, Region, Transfer, TransferRecord, WriteSequence
 
 

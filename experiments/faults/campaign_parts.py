@@ -28,7 +28,6 @@ _CODE = (
     "pdsim/transfer/group.py",
     "pdsim/hardware/machine.py",
     "pdsim/transfer/job.py",
-    "pdsim/core/mailbox.py",
     "pdsim/transfer/batch.py",
     "pdsim/transfer/transfer.py",
     "pdsim/sim/**/*.py",

@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
+from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
 from pdsim.core.errors import PeerLost
-from mypy_extensions import mypyc_attr
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Busy,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 from msgspec.structs import replace
+from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from mypy_extensions import mypyc_attr
 from pdsim.kv.messages import (
     Abort,
     Busy,

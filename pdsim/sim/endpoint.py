@@ -42,8 +42,7 @@ from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdsim.core.clock import Clock
-    from pdsim.core.mailbox import Mailbox
+    from pdsim.core.clock import Clock, Mailbox
     from pdsim.hardware.costs import Engine
     from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Chance, Draws, Observer

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpy.events import URGENT
 
-from pdsim.core.clock import Clock, process_event
-from pdsim.core.mailbox import Mailbox
+from pdsim.core.clock import Clock, Mailbox, process_event
 from pdsim.sim.faults import Ties
 from pdsim.transfer import Message
 

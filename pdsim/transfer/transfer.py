@@ -28,8 +28,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from simpy.events import Event
 
-from pdsim.core.clock import Clock, fire
-from pdsim.core.mailbox import Mailbox
+from pdsim.core.clock import Clock, Mailbox, fire
 from pdsim.transfer.batch import Batch, Buffer, Region
 
 __all__ = [
