@@ -57,6 +57,7 @@ class Variant:
         same_as: Another backend of the class whose transfers are the same: the suite runs that one.
         tried_with: More options for the suite, by suffix of the case's name.
         check: Yields a line for each reason why a configuration is wrong.
+        notes: Yields a line for each thing that a run should say, though it is not wrong.
     """
 
     backend: str  # as `conf/backend` names it
@@ -72,6 +73,7 @@ class Variant:
     tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # yields a line for each reason why a configuration is wrong
     check: Callable[[Engine], Iterable[str]] | None = None
+    notes: Callable[[Engine], Iterable[str]] | None = None
 
     def __post_init__(self) -> None:
         one_of("variant", ("", *DEVICES), device=self.device)

@@ -28,6 +28,7 @@ __all__ = [
     "implementation_of",
     "load",
     "names",
+    "notes",
     "on_hosts",
     "variants",
     "variants_of",
@@ -147,6 +148,13 @@ def check(engine: Engine) -> Iterator[str]:
             f"backend.threads={engine.threads}: real ranks of backend={engine.name} post from one thread; use 1, "
             "or a backend of Mooncake or NIXL"
         )
+
+
+def notes(engine: Engine) -> Iterator[str]:
+    """Yield a line for each thing that a run of *engine* should say, though it is not wrong."""
+    for way in variants(engine.implementation):
+        if way.backend == engine.name and way.notes is not None:
+            yield from way.notes(engine)
 
 
 def check_collective(collective: Collective) -> Iterator[str]:

@@ -63,23 +63,30 @@ def test_the_alias_forces_tcp():
     assert composed("hw=loopback", "backend=mooncake_tcp").backend.options == {"MC_FORCE_TCP": "1"}
 
 
-def test_what_the_user_exported_against_it_is_a_conflict_in_one_line(monkeypatch):
+@pytest.mark.parametrize(("value", "said"), [(None, 0), ("1", 0), ("0", 1)])
+def test_an_exported_value_is_kept_with_a_note(monkeypatch, value, said):
     config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
-    monkeypatch.setenv("MC_FORCE_TCP", "0")
-    with pytest.raises(ConfigError) as caught:
-        rules.check(config)
-    (line,) = [line for line in str(caught.value).splitlines() if "MC_FORCE_TCP" in line]
-    assert line.startswith("backend=mooncake_tcp needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; take")
-
-
-def test_what_the_user_exported_in_its_favour_is_none(monkeypatch):
-    config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
-    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    if value is not None:
+        monkeypatch.setenv("MC_FORCE_TCP", value)
     rules.check(config)
-    assert config.backend.options == {"MC_FORCE_TCP": "1"}
+    lines = rules.notes(config, ())
+    assert len(lines) == said
+    assert all("MC_FORCE_TCP=0 is kept" in line and "backend=mooncake is the one for RDMA" in line for line in lines)
 
 
-def test_the_same_as_an_option_is_one_too():
-    config = composed("hw=loopback", "backend=mooncake_tcp", "++backend.options.MC_FORCE_TCP='0'")
-    with pytest.raises(ConfigError, match=r"backend\.options has MC_FORCE_TCP=0"):
-        rules.check(replace(config, target="real"))
+# --- prefixes on decode --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["hw=2x8xmi300x backend=mori", "hw=8xh200 backend=nvlink"])
+def test_sglang_keeps_prefixes_on_decode_over_nixl_and_mooncake_only(words):
+    with pytest.raises(ConfigError, match=r"cache\.decode=true with backend=\w+: .* over nixl and mooncake only"):
+        rules.check(composed(*words.split(), "cache.decode=true"))
+    rules.check(composed(*words.split(), "cache.decode=true", "engine=vllm"))  # which pulls
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "mooncake_tcp", "mooncake_nvlink", "nixl"])
+def test_mooncake_and_nixl_keep_prefixes_on_decode(backend):
+    hw = {"mooncake": "2x8xh20", "mooncake_tcp": "loopback"}.get(backend, "8xh20")
+    rules.check(
+        composed(f"hw={hw}", f"backend={backend}", "cache.decode=true", *["model=tiny"] * (hw == "loopback"))
+    )

@@ -95,16 +95,13 @@ MOONCAKE_CUDA = EngineLibrary(
 )
 
 
-def _not_forced(engine: Engine) -> Iterator[str]:
-    for where, value in (
-        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
-        ("backend.options", engine.options.get("MC_FORCE_TCP", "1")),
-    ):
-        if value != "1":
-            yield (
-                f"backend={engine.name} needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, "
-                "or use backend=mooncake for RDMA"
-            )
+def _forced(engine: Engine) -> Iterator[str]:
+    value = os.environ.get("MC_FORCE_TCP", engine.options.get("MC_FORCE_TCP", "1"))
+    if value != "1":
+        yield (
+            f"warning: backend={engine.name}: MC_FORCE_TCP={value} is kept, as SGLang keeps it; Mooncake uses TCP "
+            "whenever the variable is set, and backend=mooncake is the one for RDMA"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,7 @@ class MooncakeEndpoint(RealEndpoint):
             requires=MOONCAKE,
             memory=("host", "gpu"),
             posting_threads=True,
-            check=_not_forced,
+            notes=_forced,
             name="tcp",
             protocol="tcp",
             environment={"MC_FORCE_TCP": "1"},
@@ -199,7 +196,10 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
             "MC_LOG_LEVEL": "INFO",
         }
-        prepare(self.settings.name, {**self._transport.environment, **options}, defaults)
+        needed = {**self._transport.environment, **options}
+        if self._transport.name == "tcp":  # SGLang sets it where nobody has: any value means TCP to Mooncake
+            defaults["MC_FORCE_TCP"] = needed.pop("MC_FORCE_TCP")
+        prepare(self.settings.name, needed, defaults)
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
         self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}

@@ -13,6 +13,7 @@ depend on them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,9 @@ def _sglang(config: Config, role: str, side: Side, _: int, bootstrap: int) -> tu
         *("--disaggregation-transfer-backend", config.live.connector or _connector(config, _SGLANG)),
         *("--disaggregation-bootstrap-port", str(bootstrap)),
     ]
-    return arguments, environment | _ENVIRONMENTS.get(config.backend.name, {})
+    needed = _ENVIRONMENTS.get(config.backend.name, {})
+    kept = {name: os.environ[name] for name in needed if name == "MC_FORCE_TCP" and name in os.environ}
+    return arguments, environment | needed | kept
 
 
 _VLLM = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "mori": "MoRIIOConnector"}

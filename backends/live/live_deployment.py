@@ -85,6 +85,8 @@ def problems(config: Config) -> Iterator[str]:
 def _launch_problems(config: Config, engine: str) -> Iterator[str]:
     from backends.diagnosis import gpu_count
 
+    if engine == "sglang":
+        yield from _decode_cache_problems(config)
     if reason := model_folder.problem(config.model):
         yield reason
     if not installed(engine, config.live.python):
@@ -97,6 +99,22 @@ def _launch_problems(config: Config, engine: str) -> Iterator[str]:
         yield (
             f"live.launch=true on hw={config.hw.name} needs {needed} NVIDIA GPUs, and this machine has {here}; "
             "name running servers with live.url, or use hw=loopback for servers on the processor"
+        )
+
+
+def _decode_cache_problems(config: Config) -> Iterator[str]:
+    # SGLang's own rules, which its server would end with after it has started
+    cache = "--disaggregation-decode-enable-radix-cache"
+    arguments = (*config.live.arguments, *config.live.decode_arguments)
+    if cache not in arguments:
+        return
+    if "--enable-hisparse" in arguments:
+        yield f"live.decode_arguments has {cache} and --enable-hisparse: SGLang refuses both together; leave one out"
+    connector = config.live.connector or config.backend.name.partition("_")[0]
+    if connector not in ("nixl", "mooncake", "mooncake_tcp"):
+        yield (
+            f"live.decode_arguments has {cache}, which SGLang takes with nixl and mooncake only, not {connector}; "
+            "choose such a backend, or leave it out"
         )
 
 

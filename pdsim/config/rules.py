@@ -55,14 +55,18 @@ def check(config: Config) -> None:
 
 
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
-    """Return what was *typed*, as dotted keys say, and changes nothing of this run: a line each.
+    """Return a line for each thing that a run of *config* should say, though it is not wrong.
 
-    So far these are options of a backend that the model does not look at (`Engine.modelled` has
-    those that it does).
+    These are options of a backend that were *typed*, as dotted keys say, and that the model does not look at
+    (`Engine.modelled` has those that it does), and what the backend says of its environment.
     """
+    if config.target != "model":
+        from backends import registry
+
+        return list(registry.notes(config.backend)) if config.backend.implementation in registry.names() else []
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
-    if not options or config.target != "model":
+    if not options:
         return []
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
     return [f"{named} changes nothing of target=model: options are for the real engine, target=real"]
@@ -91,6 +95,7 @@ def _serving(config: Config) -> Iterator[str]:
         return  # the servers have their own memory and places
     yield from _placement(config)
     yield from _staging(config)
+    yield from _decode_cache(config)
     yield from _serving_engine(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
         yield from _heads(config, name, side)
@@ -309,6 +314,18 @@ def _staging(config: Config) -> Iterator[str]:
         yield (
             f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
             "use a mooncake or nixl backend, or leave kv.staging out"
+        )
+
+
+def _decode_cache(config: Config) -> Iterator[str]:
+    # SGLang's rule; an engine that pulls, such as vLLM, has none
+    engine, backend = config.engine, config.backend
+    if not config.cache.decode or config.policy.decode_cache:
+        return
+    if engine.handoff in plugins.names(plugins.HANDOFFS) and not handoff_of(engine).serial:
+        yield (
+            f"cache.decode=true with backend={backend.name}: SGLang keeps a prefix cache on decode over nixl and "
+            "mooncake only; choose such a backend, or leave cache.decode out"
         )
 
 

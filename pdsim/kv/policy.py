@@ -39,6 +39,7 @@ class Policy:
     metadata: str = ""  # in the last "batch", in a "write" of its own, over the "control" channel; "" is by the pool
     metadata_memory: str = ""  # "device" or "host"; "" is by the pool
     staging: bool = False  # whether the backend has a staged path
+    decode_cache: bool = False  # whether decode may keep a prefix cache when prefill pushes, as SGLang allows it
 
     def __post_init__(self) -> None:
         if self.queues < 0:

@@ -120,10 +120,18 @@ def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
         Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
 
 
-def test_an_environment_that_contradicts_the_engine_is_a_configuration_error(processes, monkeypatch):
+def test_an_environment_that_contradicts_the_options_is_a_configuration_error(mooncake, monkeypatch):
+    from dataclasses import replace
+
+    monkeypatch.setenv("MC_TCP_SLICE_SIZE", "1")
+    with pytest.raises(ConfigError, match="needs MC_TCP_SLICE_SIZE=2, but the environment has MC_TCP_SLICE_SIZE=1;"):
+        Processes(replace(mooncake, options={"MC_TCP_SLICE_SIZE": "2"})).run([spec("a", programs.sleep, seconds=1)])
+
+
+def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, monkeypatch):
     monkeypatch.setenv("MC_FORCE_TCP", "0")
-    with pytest.raises(ConfigError, match="needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; unset it"):
-        processes.run([spec("a", programs.sleep, seconds=1)])
+    outcome = processes.run([spec("a", programs.sleep, seconds=0.01)])
+    assert outcome.ranks["a"].error == ""
 
 
 def test_names_are_unique_and_those_to_be_killed_exist(processes):

@@ -78,6 +78,14 @@ def test_sglang_gets_the_transport_of_the_backend(backend, transport, variable):
     assert variable is None or prefill.environment[variable] == "1"
 
 
+@pytest.mark.parametrize(("exported", "given"), [(None, "1"), ("0", "0")])
+def test_sglang_over_tcp_keeps_the_variable_that_a_user_set(monkeypatch, exported, given):
+    if exported is not None:
+        monkeypatch.setenv("MC_FORCE_TCP", exported)
+    config = compose([*PAIR, "parallel.decode.tp=1", "backend=mooncake_tcp"])
+    assert launches(config, "sglang", Path("m"))[0].environment["MC_FORCE_TCP"] == given
+
+
 def test_a_backend_without_a_connector_is_refused():
     config = compose([*PAIR, "parallel.decode.tp=1", "backend=nvlink"])
     with pytest.raises(
@@ -134,3 +142,15 @@ def test_what_is_missing_is_said_in_one_line_each():
     absent = refusals("live.launch=true", "live.engine=vllm", "model=qwen3-8b", "live.python=/none/python")
     assert "live.launch=true needs vllm, which /none/python does not have" in absent[0]
     assert "needs 2 NVIDIA GPUs" in absent[1]
+
+
+def test_a_prefix_cache_on_decode_is_refused_as_sglang_refuses_it():
+    cache = "--disaggregation-decode-enable-radix-cache"
+    words = ("live.launch=true", "live.engine=sglang", "model=qwen3-8b", "hw=loopback")
+    both = refusals(*words, f"live.decode_arguments=[{cache},--enable-hisparse]")
+    assert (
+        both[0]
+        == f"live.decode_arguments has {cache} and --enable-hisparse: SGLang refuses both together; leave one out"
+    )
+    mori = refusals(*words, f"live.decode_arguments=[{cache}]", "live.connector=mori")
+    assert "takes with nixl and mooncake only, not mori" in mori[0]
