@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdsim.kv.messages import Finished, Streamed
+from pdsim.kv.messages import Finished
 from pdsim.serving.requests import Request, RequestLog, RequestTable
 from pdsim.transfer.log import ArrayColumn, plain, rows
 
@@ -42,7 +42,7 @@ def test_hashes_may_have_more_than_63_bits():
 
 def test_a_log_reads_as_rows_here_and_in_another_process():
     ended = Finished(1, *map(float, range(8)))
-    late = Streamed(3, *map(float, range(8)), first=8.0)
+    late = Finished(3, *map(float, range(8)), first=8.0)
     log = RequestLog(4)
     log.put(0, "prefill0", "decode1", 64, "ok", ended)
     log.put(1, "prefill0", "decode0", 0, "PeerLost: gone", None)

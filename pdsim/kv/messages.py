@@ -2,12 +2,12 @@
 """What ranks tell each other, as typed messages with a schema version.
 
 One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds
-on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.
+on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.  *life* names the
+incarnation of the instance that a message is meant for: it may find the next one, which ignores it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -19,132 +19,75 @@ from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs
 
-__all__ = [
-    "VERSION",
-    "Abort",
-    "Arrival",
-    "Arrived",
-    "Ask",
-    "Busy",
-    "Chunk",
-    "Collected",
-    "Destination",
-    "Details",
-    "Dropped",
-    "Enroll",
-    "Failed",
-    "Fence",
-    "Fenced",
-    "Fetch",
-    "Finished",
-    "Forward",
-    "Gone",
-    "Grant",
-    "KvMessage",
-    "Lent",
-    "Locate",
-    "Located",
-    "Meet",
-    "MessageError",
-    "Metadata",
-    "Offload",
-    "Ping",
-    "Pong",
-    "Preceded",
-    "Prefilled",
-    "PullRequest",
-    "Quiet",
-    "Ready",
-    "Refused",
-    "Register",
-    "Released",
-    "Renew",
-    "Reserve",
-    "Return",
-    "Revoked",
-    "Sent",
-    "Settled",
-    "Stop",
-    "Streamed",
-    "Submit",
-    "Terms",
-    "Took",
-    "decode",
-    "encode",
-    "refusal",
-]
-
-VERSION = 10
+VERSION = 11
 """Of the schema; to be raised with every change of a message's fields."""
 
 
 class Refused(MessageError):
-    """Another rank will have nothing to do with this one, and says why."""
+    """Another rank refuses this one, and says why."""
 
 
 class KvMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all messages."""
 
 
-# --- setting up ----------------------------------------------------------------------------------------------------
+# --- connecting ----------------------------------------------------------------------------------------------------
 
 
-class Terms(msgspec.Struct, frozen=True, array_like=True):
+class KvSpec(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks of a job must have alike."""
 
     page_size: int  # tokens
     kv_dtype: str  # of an element of KV, by name: two of one width are not the same numbers
 
 
-class Enroll(KvMessage, frozen=True):
+class RegisterRank(KvMessage, frozen=True):
     """A rank to the bootstrap service, once in its life: here I am."""
 
     instance: str
     index: int  # of the rank in its group
-    incarnation: int  # nanoseconds on the job's clock at which this life began
-    terms: Terms
+    incarnation: int  # nanoseconds on the job's clock at which this rank started
+    spec: KvSpec
 
 
-class Meet(KvMessage, frozen=True):
-    """The bootstrap service to each rank of two instances that have formed: get connected."""
+class ConnectPeer(KvMessage, frozen=True):
+    """The bootstrap service to each rank of two instances that have formed: connect to the other one."""
 
-    life: str  # the receiver's own: its instance and that one's epoch
-    peer: str  # the other's
-    incarnation: int  # of the receiver, as it enrolled: a rank that was started again since is not meant
+    life: str
+    peer: str  # the other's life
+    incarnation: int  # of the receiver, as it registered: a rank that was started again since is not meant
 
 
-class Register(KvMessage, frozen=True):
-    """A decode rank to the prefill ranks that will write to it: how to reach its pool and how that is laid out."""
+class RegisterPool(KvMessage, frozen=True):
+    """A rank to those that will read or write its pool: how to reach it and how it is laid out."""
 
-    peer: str  # the life of the prefill instance that it is meant for
+    life: str  # of the receiver
     address: bytes
-    instance: str  # the life of the decode instance
+    instance: str  # the life of the sender
     index: int  # of the rank in its group
     layout: KvLayout
     metadata_rows: tuple[int, ...] = AUX_ROWS  # bytes of each row of first-token metadata
 
 
 class Ready(KvMessage, frozen=True):
-    """A prefill rank to its leader, that one to the router: connected, requests may come for these two lives."""
+    """A rank to its leader, that one to the router: connected, requests may come for these two lives."""
 
-    life: str
-    peer: str
+    life: str  # of prefill
+    peer: str  # of decode
 
 
 class Ping(KvMessage, frozen=True):
-    """The router to every rank: answer `Pong`, or `Busy`."""
+    """The router to every rank: answer `Pong`."""
 
 
 class Pong(KvMessage, frozen=True):
-    """Every rank to the router: still here."""
+    """Every rank to the router: still here; *busy* if work for requests goes on, or did since the last ping."""
 
-
-class Busy(KvMessage, frozen=True):
-    """A rank instead of `Pong`, in as many bytes: work for requests goes on, or has got on since the last ping."""
+    busy: bool
 
 
 class Gone(KvMessage, frozen=True):
-    """A prefill rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
+    """A rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
 
     Ranks of the instance itself end, up to incarnation *until*: one that was started meanwhile is not meant.
     """
@@ -155,10 +98,10 @@ class Gone(KvMessage, frozen=True):
 
 
 class Fence(KvMessage, frozen=True):
-    """A decode leader to its ranks: say when it is proven that nothing of this life moves here any more."""
+    """A leader to its ranks: say when it is proven that nothing of the lost instance *peer* moves here any more."""
 
     number: int  # never that of another life of the leader
-    life: str  # of a prefill instance
+    peer: str  # the life of an instance
 
 
 class Fenced(KvMessage, frozen=True):
@@ -171,7 +114,26 @@ class Stop(KvMessage, frozen=True):
     """The router to every rank: nothing more will come."""
 
 
-# --- a request's way -----------------------------------------------------------------------------------------------
+# --- a request -----------------------------------------------------------------------------------------------------
+
+
+class RequestHints(msgspec.Struct, frozen=True, array_like=True):
+    """What a scheduler may want to know of a request beside its length."""
+
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
+    priority: int = 0  # the higher goes first
+
+
+class PrefillDone(KvMessage, frozen=True):
+    """A prefill leader to the router: the prompt is computed, and its KV stays here under a lease, to be pulled."""
+
+    room: int
+    instance: str  # the life that has it
+    pages: Pages
+    state: tuple[Pages, ...]  # the rows of each component, in the order of `StateShape.components`
+    noticed: float  # the prefill leader had the request
+    started: float  # its first forward began
+    ended: float  # its last forward ended
 
 
 class Submit(KvMessage, frozen=True):
@@ -180,85 +142,52 @@ class Submit(KvMessage, frozen=True):
     room: int
     input: int  # tokens
     output: int  # tokens
-    prefill: str  # instance; "" for a decode leader that has to ask (`Locate`)
-    decode: str  # instance
+    prefill: str  # life; "" for a decode leader that has to ask (`RoomQuery`)
+    decode: str  # life
+    hints: RequestHints | None = None
+    source: PrefillDone | None = None  # where the KV is, for a decode leader that pulls it
 
 
-class Details(KvMessage, frozen=True):
-    """The router to a leader, before `Submit` or `PullRequest`, where it matters: more about a request."""
-
-    room: int
-    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
-    priority: int = 0  # the higher goes first
-
-
-class Took(KvMessage, frozen=True):
-    """A prefill leader to the bootstrap service: this room is this life's."""
+class RoomRegistered(KvMessage, frozen=True):
+    """A prefill leader to the bootstrap service: this room is this instance's."""
 
     room: int
-    life: str
+    instance: str  # life
 
 
-class Locate(KvMessage, frozen=True):
+class RoomQuery(KvMessage, frozen=True):
     """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
 
     rooms: tuple[int, ...]
-    life: str  # the leader's own
+    instance: str  # the life that asks
 
 
-class Located(KvMessage, frozen=True):
-    """The answer to `Locate`: the life that has each of those rooms that are known."""
+class RoomReply(KvMessage, frozen=True):
+    """The answer to `RoomQuery`: the life that has each of those rooms that are known."""
 
-    lives: dict[int, str]
-    to: str  # the life that asked: the next one waits for the answer to a question of its own
+    life: str
+    instances: dict[int, str]
 
 
 class Destination(KvMessage, frozen=True):
-    """A decode leader to a prefill leader: write there; *pages* and index rows are those after the first *held*."""
+    """A decode leader to a prefill leader: write there; to its followers, where memory has contents: look there.
 
-    life: str  # of the prefill instance: this may find the next one
+    *pages* and index rows are those after the first *held*.
+    """
+
+    life: str
     room: int
+    input: int  # tokens
     pages: Pages
     slot: int
     state: tuple[Pages, ...] = ()  # the rows of each component, in the order of `StateShape.components`
     held: int = 0
 
 
-class Reserve(KvMessage, frozen=True):
-    """A decode leader to its followers, where memory has contents: this room owns these pages of yours."""
-
-    life: str  # of the instance: this may find the next one
-    room: int
-    input: int  # tokens
-    pages: Pages  # without the first *held* ones, as of `Destination`
-    slot: int
-    state: tuple[Pages, ...] = ()
-    held: int = 0
-
-
-class Lent(KvMessage, frozen=True):
-    """A prefill leader to the router: the prompt is computed, and its KV stays here under a lease, to be pulled."""
-
-    room: int
-    life: str  # of the prefill instance
-    pages: Pages
-    state: tuple[Pages, ...]  # the rows of each component, in the order of `StateShape.components`
-    noticed: float  # the prefill leader had the request
-    started: float  # its first forward began
-    ended: float  # its last forward ended
-
-
-class PullRequest(KvMessage, frozen=True):
-    """The router to a decode leader: prefill has answered, fetch the KV and go on."""
-
-    submit: Submit
-    lent: Lent
-
-
-class Fetch(KvMessage, frozen=True):
+class ReadRequest(KvMessage, frozen=True):
     """A decode leader to its followers: read your part of this room, from its pages at prefill into these."""
 
-    life: str  # of the decode instance: this may find the next one
+    life: str
     room: int
     input: int  # tokens
     prefill: str  # the life that has it
@@ -268,26 +197,26 @@ class Fetch(KvMessage, frozen=True):
     state: tuple[Pages, ...] = ()
 
 
-class Collected(KvMessage, frozen=True):
-    """Decode's leader to prefill's: of this room nothing is or will be read; prefill's echo if it notices."""
+class ReadDone(KvMessage, frozen=True):
+    """Decode's leader to prefill's: nothing of this room is or will be read; prefill's echo if it notices."""
 
+    life: str
     room: int
-    life: str  # of the receiver's instance: this may find the next one
     nbytes: int  # that were read; 0 if it was given up
 
 
 class Renew(KvMessage, frozen=True):
     """A decode leader to a prefill leader, every few seconds: these rooms are still wanted."""
 
-    life: str  # of the prefill instance
+    life: str
     rooms: tuple[int, ...]
 
 
 class Revoked(KvMessage, frozen=True):
-    """A prefill leader to a decode leader: stop reading this room, and say `Collected` once nothing is read."""
+    """A prefill leader to a decode leader: stop reading this room, and say `ReadDone` once nothing is read."""
 
+    life: str
     room: int
-    life: str  # of the decode instance
     prefill: str  # the life that asks
 
 
@@ -295,7 +224,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A part of a request that one prefill forward covers, and the pages to write after it."""
 
     room: int
-    decode: str  # instance
+    decode: str  # life
     index: int  # of the chunk in its request
     first_page: int  # of the runs, counted in the request
     tokens: int  # of the whole request
@@ -309,24 +238,22 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Forward(KvMessage, frozen=True):
-    """A prefill leader to its followers: compute for so long, then write these chunks."""
+    """A prefill leader to its followers: compute for so long, then write these chunks.
 
-    life: str  # of the instance: this may find the next one
+    Write *cached* at once, which needs no forward, and wait for *tokens* on their way to experts.
+    """
+
+    life: str
     seconds: float
     chunks: tuple[Chunk, ...]
-
-
-class Preceded(Forward, frozen=True):
-    """As `Forward`; write *cached* at once, which needs none, and wait for *tokens* on their way to experts."""
-
-    cached: tuple[Chunk, ...]
+    cached: tuple[Chunk, ...] = ()
     tokens: int = 0
 
 
 class Offload(KvMessage, frozen=True):
     """A leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
 
-    life: str  # of the instance
+    life: str
     nbytes: int
     back: int
 
@@ -334,6 +261,7 @@ class Offload(KvMessage, frozen=True):
 class Arrival(KvMessage, frozen=True):
     """With each write of a chunk, or once after all of a room; *count*, with the last, is how many there were."""
 
+    life: str  # of the decode instance
     room: int
     writer: int  # index of the rank in its group
     count: int
@@ -342,79 +270,62 @@ class Arrival(KvMessage, frozen=True):
     started: float
     ended: float  # when the forward of the last chunk ended
     chunk: int = -1  # whose slot of the staging ring was written; -1 if pages were
-    to: str = ""  # the life of the decode instance: as a message it may find the next one
+    rows: tuple[bytes, ...] = ()  # of first-token metadata, as a message instead of a write
 
 
-class Metadata(KvMessage, frozen=True):
-    """A prefill rank to a decode rank, instead of a write: the rows of first-token metadata."""
-
-    arrival: Arrival
-    rows: tuple[bytes, ...]
-
-
-class Ask(KvMessage, frozen=True):
+class StagingRequest(KvMessage, frozen=True):
     """A prefill rank to a decode rank, before a forward: a slot of the staging ring for this chunk, please."""
 
+    life: str
     room: int
     writer: int
     chunk: int
     size: int  # bytes of its block
     pages: Pages  # of the decode rank, in the order of the block
-    to: str  # the life of the decode instance
 
 
-class Grant(KvMessage, frozen=True):
-    """A decode rank to a prefill rank: the answer to `Ask`.  With a negative *position* there is no slot."""
+class StagingReply(KvMessage, frozen=True):
+    """A decode rank to a prefill rank: the answer to `StagingRequest`.  A negative *position* is a refusal."""
 
     room: int
     chunk: int
     position: int  # in the ring; its remainder by the ring's size is the offset
 
 
-class Return(KvMessage, frozen=True):
-    """A prefill rank to a decode rank: of the failed room nothing moves any more, here are all its slots back."""
+class StagingRelease(KvMessage, frozen=True):
+    """A prefill rank to a decode rank: nothing of the failed room moves any more, all its slots are free."""
 
     room: int
     writer: int
 
 
-class Sent(KvMessage, frozen=True):
-    """A prefill rank to its leader: my part of the room is over; with a *reason* it failed."""
+class TransferDone(KvMessage, frozen=True):
+    """A rank to its leader, or a leader to the router: the transfer of a room is over; with a *reason* it failed."""
 
     room: int
-    nbytes: int
+    nbytes: int = 0
     reason: str = ""
     lost: str = ""  # the instance that is gone, if that is why
 
 
-class Settled(KvMessage, frozen=True):
-    """A prefill rank to its leader: of the failed room no byte of mine moves any more."""
+class RankQuiesced(KvMessage, frozen=True):
+    """A rank to its leader: nothing of the failed room moves on this rank any more."""
 
     room: int
 
 
-class Arrived(KvMessage, frozen=True):
-    """A decode rank to its leader: my part of the room is here; with a *reason* it is not what was sent."""
+class Released(KvMessage, frozen=True):
+    """A prefill leader to a decode leader: nothing of the aborted room is or will be written any more."""
 
     room: int
-    reason: str = ""
-
-
-class Quiet(KvMessage, frozen=True):
-    """A decode rank to its leader: nothing of the forgotten room is being copied here any more."""
-
-    room: int
-
-
-class Prefilled(KvMessage, frozen=True):
-    """A prefill leader to the router: the room's KV has been written."""
-
-    room: int
-    nbytes: int  # by all ranks
 
 
 class Finished(KvMessage, frozen=True):
-    """A decode leader to the router: all tokens are out, and when what happened."""
+    """A decode leader to the router: all tokens are out, and when what happened.
+
+    *first* is given if the first token leaves decode's server later than its scheduler sees the KV, and *finished*
+    is then when the last one leaves; *asked* if decode heard of the request only when prefill had answered.
+    """
 
     room: int
     reserved: float  # decode pages allocated, `Destination` sent
@@ -425,21 +336,8 @@ class Finished(KvMessage, frozen=True):
     polled: float  # the decode scheduler saw that: the first token is out
     joined: float  # entered the running batch
     finished: float  # last token out
-
-
-class Streamed(Finished, frozen=True):
-    """As `Finished`, of an engine whose first token leaves later than its scheduler sees the KV."""
-
-    first: float  # the first token leaves decode's server; *finished* is when the last one does
-    asked: float | None = None  # decode's scheduler heard of the request, if that was after prefill had answered
-
-
-class Failed(KvMessage, frozen=True):
-    """A leader to the router: the room cannot be served."""
-
-    room: int
-    reason: str
-    lost: str = ""  # the instance that is gone, if that is why
+    first: float | None = None
+    asked: float | None = None
 
 
 class Abort(KvMessage, frozen=True):
@@ -456,18 +354,7 @@ class Dropped(KvMessage, frozen=True):
     untouched: bool
 
 
-class Released(KvMessage, frozen=True):
-    """A prefill leader to a decode leader: nothing of the aborted room is or will be written any more."""
-
-    room: int
-
-
-def _kinds(base: type[KvMessage]) -> Iterator[type[KvMessage]]:
-    for kind in base.__subclasses__():
-        yield from (kind, *_kinds(kind))
-
-
-_Any: Any = reduce(or_, _kinds(KvMessage))
+_Any: Any = reduce(or_, KvMessage.__subclasses__())
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.mapping import Grid, RankMap, RankShare
-from pdsim.kv.messages import Chunk, MessageError, Register
+from pdsim.kv.messages import Chunk, RegisterPool
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs, planner
 from pdsim.kv.policy import Policy
@@ -74,7 +75,7 @@ class DecodePeer:
         peer: Peer,
         number: int,
         source: KvLayout,
-        register: Register,
+        register: RegisterPool,
         part: RankShare,
         policy: Policy,
     ) -> None:
@@ -191,7 +192,7 @@ class DecodePeers:
         """Return whether this rank can write to all ranks of *instance*, a group of *decode*, that it has to."""
         return len(self.targets(instance)) == len(self._map(decode).readers(self._index))
 
-    def connect(self, message: Register) -> None:
+    def connect(self, message: RegisterPool) -> None:
         """Connect to the decode rank that sent *message*.
 
         Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.

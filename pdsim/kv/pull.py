@@ -13,11 +13,11 @@ from functools import partial
 
 from simpy.events import Event
 
-from pdsim.core.errors import PeerLost
+from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import Grid, RankMap, RankShare
-from pdsim.kv.messages import Chunk, Fetch, MessageError, Quiet, Register, Sent, Settled
+from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
 from pdsim.kv.pages import Pages
 from pdsim.kv.peers import REGION, sources
 from pdsim.kv.plan import Runs, cut, pair, planner
@@ -39,8 +39,9 @@ class _ComputedRoom:
 class KvSource:
     """Keeps the KV that a prefill rank, the *index*-th of its group's *grid*, computed, for decode ranks to read.
 
-    *report* is called with `Sent` once all of a room is computed here, and with `Settled` once an aborted room is
-    not computed any more.  Where memory has contents, those of rooms up to number *checked* are written into it.
+    *report* is called with `TransferDone` once all of a room is computed here, and with `RankQuiesced` once an
+    aborted room is not computed any more.  Where memory has contents, those of rooms up to number *checked*
+    are written into it.
 
     Life of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended; the last chunk
     ends it here.  `abort` waits for forwards under way.
@@ -52,7 +53,7 @@ class KvSource:
         layout: KvLayout,
         grid: Grid,
         index: int,
-        report: Callable[[Sent | Settled], None],
+        report: Callable[[TransferDone | RankQuiesced], None],
         policy: Policy,
         checked: int = EVERY,
     ) -> None:
@@ -75,9 +76,9 @@ class KvSource:
         """Return False: nothing is written here."""
         return False
 
-    def register(self, life: str, peer: str) -> Register:
+    def register(self, life: str, peer: str) -> RegisterPool:
         """Return the message with which decode ranks of *peer* can read from this rank of *life*."""
-        return Register(peer, self._rank.endpoint.address(), life, self._index, self.layout)
+        return RegisterPool(peer, self._rank.endpoint.address(), life, self._index, self.layout)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Count *chunks*, whose forward begins: each will be given to `send`."""
@@ -97,13 +98,13 @@ class KvSource:
                 self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
         if chunk.last:
             del self._rooms[chunk.room]
-            self.report(Sent(chunk.room, 0))
+            self.report(TransferDone(chunk.room, 0))
 
     def poll(self) -> None:
         """No-op: there are no writes to poll."""
 
     def abort(self, room: int) -> None:
-        """Abort *room*.  `Settled` follows, at once if none of its forwards is under way."""
+        """Abort *room*.  `RankQuiesced` follows, at once if none of its forwards is under way."""
         state = self._rooms.get(room) or _ComputedRoom()
         state.aborted = True
         self._settle(room, state)
@@ -111,7 +112,7 @@ class KvSource:
     def _settle(self, number: int, room: _ComputedRoom) -> None:
         if not room.planned:
             self._rooms.pop(number, None)
-            self.report(Settled(number))
+            self.report(RankQuiesced(number))
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _Source:
 class _ReadRoom:
     """A request that this rank reads."""
 
-    fetch: Fetch
+    request: ReadRequest
     missing: int = 0  # reads that have not completed
     moving: int = 0  # of them and of those that failed, how many have not settled
     nbytes: int = 0
@@ -138,12 +139,15 @@ class _ReadRoom:
 class KvReader:
     """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
 
-    *report* is called with `Sent` once for each room, when all of it is read or a read has failed; *quiet* once for
-    each room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to
+    *report* is called with `TransferDone` once for each room, when all of it is read or a read has failed;
+    *quiet*
+    once for each room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of
+    rooms up to
     number *checked* is compared before the room is reported.
 
-    Life of a room: `read` posts the reads, `Sent` reports that all is here or that one failed, and after a failure
-    `forget` is answered by `Quiet` once nothing moves.  A room that was read completely needs no `forget`.
+    Life of a room: `read` posts the reads, `TransferDone` says that all is here or that one failed, and then
+    `forget` is answered by `RankQuiesced` once nothing moves.  A room that was read completely needs no
+    `forget`.
     """
 
     landing = None  # no write is staged
@@ -154,8 +158,8 @@ class KvReader:
         layout: KvLayout,
         index: int,
         rank_map: RankMap,
-        report: Callable[[Sent], None],
-        quiet: Callable[[Quiet], None],
+        report: Callable[[TransferDone], None],
+        quiet: Callable[[RankQuiesced], None],
         policy: Policy,
         checked: int = EVERY,
     ) -> None:
@@ -202,7 +206,7 @@ class KvReader:
         """Return whether this rank can read from every rank of *life* that it has to."""
         return len(self._sources.get(life, ())) == len(self.writers)
 
-    def connect(self, message: Register) -> None:
+    def connect(self, message: RegisterPool) -> None:
         """Connect to the prefill rank that sent *message*.
 
         Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
@@ -219,8 +223,8 @@ class KvReader:
         source = _Source(self._rank.endpoint.connect(message.address), layout, part)
         self._sources[message.instance][message.index] = source
 
-    def read(self, message: Fetch) -> None:
-        """Read a room into its pages.  `Sent` follows, at once with a reason if its prefill instance is gone.
+    def read(self, message: ReadRequest) -> None:
+        """Read a room into its pages.  `TransferDone` follows, at once if its prefill instance is gone.
 
         `posted` is then when the posting thread is free again.  Runs of source and target pages are cut at each
         other's ends, so that a descriptor is contiguous on both sides.
@@ -243,11 +247,11 @@ class KvReader:
         raise MessageError(f"{notification.sender} notified {self._rank.name} of a write, which pulls what it needs")
 
     def forget(self, number: int) -> None:
-        """Abort room *number*: `Quiet` follows once nothing of it moves into this rank's pages any more."""
+        """Abort room *number*: `RankQuiesced` follows once nothing of it moves into this rank's pages any more."""
         room = self._rooms.get(number)
         if room is None or not room.moving:
             self._rooms.pop(number, None)
-            self._quiet(Quiet(number))
+            self._quiet(RankQuiesced(number))
         else:
             room.forgotten = room.failed = True
 
@@ -257,7 +261,7 @@ class KvReader:
         plan = planner(source.layout, self.layout, source.part)
         batch = plan.batch(rows, None, state).over(source.peer.regions[REGION], self._region)
         path = "grouped" if source.part.heads is None else "sliced"
-        transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.fetch.room}/0/{path}")
+        transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.request.room}/0/{path}")
         self.posted = max(self.posted, transfer.posted)
         room.missing += 1
         room.moving += 1
@@ -282,30 +286,30 @@ class KvReader:
             event.settled.callbacks.append(partial(self._settled, room))
         error = event.value
         assert isinstance(error, Exception)
-        self._fail(room, error, room.fetch.prefill if isinstance(error, PeerLost) else "")
+        self._fail(room, error, room.request.prefill if isinstance(error, PeerLost) else "")
 
     def _settled(self, room: _ReadRoom, _: Event) -> None:
         room.moving -= 1
         if room.forgotten and not room.moving:
-            self._rooms.pop(room.fetch.room, None)
-            self._quiet(Quiet(room.fetch.room))
+            self._rooms.pop(room.request.room, None)
+            self._quiet(RankQuiesced(room.request.room))
 
     def _fail(self, room: _ReadRoom, error: Exception, lost: str) -> None:
         if not room.failed:
             room.failed = True
-            self.report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
+            self.report(TransferDone(room.request.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
 
     def _complete(self, room: _ReadRoom) -> None:
-        number, reason = room.fetch.room, ""
+        number, reason = room.request.room, ""
         if self._rank.device.holds_bytes and number <= self._checked:
-            fetch = room.fetch
-            reason = self.contents.verify(number, first(fetch.pages, fetch.source), fetch.input)
-            reason = reason or self.contents.verify_state(number, fetch.state, fetch.input)
+            request = room.request
+            reason = self.contents.verify(number, first(request.pages, request.source), request.input)
+            reason = reason or self.contents.verify_state(number, request.state, request.input)
         if reason:
             self._fail(room, MessageError(reason), "")
             return
         del self._rooms[number]
-        self.report(Sent(number, room.nbytes))
+        self.report(TransferDone(number, room.nbytes))
 
 
 def first(pages: Pages, others: Pages) -> Pages:

@@ -22,14 +22,13 @@ from pdsim.kv.layout import HostMetadata, KvLayout, read_metadata
 from pdsim.kv.mapping import Grid, share
 from pdsim.kv.messages import (
     Arrival,
-    Ask,
     Chunk,
-    Grant,
     KvMessage,
-    Metadata,
-    Return,
-    Sent,
-    Settled,
+    RankQuiesced,
+    StagingRelease,
+    StagingReply,
+    StagingRequest,
+    TransferDone,
     encode,
 )
 from pdsim.kv.peers import REGION, DecodePeer, DecodePeers, Planes, WriteSpec, sources, targets
@@ -227,8 +226,9 @@ class KvSender:
     and a chunk waits for the answer.  A target that refuses once is not asked again for that room.  Where memory has
     contents, those of rooms up to number *checked* are written into it first.
 
-    *report* is called with `Sent` once a room is over on this rank, with or without success, and with `Settled` once
-    nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both sides, must
+    *report* is called with `TransferDone` once a room is over on this rank, and with `RankQuiesced` once
+    nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both
+    sides, must
     not be reused.
 
     Life of a room: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
@@ -242,7 +242,7 @@ class KvSender:
         layout: KvLayout,
         grid: Grid,
         index: int,
-        report: Callable[[Sent | Settled], None],
+        report: Callable[[TransferDone | RankQuiesced], None],
         all_cp_ranks: bool = False,
         policy: Policy = INLINE,
         staging: Staging | None = None,
@@ -333,8 +333,8 @@ class KvSender:
         if not writes and not state.unfinished and not seconds:
             self._conclude(state)
 
-    def grant(self, sender: str, message: Grant) -> None:
-        """Record a decode rank's answer to `Ask`, and queue the write that waits for it.
+    def grant(self, sender: str, message: StagingReply) -> None:
+        """Record a decode rank's answer to `StagingRequest`, and queue the write that waits for it.
 
         A position of -1 refuses: the chunk goes unstaged, and that rank is not asked again for this room.  An answer
         about a room that is over is ignored.
@@ -369,7 +369,7 @@ class KvSender:
             self._conclude(state, looked=True)
 
     def abort(self, room: int) -> None:
-        """Abort *room*: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
+        """Abort *room*: nothing more of it is written.  `RankQuiesced` follows, at once if it is unknown."""
         state = self._rooms.get(room) or RoomTransferState(room)
         state.aborted = True
         self._fail(state)
@@ -385,7 +385,7 @@ class KvSender:
 
     def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
         pages, now = self._pages(chunk), self._rank.clock.now + seconds
-        return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now, to=chunk.decode)
+        return Arrival(chunk.decode, chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now)
 
     def _pages(self, chunk: Chunk) -> int:
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
@@ -409,7 +409,9 @@ class KvSender:
             size = target.block(rows, self._limit)
             if size and target.peer.name not in state.refused:
                 state.asks[chunk.index, target.peer.name] = None
-                self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows), chunk.decode))
+                self._tell(
+                    target, StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
+                )
 
     def _plan(
         self,
@@ -552,7 +554,7 @@ class KvSender:
         state.nbytes += sum(map(len, rows))
         state.controls[name] = state.controls.get(name, 0) + 1
         arrival = write.arrival if self._policy.notify == "write" else replace(write.arrival, count=0)
-        self._tell(write.target, Metadata(arrival, rows))
+        self._tell(write.target, replace(arrival, rows=rows))
         self._over(state)
 
     # --- the end of writes and rooms ---
@@ -614,7 +616,7 @@ class KvSender:
         del self._rooms[state.room]
         if self._policy.notify != "write":
             self._notify(state, state.last)
-        self.report(Sent(state.room, state.nbytes))
+        self.report(TransferDone(state.room, state.nbytes))
 
     def _notify(self, state: RoomTransferState, last: Arrival) -> None:
         for name in state.writes:
@@ -633,7 +635,7 @@ class KvSender:
             self._fail(state)
             state.parked.clear()
             lost = decode if isinstance(error, PeerLost) else ""
-            self.report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
+            self.report(TransferDone(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 
     def _settle(self, state: RoomTransferState) -> None:
@@ -641,5 +643,5 @@ class KvSender:
             state.aborted = False  # once
             self._rooms.pop(state.room, None)
             for name in dict.fromkeys(name for _, name in state.asks):
-                self._rank.channel.send(name, encode(Return(state.room, self._index)))
-            self.report(Settled(state.room))
+                self._rank.channel.send(name, encode(StagingRelease(state.room, self._index)))
+            self.report(RankQuiesced(state.room))

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdsim.core.errors import MessageError
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import HostMetadata, KvLayout, write_metadata
 from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import (
     Arrival,
-    Arrived,
-    Ask,
-    MessageError,
-    Metadata,
-    Quiet,
-    Register,
-    Reserve,
+    Destination,
+    RankQuiesced,
+    RegisterPool,
+    StagingRequest,
+    TransferDone,
     decode,
 )
 from pdsim.kv.peers import REGION
@@ -36,7 +35,7 @@ class _IncomingRoom:
     """A request's handoff as this rank sees it."""
 
     def __init__(self) -> None:
-        self.reserve: Reserve | None = None
+        self.reserve: Destination | None = None
         self.received = 0  # writes that arrived
         self.counts: dict[int, int] = {}  # how many each writer made, once its last is here
         self.last: Arrival | None = None
@@ -50,10 +49,10 @@ class KvReceiver:
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
     scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which
     the room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called
-    once for each room with `Arrived` and the last `Arrival`, *quiet* once for each room to `forget`.
+    once for each room with `TransferDone` and the last `Arrival`, *quiet* once for each room to `forget`.
 
-    Life of a room: `reserve` and the arrivals come in any order; `Arrived` is reported when all is here; `forget`
-    ends it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
+    Life of a room: `reserve` and the arrivals come in any order; `TransferDone` is reported when all is here;
+    `forget` ends it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class KvReceiver:
         instance: str,
         index: int,
         rank_map: RankMap,
-        report: Callable[[Arrived, Arrival], None],
-        quiet: Callable[[Quiet], None],
+        report: Callable[[TransferDone, Arrival], None],
+        quiet: Callable[[RankQuiesced], None],
         policy: Policy = DEVICE,
         staging: Staging | None = None,
         checked: int = EVERY,
@@ -92,11 +91,11 @@ class KvReceiver:
         """Return the number of rooms that are not complete."""
         return len(self._rooms)
 
-    def register(self, life: str, peer: str) -> Register:
+    def register(self, life: str, peer: str) -> RegisterPool:
         """Return what every one of `writers` needs to know: those of the life *peer* about this group's *life*."""
-        return Register(peer, self._rank.endpoint.address(), life, self._index, self.layout)
+        return RegisterPool(peer, self._rank.endpoint.address(), life, self._index, self.layout)
 
-    def reserve(self, message: Reserve) -> None:
+    def reserve(self, message: Destination) -> None:
         """Take note of the pages that a room owns here, which memory with contents needs to be told."""
         room = self._room(message.room)
         room.reserve = message
@@ -105,12 +104,12 @@ class KvReceiver:
     def forget(self, room: int) -> None:
         """Drop what is known of *room*, of which nothing will be written any more.
 
-        `Quiet` follows once nothing of it is copied any more either.
+        `RankQuiesced` follows once nothing of it is copied any more either.
         """
         self._rooms.pop(room, None)
         self._over.set(room, None)
         if self.landing is None:
-            self._quiet(Quiet(room))
+            self._quiet(RankQuiesced(room))
         else:
             self.landing.forget(room)
 
@@ -119,7 +118,7 @@ class KvReceiver:
         if self.landing is not None:
             self.landing.sever(rank)
 
-    def ask(self, sender: str, message: Ask) -> None:
+    def ask(self, sender: str, message: StagingRequest) -> None:
         """Answer a question for a staging slot, unless its room is over: nobody would give that slot back.
 
         Such a question was held up, and its writer has given the room up, or is gone and waits for no answer.
@@ -139,13 +138,11 @@ class KvReceiver:
         elif self.landing is not None:
             self.landing.scatter(arrival, self.arrive)
 
-    def store(self, message: Metadata) -> None:
-        """Take note of metadata that came as a message."""
-        if message.arrival.room in self._over:
-            self.ignored += 1
-            return
-        self._room(message.arrival.room).rows = message.rows
-        self.arrive(message.arrival)
+    def take(self, message: Arrival) -> None:
+        """Take note of an arrival that came as a message, perhaps with metadata."""
+        if message.rows and message.room not in self._over:
+            self._room(message.room).rows = message.rows
+        self.arrive(message)
 
     def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
         """Count one write, or *count* alike; with a *reason*, what cannot be used; not of a room that is forgotten.
@@ -185,9 +182,9 @@ class KvReceiver:
             if number <= self._checked:
                 reason = reason or self._verify(room.reserve)
         del self._rooms[number]
-        self.report(Arrived(number, reason), room.last)
+        self.report(TransferDone(number, reason=reason), room.last)
 
-    def _verify(self, reserve: Reserve) -> str:
+    def _verify(self, reserve: Destination) -> str:
         reason = self.contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
         reason = reason or self.contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
         return reason or self.contents.verify_aux(reserve.room, reserve.slot)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdsim.core.clock import Clock
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.messages import Details, Submit
+from pdsim.kv.messages import Submit
 from pdsim.kv.pages import Pages, Pool, after
 from pdsim.kv.pages import page_pool as in_order
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.state import StatePool
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED
@@ -149,14 +147,13 @@ class DecodePages(BlockManager):
     """The pages of a decode scheduler, which a request gets before its KV comes.
 
     *held* says of a request how many of its first pages are here already, less than all; they are not moved.  The
-    hashes of its prompt may come apart, as `Details`.
+    hashes of its prompt come as `RequestHints`.
     """
 
-    def __init__(self, job: Deployment, layout: KvLayout, clock: Clock) -> None:
+    def __init__(self, job: Deployment, layout: KvLayout) -> None:
         pool = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages)
         super().__init__(pool, job.page_size, job.state_pool(layout))
         self.held: Callable[[Submit], int] = self._cached
-        self.details: ExpiringMap[Details] = ExpiringMap(clock, OVER)
         self._job = job
         self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some
 
@@ -166,8 +163,7 @@ class DecodePages(BlockManager):
             return ()
         keys = self._keys.get(request.room)
         if keys is None:
-            details = self.details.pop(request.room)
-            blocks = details.blocks if details is not None else ()
+            blocks = request.hints.blocks if request.hints is not None else ()
             keys = self._keys[request.room] = page_keys(blocks, request.input, self._page_size)
         return self.usable(keys, request.input)
 

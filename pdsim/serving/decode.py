@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.kv.messages import (
     Abort,
-    Details,
     Dropped,
-    Failed,
     Finished,
     KvMessage,
-    Quiet,
-    Streamed,
+    RankQuiesced,
     Submit,
+    TransferDone,
 )
 from pdsim.kv.pages import Pages
 from pdsim.kv.rooms import QuarantineStall, Timers, out_of_memory
@@ -74,8 +72,11 @@ class DecodeLeader(Protocol):
     def stop(self) -> None:
         """Expect no more requests."""
 
+    def submitted(self, request: Submit) -> bool:
+        """Take note of *request*, which has just come; return False if it must not be served any more."""
+
     def accept(self, request: Submit) -> None:
-        """Have *request*, which has just come, queued once it is known where its KV is."""
+        """Have *request*, which the host has made known, queued once it is known where its KV is."""
 
     def has_slot(self) -> bool:
         """Return whether there is a row for the metadata of one more request."""
@@ -136,7 +137,7 @@ class DecodeScheduler:
     filled, pages grown, requests admitted, KV of the retracted moved, and the next step begun.
 
     Invariant: a page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays
-    there, with its pages, until `Quiet` has come from every rank.
+    there, with its pages, until `RankQuiesced` has come from every rank.
     """
 
     def __init__(self, engine: EngineRank, worker: DecodeWorker, mover: DecodeMover, handoff: DecodeHandoff) -> None:
@@ -147,7 +148,7 @@ class DecodeScheduler:
         self.clock = engine.clock
         self.rooms: dict[int, DecodeRequest] = {}
         self.complete: list[DecodeRequest] = []  # arrived, not noticed
-        self.pages = pages = DecodePages(job, mover.layout, engine.clock)
+        self.pages = pages = DecodePages(job, mover.layout)
         self.policy = scheduler_of(job.engine)
         self.host = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
         self.batch = RunningBatch(
@@ -173,9 +174,8 @@ class DecodeScheduler:
         self._stopping = False
         engine.rank.gauge("pages", instance, lambda: pages.pool.used / pages.pool.pages)
         handlers: dict[type[KvMessage], Handler] = {
-            Submit: self.submit,
-            Details: lambda _, message: pages.details.set(message.room, message),
-            Quiet: self._quiet,
+            Submit: self._submit,
+            RankQuiesced: self._quiet,
             Abort: self._abort,
         }
         engine.handlers |= handlers
@@ -219,10 +219,11 @@ class DecodeScheduler:
 
     # --- what comes in ---
 
-    def submit(self, _: str, request: Submit) -> None:
-        """Take a request for this life, once the host has made it known; one for another life is ignored."""
+    def _submit(self, _: str, request: Submit) -> None:
         if request.decode != self.engine.life:
             self.engine.ignore()
+            return
+        if not self.handoff.submitted(request):
             return
         seconds = self.host.arrive(request.input, self.clock.now)
         if seconds:
@@ -296,10 +297,10 @@ class DecodeScheduler:
             self.handoff.notice(number)
             return
         reason = f"TransferTimeout: not all of it has arrived within {self.job.waiting_timeout:g} s"
-        self.engine.send(ROUTER, Failed(number, reason))
+        self.engine.send(ROUTER, TransferDone(number, reason=reason))
         self.fail(room)
 
-    def _quiet(self, _: str, message: Quiet) -> None:
+    def _quiet(self, _: str, message: RankQuiesced) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -476,7 +477,7 @@ class DecodeScheduler:
                 del self._queue[index]
                 count = self.job.page_count(request.input + (0 if self.preemption.grows else request.output))
                 reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
-                self.engine.send(ROUTER, Failed(request.room, reason))
+                self.engine.send(ROUTER, TransferDone(request.room, reason=reason))
                 self.handoff.unadmitted(request.room)
                 continue
             del self._queue[index]
@@ -504,7 +505,7 @@ class DecodeScheduler:
 
     def _reject(self, room: DecodeRequest) -> None:
         self._free(room.request.room)
-        self.engine.send(ROUTER, Failed(room.request.room, room.reason))
+        self.engine.send(ROUTER, TransferDone(room.request.room, reason=room.reason))
 
     def _done(self, room: DecodeRequest) -> None:
         number, stamps = room.request.room, room.stamps
@@ -515,6 +516,5 @@ class DecodeScheduler:
         message = Finished(number, room.reserved, stamps.noticed, stamps.started, stamps.ended, *looks, now)
         if room.first != room.polled or room.asked is not None:
             ended = now + self.host.answer()
-            times = asdict(message) | {"finished": max(ended, room.first)}
-            message = Streamed(**times, first=room.first, asked=room.asked)
+            message = replace(message, finished=max(ended, room.first), first=room.first, asked=room.asked)
         self.engine.send(ROUTER, message)

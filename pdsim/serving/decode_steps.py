@@ -435,7 +435,7 @@ class DecodeMover(Mover, Protocol):
         """Arrivals that came too late."""
 
     def forget(self, room: int) -> None:
-        """Give *room* up: the leader hears a `Quiet` once nothing of it moves here."""
+        """Give *room* up: the leader hears a `RankQuiesced` once nothing of it moves here."""
 
 
 class DecodeWorker:

@@ -17,22 +17,20 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from pdsim.core.clock import Clock
-from pdsim.core.errors import PeerLost, TransferFailed
+from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import (
-    Enroll,
+    ConnectPeer,
     Fence,
     Fenced,
     Gone,
     KvMessage,
-    Locate,
-    Located,
-    Meet,
-    MessageError,
-    Pong,
+    KvSpec,
     Ready,
-    Register,
-    Terms,
+    RegisterPool,
+    RegisterRank,
+    RoomQuery,
+    RoomReply,
 )
 from pdsim.kv.rooms import ExpiringMap
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, instance_of, life_name, rank_name
@@ -62,7 +60,7 @@ class Bootstrap:
 
     An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.
     `forget` empties the places of an instance that was lost, and it forms again with ranks that were started later.
-    The first rank that enrolls sets the `Terms` (page size and type of KV) that all others must share.
+    The first rank that enrolls sets the `KvSpec` (page size and type of KV) that all others must share.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -71,9 +69,9 @@ class Bootstrap:
         self._epochs = dict.fromkeys(sizes, 0)
         self._until = dict.fromkeys(sizes, -1)  # when the newest rank that was forgotten was started
         self._formed: dict[str, int] = {}  # epoch of those that are
-        self._terms: tuple[str, Terms] | None = None  # of the first that enrolled, who sets them
+        self._spec: tuple[str, KvSpec] | None = None  # of the first that enrolled, who sets them
 
-    def check(self, message: Enroll) -> None:
+    def check(self, message: RegisterRank) -> None:
         """Raise a `MessageError` if the sender of *message* has no place here, or cannot exchange KV with others.
 
         The error names both values and the way out.
@@ -82,24 +80,24 @@ class Bootstrap:
         if size is None or not 0 <= message.index < size:
             known = ", ".join(f"{name} of {ranks}" for name, ranks in self._sizes.items())
             raise MessageError(f"rank {message.index} of {message.instance} has no place; there are {known} ranks")
-        if self._terms is None:
-            self._terms = f"rank {message.index} of {message.instance}", message.terms
+        if self._spec is None:
+            self._spec = f"rank {message.index} of {message.instance}", message.spec
             return
-        first, terms = self._terms
-        for name in Terms.__struct_fields__:
-            mine, theirs = getattr(message.terms, name), getattr(terms, name)
+        first, spec = self._spec
+        for name in KvSpec.__struct_fields__:
+            mine, theirs = getattr(message.spec, name), getattr(spec, name)
             if mine != theirs:
                 raise MessageError(
                     f"rank {message.index} of {message.instance} has {name}={mine}, {first} {theirs}: both sides "
                     f"must have the same; start it with {name}={theirs}"
                 )
 
-    def replaces(self, message: Enroll) -> bool:
+    def replaces(self, message: RegisterRank) -> bool:
         """Return whether *message* is of a newer process of a rank that has a place in a formed instance."""
         known = self._places[message.instance].get(message.index)
         return message.instance in self._formed and known is not None and message.incarnation > known
 
-    def enroll(self, message: Enroll) -> bool:
+    def enroll(self, message: RegisterRank) -> bool:
         """Give the rank that sent *message* its place, and return whether that forms the instance.
 
         A rank has one place however often it asks.  A process older than the one that has it gets none, nor does
@@ -154,13 +152,13 @@ class RoomDirectory:
         return {room: life for room, life in found if life is not None}
 
 
-def own_place(sender: str, message: Enroll) -> Enroll:
+def own_place(sender: str, message: RegisterRank) -> RegisterRank:
     """Return *message* with the place that the name of *sender* says, if it says one.
 
     Only a rank that runs in the place of others has none in its name.
 
-    >>> from pdsim.kv.messages import Terms
-    >>> own_place("prefill0.3", Enroll("prefill0", 1, 0, Terms(64, "bf16"))).index
+    >>> from pdsim.kv.messages import KvSpec
+    >>> own_place("prefill0.3", RegisterRank("prefill0", 1, 0, KvSpec(64, "bf16"))).index
     3
     """
     instance, _, index = sender.rpartition(".")
@@ -221,8 +219,8 @@ class InstanceRegistry:
         """Return the side that *instance* is on."""
         return self.prefills if instance in self.prefills.names else self.decodes
 
-    def enroll(self, message: Enroll) -> list[tuple[str, Meet]]:
-        """Give a rank its place; return the `Meet` messages to send, by rank, if that forms its instance.
+    def enroll(self, message: RegisterRank) -> list[tuple[str, ConnectPeer]]:
+        """Give a rank its place; return the `ConnectPeer` messages to send, by rank, if that forms its instance.
 
         The ranks of both sides of each new pair are sent the incarnation of the other.
         """
@@ -236,10 +234,10 @@ class InstanceRegistry:
         pairs = [pair for peer in theirs for pair in ((mine, peer), (peer, mine))]
         return [meet for incarnation, peer in pairs for meet in self._meets(incarnation, peer)]
 
-    def _meets(self, incarnation: str, peer: str) -> Iterator[tuple[str, Meet]]:
+    def _meets(self, incarnation: str, peer: str) -> Iterator[tuple[str, ConnectPeer]]:
         instance = instance_of(incarnation)
         for index in range(self._job.grid(instance).size):
-            yield rank_name(instance, index), Meet(incarnation, peer, self.bootstrap.started(instance, index))
+            yield rank_name(instance, index), ConnectPeer(incarnation, peer, self.bootstrap.started(instance, index))
 
     def link(self, prefill: str, decode: str) -> bool:
         """Record that these two incarnations are connected; return False if either is over."""
@@ -317,10 +315,9 @@ class Membership:
         self._changed = changed
         self._lost = lost
         handlers: dict[type[KvMessage], Handler] = {
-            Enroll: self._enroll,
+            RegisterRank: self._enroll,
             Ready: self._ready,
-            Pong: lambda _, __: None,
-            Locate: self._locate,
+            RoomQuery: self._locate,
             Gone: lambda _, message: self.lose_incarnation(message.instance, message.reason),
         }
         process.handlers |= handlers
@@ -353,7 +350,7 @@ class Membership:
         else:
             self._process.ignore()
 
-    def _enroll(self, sender: str, message: Enroll) -> None:
+    def _enroll(self, sender: str, message: RegisterRank) -> None:
         # A rank that has a place already was started again: its instance is lost first, with all its other ranks.
         # One that cannot serve with the others is refused.
         message = own_place(sender, message)
@@ -374,8 +371,8 @@ class Membership:
         else:
             self._process.ignore()
 
-    def _locate(self, sender: str, message: Locate) -> None:
-        self._process.send(sender, Located(self.directory.locate(message.rooms), message.life))
+    def _locate(self, sender: str, message: RoomQuery) -> None:
+        self._process.send(sender, RoomReply(message.instance, self.directory.locate(message.rooms)))
 
     def _lose(self, instance: str, reason: str) -> None:
         registry, job = self.registry, self._job
@@ -406,14 +403,14 @@ class PeerTable(Protocol):
     def drop(self, life: str) -> None:
         """Forget the ranks of *life*."""
 
-    def connect(self, message: Register) -> None:
+    def connect(self, message: RegisterPool) -> None:
         """Connect to the rank that sent *message*, or raise what `Endpoint.connect` does or a `MessageError`."""
 
 
 class PeerConnector:
     """Connects *process*, the rank that posts transfers, to the ranks of the other side that register with it.
 
-    The router names the incarnations to `connect_peer`, and their ranks send a `Register` each; either may come
+    The router names the incarnations to `connect_peer`, and their ranks send a `RegisterPool` each; either may come
     first.  *peers* keeps the connections.  *ready* is called with an incarnation when it is named and after each
     connection to it; it checks whether that was the last.
     """
@@ -422,8 +419,8 @@ class PeerConnector:
         self._process = process
         self._peers = peers
         self._ready = ready
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was to connect to that incarnation
-        process.handlers |= {Register: self._register}
+        self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
+        process.handlers |= {RegisterPool: self._register}
 
     def connect_peer(self, incarnation: str) -> None:
         """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
@@ -438,9 +435,9 @@ class PeerConnector:
         self._peers.drop(incarnation)
         self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
 
-    def _register(self, sender: str, message: Register) -> None:
+    def _register(self, sender: str, message: RegisterPool) -> None:
         # A rank that is gone is reported to the router; one with a pool of another kind is refused.
-        if message.peer != self._process.life or message.instance not in self._peers:
+        if message.life != self._process.life or message.instance not in self._peers:
             kept = self._early.get(sender)  # one of each rank, and of no incarnation that is over for long
             if kept is None or _epochs(kept) <= _epochs(message):  # those of two epochs may come in any order
                 self._early[sender] = message
@@ -455,8 +452,8 @@ class PeerConnector:
             self._ready(message.instance)
 
 
-def _epochs(message: Register) -> tuple[int, int]:
-    return epoch_of(message.instance), epoch_of(message.peer)
+def _epochs(message: RegisterPool) -> tuple[int, int]:
+    return epoch_of(message.instance), epoch_of(message.life)
 
 
 class ReadyCount:
@@ -534,7 +531,7 @@ class PeerFence:
             self._process.send([rank_name(instance_of(peer), index) for index in self._peers], message())
 
     def _prove(self, fence: Fence) -> Program:
-        yield from self._wait(instance_of(fence.life), epoch_of(fence.life))
+        yield from self._wait(instance_of(fence.peer), epoch_of(fence.peer))
         if not self._process.has_ended:
             self._fenced(Fenced(fence.number))
 

@@ -19,20 +19,17 @@ from pdsim.kv.messages import (
     Abort,
     Chunk,
     Destination,
-    Details,
     Dropped,
-    Failed,
     Forward,
     KvMessage,
     Offload,
-    Preceded,
-    Sent,
-    Settled,
+    RankQuiesced,
     Submit,
+    TransferDone,
 )
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import Runs, cut, pair
-from pdsim.kv.rooms import OVER, Consensus, ExpiringMap, QuarantineStall, out_of_memory
+from pdsim.kv.rooms import Consensus, QuarantineStall, out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
 from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker
@@ -205,8 +202,8 @@ class PrefillScheduler:
     followers are sent it and every rank computes it; its chunks are moved (`PrefillWorker`) while the next is
     computed.  Without work the scheduler sleeps until `wake`.
 
-    Invariant: pages are free, cached, or of rooms in `rooms`; a failed room keeps its own until `Settled` has come
-    from every rank, because writes from them may still be under way.
+    Invariant: pages are free, cached, or of rooms in `rooms`; a failed room keeps its own until `RankQuiesced` has
+    come from every rank, because writes from them may still be under way.
     """
 
     def __init__(
@@ -226,7 +223,6 @@ class PrefillScheduler:
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
         self.handoff = handoff.prefill_leader(self)
-        self._details: ExpiringMap[Details] = ExpiringMap(engine.clock, OVER)
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._next: Forward | None = None
@@ -238,9 +234,8 @@ class PrefillScheduler:
         engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
         handlers: dict[type[KvMessage], Handler] = {
             Submit: self._submit,
-            Details: lambda _, message: self._details.set(message.room, message),
-            Sent: lambda sender, message: self._sent(index_of(sender), message),
-            Settled: lambda sender, message: self._settled(index_of(sender), message),
+            TransferDone: lambda sender, message: self._sent(index_of(sender), message),
+            RankQuiesced: lambda sender, message: self._settled(index_of(sender), message),
             Abort: self._abort,
         }
         engine.handlers |= handlers
@@ -293,10 +288,9 @@ class PrefillScheduler:
         room = PrefillRequest(request, self.job.prefill.size)
         self.host.pace = self.worker.posts.take(now, self.job.engine.busy)
         room.ready = now + self.host.arrive(request.input, now)
-        details = self._details.pop(request.room)
-        if details is not None:
-            room.priority = details.priority
-            room.keys = page_keys(details.blocks, request.input, self.job.page_size)
+        if request.hints is not None:
+            room.priority = request.hints.priority
+            room.keys = page_keys(request.hints.blocks, request.input, self.job.page_size)
         self.rooms[request.room] = room
         self.handoff.accept(room)
 
@@ -313,7 +307,7 @@ class PrefillScheduler:
             self._queue.append(room)
             self.wake()
 
-    def _sent(self, rank: int, message: Sent) -> None:
+    def _sent(self, rank: int, message: TransferDone) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -325,7 +319,7 @@ class PrefillScheduler:
             if room.moved(rank, message.nbytes):
                 self.handoff.complete(room)
 
-    def _settled(self, rank: int, message: Settled) -> None:
+    def _settled(self, rank: int, message: RankQuiesced) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
@@ -349,7 +343,7 @@ class PrefillScheduler:
     def fail(self, room: PrefillRequest, reason: str, lost: str = "") -> None:
         """Fail *room* and tell the router, with the instance that is *lost* if that is why; only once."""
         if not room.failed:
-            self.engine.send(ROUTER, Failed(room.request.room, reason, lost))
+            self.engine.send(ROUTER, TransferDone(room.request.room, reason=reason, lost=lost))
             self._give_up(room)
 
     def _give_up(self, room: PrefillRequest) -> None:
@@ -433,10 +427,11 @@ class PrefillScheduler:
         if all(chunk.room in self.rooms and not self.rooms[chunk.room].failed for chunk in forward.chunks):
             return forward
         wanted = {number for number, room in self.rooms.items() if not room.failed}
-        kept = replace(forward, chunks=tuple(chunk for chunk in forward.chunks if chunk.room in wanted))
-        if isinstance(kept, Preceded):
-            kept = replace(kept, cached=tuple(chunk for chunk in kept.cached if chunk.room in wanted))
-        return kept
+        return replace(
+            forward,
+            chunks=tuple(chunk for chunk in forward.chunks if chunk.room in wanted),
+            cached=tuple(chunk for chunk in forward.cached if chunk.room in wanted),
+        )
 
     def next_forward(self, ahead: bool = False) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now.
@@ -496,10 +491,8 @@ class PrefillScheduler:
         if not chunks:
             return None
         seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
-        if cached or self.job.prefill_time.exchange:
-            travel = [new for _, new in pieces if self.job.prefill_time.exchange]
-            return Preceded(self.engine.life, seconds, tuple(chunks), tuple(cached), sum(travel))
-        return Forward(self.engine.life, seconds, tuple(chunks))
+        travel = sum([new for _, new in pieces]) if self.job.prefill_time.exchange else 0
+        return Forward(self.engine.life, seconds, tuple(chunks), tuple(cached), travel)
 
     def allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.

@@ -10,7 +10,7 @@ from typing import Protocol
 from simpy.events import Event
 
 from pdsim.core.clock import fire
-from pdsim.kv.messages import Abort, Chunk, Forward, Offload, Preceded
+from pdsim.kv.messages import Abort, Chunk, Forward, Offload
 from pdsim.serving.deployment import instance_of
 from pdsim.serving.rank_process import EngineRank, Mover
 from pdsim.serving.scheduler_host import PostingHost
@@ -31,7 +31,7 @@ class PrefillMover(Mover, Protocol):
         """Move *chunks*, whose forward has ended; *last*: there are no more of it."""
 
     def abort(self, room: int) -> None:
-        """Give *room* up: the leader hears a `Settled` once nothing of it moves here."""
+        """Give *room* up: the leader hears a `RankQuiesced` once nothing of it moves here."""
 
 
 class PrefillWorker:
@@ -55,7 +55,6 @@ class PrefillWorker:
         self._ahead: list[Forward | Abort] = []  # of the scheduler: came before this rank was told of its own life
         engine.handlers |= {
             Forward: self._forward,
-            Preceded: self._forward,
             Offload: self._offload,
             Abort: self._abort,
         }
@@ -95,8 +94,7 @@ class PrefillWorker:
 
         A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says.
         """
-        cached = message.cached if type(message) is Preceded else ()
-        self.mover.expect((*cached, *message.chunks))
+        self.mover.expect((*message.cached, *message.chunks))
         self._computing += 1
         clock = self.engine.clock
         begin = clock.now
@@ -122,14 +120,13 @@ class PrefillWorker:
         # is begun at this instant, too.
         engine = self.engine
         forward = engine.rank.device.compute(message.seconds)
-        if type(message) is Preceded and message.tokens:
+        if message.tokens:
             forward = self._routed(forward, message)
-        cached = type(message) is Preceded and message.cached
-        if cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
+        if message.cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self.mover.started, begun), message)
         return forward
 
-    def _routed(self, forward: Event, message: Preceded) -> Event:
+    def _routed(self, forward: Event, message: Forward) -> Event:
         exchange, tokens = self.engine.job.prefill_time.exchange, message.tokens
         travelling = self.engine.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
         return self.engine.clock.all_of([forward, *travelling])

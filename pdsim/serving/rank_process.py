@@ -20,20 +20,18 @@ from typing import Any, Protocol, cast
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.core.errors import PeerLost
+from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
-    Busy,
-    Enroll,
+    ConnectPeer,
     Gone,
     KvMessage,
-    Meet,
-    MessageError,
+    KvSpec,
     Ping,
     Pong,
     Refused,
+    RegisterRank,
     Stop,
-    Terms,
     decode,
     encode,
     refusal,
@@ -169,7 +167,7 @@ class RankProcess:
 
     def pong(self) -> KvMessage:
         """Return the answer to a ping: whether work goes on that may take longer than requests wait for progress."""
-        return Busy() if self.working() else Pong()
+        return Pong(self.working())
 
     def working(self) -> bool:
         """Return whether work for requests that ends by itself is under way, or has ended since the last call.
@@ -260,7 +258,7 @@ class EngineRank(RankProcess):
     that they take, and are set before it runs.  *life* is the name of the instance's life that this rank is part of,
     once the router has said so.
 
-    Life: enrols when it runs, learns its life with the first `Meet`, serves, and ends after `Stop`, or with
+    Life: enrols when it runs, learns its life with the first `ConnectPeer`, serves, and ends after `Stop`, or with
     `PeerLost` when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds
     on the clock when it was made.
     """
@@ -277,7 +275,7 @@ class EngineRank(RankProcess):
         self.scheduler: Leader | None = None
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
-        self.handlers |= {Gone: self._gone, Meet: self._meet, Stop: self._stop}
+        self.handlers |= {Gone: self._gone, ConnectPeer: self._meet, Stop: self._stop}
 
     @property
     def traffic(self) -> LinkTraffic:
@@ -289,8 +287,8 @@ class EngineRank(RankProcess):
         self.mover.begin()
         if self.scheduler is not None:
             self.scheduler.begin()
-        terms = Terms(self.job.page_size, self.job.kv_dtype)
-        self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
+        spec = KvSpec(self.job.page_size, self.job.kv_dtype)
+        self.send(ROUTER, RegisterRank(self.instance, self.index, self.incarnation, spec))
         return (yield from super().run())
 
     def report(self) -> dict[str, Any]:
@@ -336,7 +334,7 @@ class EngineRank(RankProcess):
         self.send(self.followers, Stop())
         super().end()
 
-    def _meet(self, _: str, message: Meet) -> None:
+    def _meet(self, _: str, message: ConnectPeer) -> None:
         if message.incarnation == self.incarnation:
             self.life = message.life
             if self.scheduler is not None:

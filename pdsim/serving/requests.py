@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.messages import Finished, Streamed
+from pdsim.kv.messages import Finished
 from pdsim.transfer import Spill
 from pdsim.transfer.log import ArrayColumn, Compact
 
@@ -257,7 +257,7 @@ STAMPS = (
     *("reserved", "noticed", "started", "prefilled", "arrived", "polled", "joined", "finished"),
     *("first", "asked"),
 )
-"""Fields of `Finished`, and of `Streamed` the last two."""
+"""Fields of `Finished`."""
 
 PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
 """The parts of the end-to-end time of a request, which they add up to."""
@@ -328,8 +328,8 @@ class RequestLog(Sequence[list[Any]], Compact):
         stamps: Iterable[float | None] = ()
         if ended is not None:
             stamps = [getattr(ended, name) for name in STAMPS[:_OWN]]
-        streamed = isinstance(ended, Streamed)
-        if isinstance(ended, Streamed):
+        streamed = ended is not None and ended.first is not None
+        if ended is not None and streamed:
             stamps = [*stamps, ended.first, ended.asked]
         self.put_row(number, prefill, decode, nbytes, status, streamed, stamps)
         if self._journal is not None and status:

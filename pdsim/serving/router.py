@@ -17,20 +17,17 @@ from simpy.events import Event
 
 from pdsim.kv.messages import (
     Abort,
-    Busy,
-    Details,
     Dropped,
-    Failed,
     Finished,
     KvMessage,
-    Lent,
     Ping,
-    Prefilled,
-    PullRequest,
+    Pong,
+    PrefillDone,
+    RequestHints,
+    RoomRegistered,
     Stop,
-    Streamed,
     Submit,
-    Took,
+    TransferDone,
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.serving.membership import InstanceRegistry, Membership
@@ -77,7 +74,8 @@ class RoutedRequest:
 
     def submission(self) -> Submit:
         """Return the message that sends this request to its two instances."""
-        return Submit(self.room, self.input, self.output, self.prefill, self.decode)
+        hints = RequestHints(self.blocks, self.priority) if self.blocks or self.priority else None
+        return Submit(self.room, self.input, self.output, self.prefill, self.decode, hints)
 
 
 class IncomingRequests(Sequence[RoutedRequest]):
@@ -313,11 +311,11 @@ class Router(RankProcess):
 
     The router pings every rank three times in `Deployment.deadline`.  If no request progresses for as long as a loss
     can take to be noticed and twice the time that the longest request can take, all open requests fail.  A rank that
-    answers `Busy`, or still owes an answer, counts as progress.
+    is busy, or still owes an answer, counts as progress.
 
     ::
 
-                     Lent (pull)    Prefilled      Finished
+               PrefillDone (pull)  TransferDone    Finished
         arrives ──► sent ──► answered ──► prefilled ──► closed "ok"
                      │ ▲
                 loss │ │ Dropped, untouched
@@ -360,13 +358,11 @@ class Router(RankProcess):
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[KvMessage], Handler] = {
-            Busy: self._busy,
-            Took: self._took,
-            Prefilled: self._prefilled,
-            Lent: self._lent,
+            Pong: self._pong,
+            RoomRegistered: self._took,
+            PrefillDone: self._lent,
             Finished: self._finished,
-            Streamed: self._finished,
-            Failed: self._failed,
+            TransferDone: self._transferred,
             Dropped: self._dropped,
         }
         self.handlers |= handlers
@@ -407,8 +403,9 @@ class Router(RankProcess):
         self.membership.heard(sender)
         super()._handle(sender, payload)
 
-    def _busy(self, _: str, __: Busy) -> None:
-        self._moved = self.clock.now
+    def _pong(self, _: str, message: Pong) -> None:
+        if message.busy:
+            self._moved = self.clock.now
 
     # --- requests ---
 
@@ -459,30 +456,30 @@ class Router(RankProcess):
 
     def _send_on(self, request: RoutedRequest) -> None:
         message = request.submission()
-        if request.blocks or request.priority:
-            details = Details(request.room, request.blocks, request.priority)
-            self.send([leader(request.prefill), leader(request.decode)], details)
         # where the engine chooses the prefill instance, decode asks which: a router does not know
         if not self.serial:
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
-    def _took(self, _: str, message: Took) -> None:
+    def _took(self, _: str, message: RoomRegistered) -> None:
         if message.room in self._rooms:
-            self.membership.directory.took(message.room, message.life)
+            self.membership.directory.took(message.room, message.instance)
         else:
             self.ignore()
 
-    def _lent(self, _: str, message: Lent) -> None:
+    def _lent(self, _: str, message: PrefillDone) -> None:
         request = self._find(message.room)
         if request is None or request.lost or request.answered:
             return
         self._moved = self.clock.now
         self.tokens.answered(request)
-        pull = PullRequest(request.submission(), message)
+        pull = replace(request.submission(), source=message)
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
-    def _prefilled(self, _: str, message: Prefilled) -> None:
+    def _transferred(self, sender: str, message: TransferDone) -> None:
+        if message.reason:
+            self._failed(sender, message)
+            return
         request = self._find(message.room)
         if request is None:
             return
@@ -500,7 +497,7 @@ class Router(RankProcess):
             if request.prefilled or request.lost:  # else its account of bytes is on the way
                 self._close(request, "ok")
 
-    def _failed(self, sender: str, message: Failed) -> None:
+    def _failed(self, sender: str, message: TransferDone) -> None:
         request = self._find(message.room)
         if request is not None:
             self._fail(request, message.reason, but=sender)

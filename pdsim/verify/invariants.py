@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from pdsim.core.errors import MessageError
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import (
     Destination,
-    Fetch,
     Finished,
     KvMessage,
-    MessageError,
-    Prefilled,
-    Reserve,
+    ReadRequest,
     Stop,
-    Streamed,
     Submit,
+    TransferDone,
     decode,
 )
 from pdsim.kv.pages import Pages
@@ -97,16 +95,14 @@ class InvariantChecker:
         self._gone: set[str] = set()
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
-        self._targets: dict[int, Destination | Reserve | Fetch] = {}
+        self._targets: dict[int, Destination | ReadRequest] = {}
         self._preempted: set[int] = set()  # their pages are others than their targets' since
         self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
         self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
             Destination: self._on_target,
-            Reserve: self._on_target,
-            Prefilled: self._on_prefilled,
+            TransferDone: self._on_done,
             Finished: self._on_finished,
-            Streamed: self._on_finished,
             Stop: self._on_stop,
         }
         self._stopped = False
@@ -134,7 +130,7 @@ class InvariantChecker:
         for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
             part = getattr(mover, name, None)
             if part is not None:
-                part.report = self._watched(member.rank.name, part.report)
+                part.report = self._watched(member.rank.name, isinstance(part, KvReceiver), part.report)
                 for action in actions:
                     if hasattr(part, action):
                         self._ordered(order, part, action)
@@ -205,36 +201,35 @@ class InvariantChecker:
 
     # --- I1, I2, I6 ---
 
-    def _watched(self, rank: str, report: Callable[..., None]) -> Callable[..., None]:
+    def _watched(self, rank: str, receives: bool, report: Callable[..., None]) -> Callable[..., None]:
         def watch(message: Any, *more: Any) -> None:
-            kind = type(message).__name__
-            if kind in ("Sent", "Arrived"):
-                self._on_report(rank, kind, message)
+            if isinstance(message, TransferDone):
+                self._on_report(rank, receives, message)
             report(message, *more)
 
         return watch
 
-    def _on_report(self, rank: str, kind: str, message: Any) -> None:
+    def _on_report(self, rank: str, receives: bool, message: TransferDone) -> None:
         # A receiver that finds other bytes than were sent fails the room, as it should; that it happened is the
         # violation (I2, or I6 for metadata).
         end = "failed" if message.reason else "succeeded"
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
             self._found("I1", f"room {message.room} {before} on {rank} and then {end}")
-        if kind == "Arrived" and message.reason and "metadata" in message.reason:
+        if receives and "metadata" in message.reason:
             self._found("I6", f"{rank}: {message.reason}")
-        elif message.reason.startswith("room " if kind == "Arrived" else "MessageError: room "):
+        elif message.reason.startswith("room " if receives else "MessageError: room "):
             self._found("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:
         self._leftovers.begin()
         self._rooms[message.room] = message
 
-    def _on_target(self, _: str, message: Destination | Reserve) -> None:
+    def _on_target(self, _: str, message: Destination) -> None:
         self._targets[message.room] = message
 
-    def _on_prefilled(self, sender: str, message: Prefilled) -> None:
-        if self._reports.get((sender, message.room)) == "failed":
+    def _on_done(self, sender: str, message: TransferDone) -> None:
+        if not message.reason and self._reports.get((sender, message.room)) == "failed":
             self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
@@ -245,7 +240,7 @@ class InvariantChecker:
 
     def _compare(self, room: int, when: str) -> None:
         request, target = self._rooms[room], self._targets[room]
-        held = 0 if isinstance(target, Fetch) else target.held
+        held = 0 if isinstance(target, ReadRequest) else target.held
         if room in self._preempted:
             return  # KV that was computed again or came back from host memory has no contents
         for name, member in _in_life(self._members, request.decode):
@@ -292,7 +287,7 @@ class InvariantChecker:
             number = getattr(what, "room", what)
             if action != "forget" or any(number == room for _, room, _ in order):
                 order.append((action, number, getattr(what, "index", 0)))
-            if isinstance(what, Fetch):
+            if isinstance(what, ReadRequest):
                 self._targets[what.room] = what
             original(what)
 

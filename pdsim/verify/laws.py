@@ -14,7 +14,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pdsim.kv.messages import Finished, MessageError, Submit, decode
+from pdsim.core.errors import MessageError
+from pdsim.kv.messages import Finished, Submit, decode
 from pdsim.transfer import Batch, TransferRecord
 from pdsim.transfer.job import Outcome
 from pdsim.verify import refuse_compiled

@@ -27,7 +27,7 @@ from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
-from pdsim.kv.messages import VERSION, Prefilled, Stop, encode
+from pdsim.kv.messages import VERSION, Stop, TransferDone, encode
 from tests.backends import programs
 from tests.support.engines import spec
 
@@ -38,7 +38,7 @@ FORGED = [
     [SEED],
     [b"\xff\xfe", SEED],
     [b"nobody", bytes([VERSION]) + b"\xc1"],
-    [b"router", encode(Prefilled(1, 1)), b"group", b"more"],
+    [b"router", encode(TransferDone(1, 1)), b"group", b"more"],
 ]
 
 

@@ -185,9 +185,9 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
     trial = FaultTrial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PushDecode, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, arrival=changed(message.arrival, to=self.engine.life)))
+        original(self, sender, changed(message, life=self.engine.life))
 
-    with patched((mutated(takes_any, PushDecode, "_store"),)):
+    with patched((mutated(takes_any, PushDecode, "_arrive"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
 

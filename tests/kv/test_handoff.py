@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
+from pdsim.core.errors import MessageError
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
-from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Settled, decode, encode
+from pdsim.kv.messages import (
+    Chunk,
+    Destination,
+    RankQuiesced,
+    RegisterPool,
+    TransferDone,
+    decode,
+    encode,
+)
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.sim.model import Model
@@ -31,14 +40,14 @@ def prefill(rank: Rank, *, script: list[list[Any]]) -> Program:
     """Do what *script* says, at the times it says, and return what was reported and when."""
     reports: list[list[Any]] = []
 
-    def report(message: Sent | Settled) -> None:
+    def report(message: TransferDone | RankQuiesced) -> None:
         fields = [getattr(message, name) for name in message.__struct_fields__]
         reports.append([rank.clock.now, type(message).__name__, *fields])
 
     sender = KvSender(rank, LAYOUT, Grid(1), 0, report)
     message = yield rank.channel.receive()
     register = decode(message.payload)
-    assert isinstance(register, Register)
+    assert isinstance(register, RegisterPool)
     sender.links.connect(register)
 
     def act(step: list[Any]) -> None:
@@ -77,7 +86,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
 
     rank.clock.process(notice())
     yield rank.clock.at(reserve_at)
-    receiver.reserve(Reserve("decode0@1", 7, 10, ((2, 3),), 1))
+    receiver.reserve(Destination("decode0@1", 7, 10, ((2, 3),), 1))
     yield rank.clock.timeout(seconds)
     return {"reports": reports, "open": len(receiver)}
 
@@ -112,7 +121,7 @@ def test_a_room_is_complete_when_all_its_writes_are_there_and_intact():
     assert at == pytest.approx(0.3 + 19e-6 + (4 * SHAPE.token_bytes(1) + 1600) / 10e9, rel=1e-12)
     assert (reason, count) == ("", 2)
     ((_, kind, room, nbytes, *rest),) = reports(outcome, "prefill0.0")
-    assert (kind, room, nbytes, *rest) == ("Sent", 7, BYTES, "", "")
+    assert (kind, room, nbytes, *rest) == ("TransferDone", 7, BYTES, "", "")
 
 
 def test_nothing_is_remembered_of_a_room_that_is_over():
@@ -152,10 +161,10 @@ def test_a_lost_peer_fails_the_room_once_and_names_the_instance():
         [*WHOLE[:2], [0.7, "expect", *LAST], [0.8, "send", *LAST], [0.9, "abort", 7]], kill={"decode0.0": 0.5}
     )
     (first, second) = reports(outcome, "prefill0.0")
-    assert first[1:3] == ["Sent", 7]
+    assert first[1:3] == ["TransferDone", 7]
     assert first[4].startswith("PeerLost")
     assert first[5] == "decode0"
-    assert second[1:] == ["Settled", 7]
+    assert second[1:] == ["RankQuiesced", 7]
 
 
 def test_a_room_is_settled_only_when_its_writes_are_and_its_leader_knows():
@@ -166,7 +175,7 @@ def test_a_room_is_settled_only_when_its_writes_are_and_its_leader_knows():
     (failed, settled) = reports(outcome, "prefill0.0")
     assert failed[0] == pytest.approx(0.3)
     assert failed[4].startswith("TransferTimeout")
-    assert settled[1:] == ["Settled", 7]
+    assert settled[1:] == ["RankQuiesced", 7]
     # the write goes on after its deadline: 4 descriptors cost 9 us, 1024 bytes take 1.024 s
     assert settled[0] == pytest.approx(0.2 + 9e-6 + 1.024, rel=1e-9)
 
@@ -180,13 +189,15 @@ def test_an_abort_stops_what_has_not_been_written():
         [0.3, "send", *LAST],
     ]
     outcome = run(script)
-    assert reports(outcome, "prefill0.0") == [[0.3, "Settled", 7]]  # when the forward that was under way has ended
+    assert reports(outcome, "prefill0.0") == [
+        [0.3, "RankQuiesced", 7]
+    ]  # when the forward that was under way has ended
     assert reports(outcome, "decode0.0") == []
     assert len(outcome.ranks["prefill0.0"].transfers) == 1
 
 
 def test_an_abort_of_an_unknown_room_is_settled_at_once():
-    assert reports(run([[0.1, "abort", 99]]), "prefill0.0") == [[0.1, "Settled", 99]]
+    assert reports(run([[0.1, "abort", 99]]), "prefill0.0") == [[0.1, "RankQuiesced", 99]]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +217,7 @@ def mismatched(rank: Rank, *, page_size: int, layers: int) -> Program:
     sender = KvSender(rank, layout, Grid(1), 0, lambda message: None)
     message = yield rank.channel.receive()
     register = decode(message.payload)
-    assert isinstance(register, Register)
+    assert isinstance(register, RegisterPool)
     with pytest.raises(MessageError) as caught:
         sender.links.connect(register)
     return str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
-from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
+from pdsim.kv.messages import Arrival, StagingRelease, StagingReply, StagingRequest, decode
 from pdsim.kv.policy import Staging
 from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.sim.memory import LAUNCH
@@ -41,16 +41,16 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> P
         yield rank.clock.at(at)
         if action == "ask":
             chunk, size = rest
-            landing.ask("writer", Ask(room, 0, chunk, size, ((room, 1),), "decode0#0"))
+            landing.ask("writer", StagingRequest("decode0@1", room, 0, chunk, size, ((room, 1),)))
         elif action == "arrive":
-            arrival = Arrival(room, 0, 0, 1, 0.0, 0.0, 0.0, *rest)
+            arrival = Arrival("decode0@1", room, 0, 0, 1, 0.0, 0.0, 0.0, *rest)
             landing.scatter(arrival, lambda done, reason: report("scattered", done.room, reason))
         elif action == "forget":
             landing.forget(room)
         elif action == "sever":
             landing.sever(*rest)
         else:
-            landing.give_back(Return(room, 0))
+            landing.give_back(StagingRelease(room, 0))
     yield rank.clock.timeout(10.0)
     return {"reports": reports, "used": landing.ring.used, "left": len(landing), "refused": landing.refused}
 
@@ -61,7 +61,7 @@ def writer(rank: Rank, *, answers: int) -> Program:
     for _ in range(answers):
         message = yield rank.channel.receive()
         grant = decode(message.payload)
-        assert isinstance(grant, Grant)
+        assert isinstance(grant, StagingReply)
         found.append([grant.room, grant.chunk, grant.position])
     return found
 

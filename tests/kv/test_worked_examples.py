@@ -16,7 +16,7 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.config.typed import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
-from pdsim.kv.messages import Chunk, Register
+from pdsim.kv.messages import Chunk, RegisterPool
 from pdsim.kv.peers import REGION, STAGING, DecodePeer
 from pdsim.kv.plan import Runs
 from pdsim.kv.policy import Policy
@@ -55,7 +55,7 @@ def count(
     regions = {REGION: Region("decode0.0", REGION, theirs.size, 0, "gpu")}
     if ring:
         regions[STAGING] = Region("decode0.0", STAGING, ring, 0, "gpu")
-    register = Register("prefill0@1", b"", "decode0@1", 0, theirs)
+    register = RegisterPool("prefill0@1", b"", "decode0@1", 0, theirs)
     target = DecodePeer(Peer("decode0.0", regions), 0, mine, register, part, policy(backend))
     each = pages // groups
     runs: Runs = tuple((2 * each * group, each * group, each) for group in range(groups))
@@ -151,7 +151,7 @@ def test_the_index_of_a_request_goes_once_to_every_decode_rank_with_its_last_chu
     for reader in range(decode):
         parts = [both.part(writer, reader) for writer in both.writers(reader)]
         (part,) = [part for part in parts if part and "index" in part.components]
-        register = Register("prefill0@1", b"", "decode0@1", reader, layouts[1])
+        register = RegisterPool("prefill0@1", b"", "decode0@1", reader, layouts[1])
         peer = Peer(f"decode0.{reader}", {REGION: Region(f"decode0.{reader}", REGION, layouts[1].size, 0, "gpu")})
         target = DecodePeer(peer, 0, layouts[0], register, part, policy(MOONCAKE))
         runs, last = ((0, 4, 2), (7, 9, 1)), (((0, 4, 5),),)

@@ -13,7 +13,7 @@ from pdsim.core.errors import TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import mapping, messages, push
 from pdsim.kv.mapping import HeadSlice
-from pdsim.kv.messages import Arrived
+from pdsim.kv.messages import TransferDone
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
@@ -55,7 +55,7 @@ def without_counting(self: KvReceiver, number: int, room: Any) -> None:
     if room.last is None or room.reserve is None:
         return
     del self._rooms[number]
-    self.report(Arrived(number, self._verify(room.reserve)), room.last)
+    self.report(TransferDone(number, self._verify(room.reserve)), room.last)
 
 
 def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
@@ -162,7 +162,7 @@ def forgets_at_once(self: KvReader, number: int) -> None:
     room = self._rooms.pop(number, None)
     if room is not None:
         room.failed = True
-    self._quiet(messages.Quiet(number))
+    self._quiet(messages.RankQuiesced(number))
 
 
 def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any) -> None:
@@ -267,7 +267,7 @@ def settles_at_once(self: KvSender, state: Any) -> None:
     if state.aborted and not state.planned:
         state.aborted = False
         self._rooms.pop(state.room, None)
-        self.report(push.Settled(state.room))
+        self.report(push.RankQuiesced(state.room))
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
-from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
+from pdsim.core.errors import MessageError
+from pdsim.kv.messages import VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode
 from pdsim.models.parallel import Side
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.membership import Bootstrap
@@ -256,7 +257,7 @@ def test_a_message_of_another_version_ends_the_one_that_sent_it():
 
 @pytest.mark.parametrize("receiver", ["router", "prefill0.0", "prefill0.1", "decode0.0", "decode0.1"])
 @pytest.mark.parametrize(
-    "payload", [b"", b"\x08", b"\x08\x93\xa1\x93", encode(Stop()), encode(Prefilled(1, 1))[:-1]], ids=repr
+    "payload", [b"", b"\x08", b"\x08\x93\xa1\x93", encode(Stop()), encode(TransferDone(1, 1))[:-1]], ids=repr
 )
 def test_no_message_of_a_stranger_ends_a_rank(receiver: str, payload: bytes):
     arguments = {"receiver": receiver, "payload": payload}
@@ -292,8 +293,8 @@ def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63wha
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> Enroll:
-    return Enroll(instance, index, incarnation, Terms(page_size, "bf16"))
+def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> RegisterRank:
+    return RegisterRank(instance, index, incarnation, KvSpec(page_size, "bf16"))
 
 
 def test_an_instance_is_formed_when_every_place_is_taken():

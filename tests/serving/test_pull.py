@@ -10,7 +10,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
-from pdsim.kv.messages import Prefilled, Renew, Revoked
+from pdsim.kv.messages import Renew, Revoked, TransferDone
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
 from pdsim.serving.rank_process import EngineRank
@@ -136,7 +136,7 @@ def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     serve([LONG, Request(3.0, 20, 2)], hw=crawl)
     assert [message.room for message in silent if isinstance(message, Revoked)] == [1]
-    assert [message.room for message in silent if isinstance(message, Prefilled)] == [2]
+    assert [message.room for message in silent if isinstance(message, TransferDone) and not message.reason] == [2]
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.serve import ServeOptions
 from pdsim.core.clock import Clock
-from pdsim.kv.messages import Locate, Submit, decode
+from pdsim.kv.messages import RoomQuery, Submit, decode
 from pdsim.models.parallel import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
 from pdsim.serving.membership import KNOWN, RoomDirectory
@@ -151,4 +151,4 @@ def test_only_these_two_ways_are_there():
 def test_a_question_is_one_message_for_all_its_rooms():
     from pdsim.kv.messages import encode
 
-    assert decode(encode(Locate((1, 2, 3), "decode0@1"))) == Locate((1, 2, 3), "decode0@1")
+    assert decode(encode(RoomQuery((1, 2, 3), "decode0@1"))) == RoomQuery((1, 2, 3), "decode0@1")

@@ -81,9 +81,9 @@ def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatc
 def test_an_arrival_for_an_earlier_life_is_not_counted():
     """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
     counted: list[Arrival] = []
-    receiver = SimpleNamespace(arrive=counted.append)
+    receiver = SimpleNamespace(take=counted.append)
     mover = SimpleNamespace(engine=SimpleNamespace(life="decode0@2"), receiver=receiver)
-    stale, mine = (Arrival(1, 0, 1, 4, 0.0, 0.0, 0.0, to=life) for life in ("decode0@1", "decode0@2"))
+    stale, mine = (Arrival(life, 1, 0, 1, 4, 0.0, 0.0, 0.0) for life in ("decode0@1", "decode0@2"))
     PushDecode._arrive(mover, "prefill0.0", stale)  # type: ignore[arg-type]
     PushDecode._arrive(mover, "prefill0.0", mine)  # type: ignore[arg-type]
     assert counted == [mine]
@@ -106,7 +106,7 @@ def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
     """D21: pages that nobody had read were collected while its reader was asked, and it stalled in its next room."""
     anew: list[RoutedRequest] = []
     request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
-    request.answered = request.prefilled = True  # by `Lent`, and by `Prefilled` of no bytes
+    request.answered = request.prefilled = True  # by `PrefillDone`, and by `TransferDone` of no bytes
     router = SimpleNamespace(
         _rooms={7: request},
         job=SimpleNamespace(retries=1),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side of the staged path, on one rank: answers to `Ask`, scatters, and slots that are taken back."""
+"""The decode side of the staged path, on one rank: who gets a slot, scatters, slots taken back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pdsim.core.errors import OutOfMemory, TransferError
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
-from pdsim.kv.messages import Arrival, Ask, Grant, Quiet, Return, encode
+from pdsim.kv.messages import Arrival, RankQuiesced, StagingRelease, StagingReply, StagingRequest, encode
 from pdsim.kv.pages import Pages
 from pdsim.kv.peers import STAGING
 from pdsim.kv.policy import Staging
@@ -41,8 +41,8 @@ class StagingReceiver:
     nothing of it is being scattered.
 
     Life of a question: `ask`; then a refusal, or a slot at once or later; `scatter` when the block has arrived,
-    after which the slot is free.  A writer that gives its room up sends `Return`, and one that is proven dead is
-    taken care of by `sever`.
+    after which the slot is free.  A writer that gives its room up sends `StagingRelease`;
+    `sever` frees the slots of one that is dead.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StagingReceiver:
         rank_map: RankMap,
         pool: Region,
         staging: Staging,
-        quiet: Callable[[Quiet], None],
+        quiet: Callable[[RankQuiesced], None],
     ) -> None:
         self.ring: Ring[_Key] = Ring(staging.ring)
         rank.gauge("ring", rank.name, lambda: self.ring.used / self.ring.size)
@@ -70,7 +70,7 @@ class StagingReceiver:
         """Return the number of questions and slots that are not done with."""
         return len(self._questions)
 
-    def ask(self, sender: str, message: Ask) -> None:
+    def ask(self, sender: str, message: StagingRequest) -> None:
         """Answer at once or when there is room, but no later than `Staging.wait` from now.
 
         A block that is larger than the ring can never have a slot, and is refused at once; so is one that has
@@ -108,7 +108,7 @@ class StagingReceiver:
             return
         copied.callbacks.append(lambda _: self._scattered(key, question, partial(done, arrival, "")))
 
-    def give_back(self, message: Return) -> None:
+    def give_back(self, message: StagingRelease) -> None:
         """Free what a writer has of a room of which nothing moves any more.
 
         A slot that is being scattered is freed when that ends.
@@ -132,8 +132,7 @@ class StagingReceiver:
         """Scatter nothing more of *room*.
 
         Questions without a slot are dropped.  Slots stay: a block may still land there, until its writer returns
-        them or is proven to be dead.  `Quiet` is reported when no copy of the room is under way, at once if none
-        is.
+        them or is proven to be dead.  `RankQuiesced` follows when no copy of the room is under way.
         """
         busy = False
         for key, question in list(self._questions.items()):
@@ -144,7 +143,7 @@ class StagingReceiver:
                     self._drop(key)
         self._advance()
         if not busy:
-            self._quiet(Quiet(room))
+            self._quiet(RankQuiesced(room))
 
     def _scattered(self, key: _Key, question: _Question, done: Callable[[], None]) -> None:
         self._drop(key)
@@ -152,7 +151,7 @@ class StagingReceiver:
         if not question.forgotten:
             done()
         elif not any(other.scattering for at, other in self._questions.items() if at[0] == key[0]):
-            self._quiet(Quiet(key[0]))
+            self._quiet(RankQuiesced(key[0]))
 
     def _expire(self, key: _Key) -> None:
         if self.ring.withdraw(key):
@@ -166,7 +165,7 @@ class StagingReceiver:
 
     def _answer(self, key: _Key, position: int) -> None:
         room, _, chunk = key
-        self._rank.channel.send(self._questions[key].sender, encode(Grant(room, chunk, position)))
+        self._rank.channel.send(self._questions[key].sender, encode(StagingReply(room, chunk, position)))
 
     def _advance(self) -> None:
         for key, slot in self.ring.advance():

@@ -2,14 +2,14 @@
 """Pull: prefill computes, answers and keeps the KV under a lease; decode reads it when it has been asked (vLLM).
 
 =====================  =====================================================================================
-`Lent`                 prefill leader to router: computed, here are the pages
-`PullRequest`          router to decode leader, which allocates pages and has its ranks read (`Fetch`)
+`PrefillDone`                 prefill leader to router: computed, here are the pages
+`Submit`          router to decode leader, which allocates pages and has its ranks read (`ReadRequest`)
 `Renew`                decode leader to prefill leader, every heartbeat: these rooms are still wanted
-`Collected`            decode leader to prefill leader: nothing of the room is read any more
-`Revoked`              prefill leader to decode leader: the lease is over, or the request; `Collected` follows
+`ReadDone`            decode leader to prefill leader: nothing of the room is read any more
+`Revoked`              prefill leader to decode leader: the lease is over, or the request; `ReadDone` follows
 =====================  =====================================================================================
 
-Pages that may still be read are never handed out again: a room that ends early is in quarantine until `Collected`
+Pages that may still be read are never handed out again: a room that ends early is in quarantine until `ReadDone`
 or, if the reader is gone, until every prefill rank has proof that nothing of it moves.
 """
 
@@ -23,22 +23,18 @@ from pdsim.kv.messages import (
     Abort,
     Arrival,
     Chunk,
-    Collected,
     Destination,
-    Failed,
     Fenced,
-    Fetch,
     Forward,
     KvMessage,
-    Lent,
-    Preceded,
-    Prefilled,
-    PullRequest,
+    PrefillDone,
+    ReadDone,
+    ReadRequest,
     Ready,
     Renew,
     Revoked,
-    Sent,
     Submit,
+    TransferDone,
 )
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.pull import KvReader, KvSource, first
@@ -136,7 +132,7 @@ class PullPrefill:
 
     def started(self, message: Forward) -> None:
         """Count what is cached as computed."""
-        for chunk in message.cached if type(message) is Preceded else ():
+        for chunk in message.cached:
             self.sender.send(chunk)
 
     def computed(self, chunks: Iterable[Chunk], last: bool) -> None:  # noqa: ARG002 a protocol
@@ -164,11 +160,11 @@ class PullPrefillLeader:
         self._mover = mover
         self._engine = engine
         self._lent: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
-        self._moved: list[Collected] = []  # what decode hears with the next look
+        self._moved: list[ReadDone] = []  # what decode hears with the next look
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
         self._fences = FenceCount(engine.incarnation, scheduler.job.prefill.size)
         handlers: dict[type[KvMessage], Handler] = {
-            Collected: self._collected,
+            ReadDone: self._collected,
             Renew: self._renew,
             Fenced: lambda sender, message: self._fenced(index_of(sender), message),
         }
@@ -214,7 +210,7 @@ class PullPrefillLeader:
         if given is None:
             return False
         pages, state = given
-        kept = Destination(self._engine.life, room.request.room, pages, 0, state)
+        kept = Destination(self._engine.life, room.request.room, room.request.input, pages, 0, state)
         room.start(self._scheduler.clock.now, kept, pages, state, 0)
         return True
 
@@ -263,13 +259,14 @@ class PullPrefillLeader:
             return
         assert destination is not None
         self._leases.add(number)
-        where: tuple[Pages, tuple[Pages, ...]] = destination.pages, destination.state
-        self._engine.send(ROUTER, Lent(number, self._engine.life, *where, room.noticed, room.started, room.ended))
+        times = room.noticed, room.started, room.ended
+        done = PrefillDone(number, self._engine.life, destination.pages, destination.state, *times)
+        self._engine.send(ROUTER, done)
 
     def _lease_ends(self, number: int) -> None:
         lease = self._scheduler.job.engine.lease
         reason = f"TransferTimeout: the lease of {lease:g} s ended without a heartbeat of the reader"
-        self._engine.send(ROUTER, Failed(number, reason))
+        self._engine.send(ROUTER, TransferDone(number, reason=reason))
         self._revoke(number)
 
     def _revoke(self, number: int) -> None:
@@ -277,7 +274,7 @@ class PullPrefillLeader:
         if room.state != "revoked":
             self._end_lease(number)
             decode = room.request.decode
-            self._engine.send(leader(decode), Revoked(number, decode, self._engine.life))
+            self._engine.send(leader(decode), Revoked(decode, number, self._engine.life))
             self._scheduler.wake()  # pages in quarantine may be in the way
 
     def _end_lease(self, number: int) -> None:
@@ -294,15 +291,15 @@ class PullPrefillLeader:
                 self._leases.drop(number)
                 self._leases.add(number)
 
-    def _collected(self, _: str, message: Collected) -> None:
+    def _collected(self, _: str, message: ReadDone) -> None:
         room = self._lent.get(message.room)
         if room is None or message.life != self._engine.life:
             self._engine.ignore()
             return
         if room.state != "revoked":
-            self._engine.send(ROUTER, Prefilled(message.room, message.nbytes))
+            self._engine.send(ROUTER, TransferDone(message.room, message.nbytes))
         if self._scheduler.job.engine.noticed == "prefill":
-            self._moved.append(Collected(message.room, room.request.decode, message.nbytes))
+            self._moved.append(ReadDone(room.request.decode, message.room, message.nbytes))
             self._scheduler.wake()
         self._return(room)
 
@@ -347,7 +344,7 @@ class PullDecode:
             job.checked,
         )
         self._connector = PeerConnector(engine, self.receiver, self._connected)
-        engine.handlers[Fetch] = self._fetch
+        engine.handlers[ReadRequest] = self._fetch
 
     @property
     def layout(self) -> KvLayout:
@@ -393,7 +390,7 @@ class PullDecode:
         if self.receiver.connected(life):
             self.engine.tell_leader(Ready(life, self.engine.life))
 
-    def _fetch(self, _: str, message: Fetch) -> None:
+    def _fetch(self, _: str, message: ReadRequest) -> None:
         if message.life == self.engine.life:
             self.receiver.read(message)
 
@@ -404,8 +401,9 @@ class PullDecodeLeader:
     Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes
     there.
 
-    Life of a room: `PullRequest` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent`
-    from every rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by
+    Life of a room: `Submit` from the router (prefill has answered); pages, and a `ReadRequest` to all ranks;
+    `TransferDone` from every rank; `ReadDone` to prefill, which may then reuse its pages.  Until then its
+    lease is renewed by
     heartbeats.
     """
 
@@ -415,18 +413,17 @@ class PullDecodeLeader:
         self._scheduler = scheduler
         self._mover = mover
         self._engine = engine
-        self._sources: dict[int, Lent] = {}  # of rooms that may still have to be read
+        self._sources: dict[int, PrefillDone] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
         self._nbytes: dict[int, int] = {}  # read, of each room that is being read
         self._unseen: dict[int, DecodeRequest] = {}  # that have been read, but this side does not know it yet
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that must not be read
         self._beats = False  # whether a heartbeat is due
         handlers: dict[type[KvMessage], Handler] = {
-            PullRequest: self._pull,
             Revoked: self._revoked,
-            Collected: lambda _, message: self._take_up(message.room if message.life == engine.life else 0),
+            ReadDone: lambda _, message: self._take_up(message.room if message.life == engine.life else 0),
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
-            Sent: lambda sender, message: self._count_read(index_of(sender), message),
+            TransferDone: lambda sender, message: self._count_read(index_of(sender), message),
         }
         engine.handlers |= handlers
 
@@ -452,6 +449,16 @@ class PullDecodeLeader:
     def stop(self) -> None:
         """Do nothing: reads end by themselves."""
 
+    def submitted(self, request: Submit) -> bool:
+        """Keep what prefill has lent; a room that must not be read any more is given back at once."""
+        assert request.source is not None
+        if request.room in self._over:
+            self._collect(request.source, 0)
+            return False
+        self._sources[request.room] = request.source
+        self._beat()
+        return True
+
     def accept(self, request: Submit) -> None:
         """Queue *request*, and remember since when it waits for pages."""
         self._asked[request.room] = self._scheduler.clock.now
@@ -466,11 +473,11 @@ class PullDecodeLeader:
         request, engine = room.request, self._engine
         number, lent = request.room, self._sources[request.room]
         room.asked = self._asked.pop(number)
-        room.stamps = Arrival(number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
+        room.stamps = Arrival(engine.life, number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
         self._nbytes[number] = 0
         source = after(lent.pages, held)
         into = first(pages, source)
-        fetch = Fetch(engine.life, number, request.input, request.prefill, source, into, lent.state, state)
+        fetch = ReadRequest(engine.life, number, request.input, request.prefill, source, into, lent.state, state)
         engine.send(engine.followers, fetch)
         self._mover.receiver.read(fetch)
 
@@ -499,7 +506,7 @@ class PullDecodeLeader:
             self._collect(lent, 0)
 
     def failed(self, room: DecodeRequest) -> None:
-        """Have no rank read *room* any more; `Quiet` from every rank ends it."""
+        """Have no rank read *room* any more; `RankQuiesced` from every rank ends it."""
         number = room.request.room
         self._engine.send(self._engine.followers, Abort(number))
         self._mover.forget(number)
@@ -511,17 +518,6 @@ class PullDecodeLeader:
 
     # --- what comes in ---
 
-    def _pull(self, _: str, message: PullRequest) -> None:
-        # One that must not be read any more is given back at once.
-        request = message.submit
-        if request.decode == self._engine.life and request.room in self._over:
-            self._collect(message.lent, 0)
-        else:
-            if request.decode == self._engine.life:
-                self._sources[request.room] = message.lent
-                self._beat()
-            self._scheduler.submit("", request)
-
     def _revoked(self, _: str, message: Revoked) -> None:
         if message.life != self._engine.life:
             self._engine.ignore()
@@ -530,7 +526,7 @@ class PullDecodeLeader:
         if room is None:
             self._scheduler.withdraw(message.room)
             self.unadmitted(message.room)
-            self._engine.send(leader(message.prefill), Collected(message.room, message.prefill, 0))
+            self._engine.send(leader(message.prefill), ReadDone(message.prefill, message.room, 0))
         elif room.waits or room.failed:
             self._scheduler.fail(room)
 
@@ -541,14 +537,14 @@ class PullDecodeLeader:
         elif self.readiness.count(rank, message):
             engine.send(ROUTER, message)
 
-    def _count_read(self, rank: int, message: Sent) -> None:
+    def _count_read(self, rank: int, message: TransferDone) -> None:
         room = self._scheduler.rooms.get(message.room)
         if room is None or not room.waits:
             self._engine.ignore()
             return
         self._nbytes[message.room] += message.nbytes
         if message.reason:
-            self._engine.send(ROUTER, Failed(message.room, message.reason, message.lost))
+            self._engine.send(ROUTER, TransferDone(message.room, reason=message.reason, lost=message.lost))
             self._scheduler.fail(room)
         elif room.arrive(rank, self._scheduler.clock.now):
             self._collect(self._sources.pop(message.room), self._nbytes.pop(message.room))
@@ -563,8 +559,8 @@ class PullDecodeLeader:
         else:
             self._scheduler.arrived(room)
 
-    def _collect(self, lent: Lent, nbytes: int) -> None:
-        self._engine.send(leader(lent.life), Collected(lent.room, lent.life, nbytes))
+    def _collect(self, lent: PrefillDone, nbytes: int) -> None:
+        self._engine.send(leader(lent.instance), ReadDone(lent.instance, lent.room, nbytes))
 
     # --- leases ---
 
@@ -581,7 +577,7 @@ class PullDecodeLeader:
             return
         rooms: dict[str, list[int]] = {}
         for number, lent in self._sources.items():
-            rooms.setdefault(lent.life, []).append(number)
+            rooms.setdefault(lent.instance, []).append(number)
         for life, numbers in rooms.items():
             self._engine.send(leader(life), Renew(life, tuple(numbers)))
         self._beat()

@@ -4,8 +4,8 @@
 =====================  =====================================================================================
 `Submit`               router to both leaders; rooms meet by their number, whichever side hears first
 `Destination`          decode leader to prefill leader: here are the pages, and a row for metadata
-`Arrival`              with each write, prefill rank to decode rank; `Arrived` goes to the decode leader
-`Prefilled`            prefill leader to router: all of it is written
+`Arrival`              with each write, prefill rank to decode rank; `TransferDone` goes to the decode leader
+`TransferDone`            prefill leader to router: all of it is written
 `Abort`, `Released`    decode leader to prefill leader: give it up; and back: nothing of it moves any more
 =====================  =====================================================================================
 
@@ -25,26 +25,21 @@ from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Abort,
     Arrival,
-    Arrived,
-    Ask,
     Chunk,
     Destination,
-    Failed,
     Fenced,
     Forward,
-    Grant,
     KvMessage,
-    Locate,
-    Located,
-    Metadata,
-    Preceded,
-    Prefilled,
     Ready,
     Released,
-    Reserve,
-    Return,
+    RoomQuery,
+    RoomRegistered,
+    RoomReply,
+    StagingRelease,
+    StagingReply,
+    StagingRequest,
     Submit,
-    Took,
+    TransferDone,
 )
 from pdsim.kv.pages import Pages, SlotPool
 from pdsim.kv.push import KvSender
@@ -196,7 +191,7 @@ class PushPrefill:
             job.checked,
         )
         self._connector = PeerConnector(engine, self.sender.links, self._connected)
-        engine.handlers[Grant] = self.sender.grant
+        engine.handlers[StagingReply] = self.sender.grant
 
     @property
     def layout(self) -> KvLayout:
@@ -232,7 +227,7 @@ class PushPrefill:
 
     def started(self, message: Forward) -> None:
         """Write what is cached, and with ``layerwise`` each plane of the rest once its layer is computed."""
-        for chunk in message.cached if type(message) is Preceded else ():
+        for chunk in message.cached:
             self.sender.send(chunk)
         if self.engine.job.layerwise:
             for chunk in message.chunks:
@@ -302,7 +297,7 @@ class PushPrefillLeader:
         """Have *room* wait for its pages on the other side, unless they are known."""
         number = room.request.room
         if self._scheduler.job.query_dp:
-            self._engine.send(ROUTER, Took(number, self._engine.life))
+            self._engine.send(ROUTER, RoomRegistered(number, self._engine.life))
         self._timers.add(number)
         destination = self._destinations.pop(number)
         if destination is not None:
@@ -332,7 +327,7 @@ class PushPrefillLeader:
     def complete(self, room: PrefillRequest) -> None:
         """Free what *room* has here, all of which every rank has written, and tell the router how many bytes."""
         self._scheduler.forget(room)
-        self._engine.send(ROUTER, Prefilled(room.request.room, room.nbytes))
+        self._engine.send(ROUTER, TransferDone(room.request.room, room.nbytes))
 
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
         """Remember that the room is over; decode is told at once that nothing moves of one that is not there."""
@@ -419,13 +414,12 @@ class PushDecode:
         )
         self.proof = PeerFence(engine, self.receiver.writers, engine.tell_leader, self.receiver.sever)
         handlers: dict[type[KvMessage], Handler] = {
-            Reserve: self._reserve,
+            Destination: self._reserve,
             Arrival: self._arrive,
-            Metadata: self._store,
         }
         landing = self.receiver.landing
         if landing is not None:
-            handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
+            handlers |= {StagingRequest: self._ask, StagingRelease: lambda _, message: landing.give_back(message)}
         engine.handlers |= handlers
 
     @property
@@ -469,20 +463,18 @@ class PushDecode:
         """Give *room* up, of which nothing is written any more."""
         self.receiver.forget(room)
 
-    def _reserve(self, _: str, message: Reserve) -> None:
+    def _reserve(self, _: str, message: Destination) -> None:
         if message.life == self.engine.life:
             self.receiver.reserve(message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
-        if message.to == self.engine.life:  # or it was on the way to a life that is over: nobody ends its rooms here
-            self.receiver.arrive(message)
+        if (
+            message.life == self.engine.life
+        ):  # or it was on the way to a life that is over: nobody ends its rooms here
+            self.receiver.take(message)
 
-    def _store(self, _: str, message: Metadata) -> None:
-        if message.arrival.to == self.engine.life:
-            self.receiver.store(message)
-
-    def _ask(self, sender: str, message: Ask) -> None:
-        if message.to == self.engine.life:
+    def _ask(self, sender: str, message: StagingRequest) -> None:
+        if message.life == self.engine.life:
             self.receiver.ask(sender, message)
 
 
@@ -503,10 +495,10 @@ class PushDecodeLeader:
         self._lookup = RoomLookup(engine.clock, self._ask_where, scheduler.queue, self._unknown)
         mover.receiver.report = self._arrived_here
         handlers: dict[type[KvMessage], Handler] = {
-            Arrived: lambda sender, message: self._count(index_of(sender), message, None),
+            TransferDone: lambda sender, message: self._count(index_of(sender), message, None),
             Released: self._released,
             Fenced: lambda sender, message: self._fenced(index_of(sender), message),
-            Located: self._located,
+            RoomReply: self._located,
         }
         engine.handlers |= handlers
 
@@ -531,7 +523,7 @@ class PushDecodeLeader:
             number = room.request.room
             if scheduler.quarantine(room):
                 reason = f"PeerLost: {life} is gone before all of its KV was known to be here"
-                self._engine.send(ROUTER, Failed(number, reason))
+                self._engine.send(ROUTER, TransferDone(number, reason=reason))
             scheduler.timers.drop(number)
         self._begin_fence(life, [room.request.room for room in rooms])
 
@@ -540,6 +532,10 @@ class PushDecodeLeader:
         rooms = self._scheduler.rooms
         for life in dict.fromkeys(room.request.prefill for room in rooms.values() if room.failed):
             self._begin_fence(life, [number for number, room in rooms.items() if room.request.prefill == life])
+
+    def submitted(self, request: Submit) -> bool:  # noqa: ARG002 a protocol
+        """Return True: its KV comes by itself."""
+        return True
 
     def accept(self, request: Submit) -> None:
         """Queue *request*, once it is known which prefill instance it went to."""
@@ -558,10 +554,11 @@ class PushDecodeLeader:
         slot = self.slots.allocate(request.room)
         assert slot is not None
         if engine.rank.device.holds_bytes:
-            reserve = Reserve(engine.life, request.room, request.input, pages, slot, state, held)
+            reserve = Destination(engine.life, request.room, request.input, pages, slot, state, held)
             engine.send(engine.followers, reserve)
             self._mover.receiver.reserve(reserve)
-        engine.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
+        there = Destination(request.prefill, request.room, request.input, pages, slot, state, held)
+        engine.send(leader(request.prefill), there)
 
     def posted(self) -> float:
         """Return 0: this side posts nothing."""
@@ -592,10 +589,10 @@ class PushDecodeLeader:
 
     # --- what comes in ---
 
-    def _arrived_here(self, message: Arrived, arrival: Arrival) -> None:
+    def _arrived_here(self, message: TransferDone, arrival: Arrival) -> None:
         self._count(self._engine.index, message, arrival)
 
-    def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
+    def _count(self, rank: int, message: TransferDone, arrival: Arrival | None) -> None:
         # A reason says why the bytes cannot be used, and makes the request fail when it is noticed.
         room = self._scheduler.rooms.get(message.room)
         if room is None or not room.waits:
@@ -637,14 +634,14 @@ class PushDecodeLeader:
             self._release(number)
 
     def _ask_where(self, rooms: tuple[int, ...]) -> None:
-        self._engine.send(ROUTER, Locate(rooms, self._engine.life))
+        self._engine.send(ROUTER, RoomQuery(rooms, self._engine.life))
 
-    def _located(self, _: str, message: Located) -> None:
-        if message.to == self._engine.life:
-            self._lookup.answer(message.lives)
+    def _located(self, _: str, message: RoomReply) -> None:
+        if message.life == self._engine.life:
+            self._lookup.answer(message.instances)
         else:
             self._engine.ignore()
 
     def _unknown(self, request: Submit) -> None:
         reason = f"TransferTimeout: no prefill instance has said within {PATIENCE:g} s that it has it"
-        self._engine.send(ROUTER, Failed(request.room, reason))
+        self._engine.send(ROUTER, TransferDone(request.room, reason=reason))
