@@ -184,7 +184,7 @@ MENDINGS = (
          "pdsim/serving/prefill_worker.py", "if not self._unposted:", "if True:"),
     Mending("D18", "a wire made while its link was cut had no rate: ZeroDivisionError",
          "tests/sim/test_wire.py::test_what_connects_while_its_link_is_cut_is_as_fast_as_others_afterwards",
-         "pdsim/sim/posting.py", "link.nominal / path.links", "link.capacity / path.links"),
+         "pdsim/sim/wire.py", "link.nominal / path.links", "link.capacity / path.links"),
     Mending("D19", "a reader kept what it had counted of lives that were over",
          f"{_FAULTS}::test_what_the_campaign_of_pulled_handoffs_found_is_mended",
          "pdsim/serving/handoff/pull.py", "        self.readiness.keep(self._engine.life)\n", ""),
