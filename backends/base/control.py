@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from backends.base.authentication import Keys
 from backends.base.processes import myself
-from backends.base.zmq_channel import Inbox, dial
+from backends.base.zmq_channel import Inbox, Keys, dial
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What real memory of every kind has in common as a `Device`: accounts, quarantine, and a queue of emulated work.
 
+`HostDevice` is the host's: bytes that the processor copies.  It serves ranks without a GPU, so that
+``target=real hw=loopback`` moves real bytes on any machine.
+
 It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers
 that bytes may still move in or out of.  Memory that is held is not given back to the system, and not handed out
 again.
@@ -8,21 +11,35 @@ again.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
 from pdsim.transfer import Batch, Buffer, Region
+from pdsim.transfer.batch import move
 from pdsim.transfer.group import SYMMETRIC
 
-__all__ = ["POOLS", "Arena", "Cut", "RealBuffer", "RealDevice", "ReservedPool"]
+__all__ = [
+    "POOLS",
+    "Arena",
+    "Cut",
+    "HostBuffer",
+    "HostDevice",
+    "HostPiece",
+    "RealBuffer",
+    "RealDevice",
+    "ReservedPool",
+]
 
 
 POOLS = ("default", SYMMETRIC, "nvlink")
@@ -282,3 +299,75 @@ class ReservedPool:
             f"{format_size(size)} do not fit into the symmetric pool of {self._device}: {format_size(used)} of "
             f"{format_size(self.reserved)} are in use; have all ranks reserve more with Group.reserve"
         )
+
+
+class HostBuffer(RealBuffer):
+    """Anonymous memory of this process, zeroed and page-aligned.
+
+    *bytes* is a view of shape (size,), which `unmap` replaces by an empty one.  `unmap` fails with a `BufferError`
+    while somebody else still has a view of the memory.
+    """
+
+    def __init__(self, size: int, pool: str) -> None:
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)  # shape (size,)
+        super().__init__(int(self.bytes.ctypes.data), size, pool)
+
+    def _load(self, offset: int, size: int) -> bytes:
+        return self.bytes[offset : offset + size].tobytes()
+
+    def _store(self, offset: int, data: bytes) -> None:
+        self.bytes[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def unmap(self) -> None:
+        """Give the memory back to the system.  Nothing may know its address any more."""
+        self.bytes = np.empty(0, np.uint8)
+        self._map.close()
+
+
+class HostPiece(HostBuffer):
+    """Part of a buffer that a group has reserved."""
+
+    def __init__(self, whole: HostBuffer, offset: int, size: int, give_back: Callable[[], None]) -> None:
+        self.bytes = whole.bytes[offset : offset + size]
+        self.bytes[:] = 0
+        self._give_back = give_back
+        RealBuffer.__init__(self, int(self.bytes.ctypes.data), size, SYMMETRIC)
+
+    def unmap(self) -> None:
+        """Give the memory back to the pool."""
+        self.bytes = np.empty(0, np.uint8)
+        self._give_back()
+
+
+class HostDevice(RealDevice):
+    """Host memory of limited capacity.
+
+    Ranks on hosts use it; copies are made by the processor, at once, within the turn of the clock that they are due
+    in.
+    """
+
+    def __init__(self, clock: WallClock, capacity: int, name: str = "cpu") -> None:
+        super().__init__(clock, capacity, name)
+
+    def _make(self, size: int, pool: str) -> HostBuffer:
+        return HostBuffer(size, pool)
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within host memory, after the work that was asked for before."""
+        views = [self._bytes(batch.source), self._bytes(batch.target)]
+
+        def run(_: Event) -> None:
+            source, target = views
+            views.clear()  # a program that waits for this may free the memory, which must have no users then
+            move(source, target, batch.source_offset, batch.target_offset, batch.size)
+
+        done = self._enqueue(0.0)
+        assert done.callbacks is not None
+        done.callbacks.append(run)
+        return done
+
+    def _bytes(self, region: Region) -> npt.NDArray[np.uint8]:
+        buffer = self.buffer_of(region)
+        assert isinstance(buffer, HostBuffer)
+        return buffer.bytes

@@ -27,16 +27,29 @@ from typing import Any, ClassVar
 import msgspec
 from simpy.events import Event
 
-from backends.base.authentication import Keys
 from backends.base.control import Control, PeerLine
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.peers import MEET, RETURN, WELCOME, WITHDRAW, ConnectedPeers, Withdrawal
 from backends.base.processes import half_open, when_dead
-from backends.base.transfers import FORMAT, Address, Entry, PeerState, PostedTransfer, TransferAccount
+from backends.base.transfers import (
+    CONNECTED,
+    FORMAT,
+    RETURN,
+    WITHDRAW,
+    WITHDRAWN,
+    Address,
+    ConnectedPeers,
+    Entry,
+    PeerState,
+    PostedTransfer,
+    TransferAccount,
+    Withdrawal,
+)
+from backends.base.zmq_channel import Keys
 from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import Batch, Batches, Buffer, Notification, Peer, Recorder, Region, Transfer, WriteSequence
+from pdsim.transfer.transfer import check_sides
 
 __all__ = ["RealEndpoint"]
 
@@ -197,8 +210,8 @@ class RealEndpoint(ABC):
         """Return what is called with notes of peers, by their kind; an engine may add its own."""
         return {
             _NOTIFY: partial(_on_notify, self.notifications),
-            MEET: partial(self._withdrawal.on_meet, self.control),
-            WELCOME: self._connected.on_welcome,
+            CONNECTED: partial(self._withdrawal.on_connected, self.control),
+            WITHDRAWN: self._connected.on_withdrawn,
             WITHDRAW: self._connected.on_withdraw,
             RETURN: self._withdrawal.on_return,
         }
@@ -229,7 +242,7 @@ class RealEndpoint(ABC):
         """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`.
 
         The engine forgets it at once; its memory stays held by the device until every endpoint that
-        knew it has returned it (`backends.base.peers`).  Raise a `RegistrationError` while
+        knew it has returned it (`backends.base.transfers`).  Raise a `RegistrationError` while
         transfers over it have not settled.
         """
         self._check_open()
@@ -276,11 +289,11 @@ class RealEndpoint(ABC):
         self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
     ) -> Transfer:
         """Start to move *batch* to *peer*; see `pdsim.transfer.Endpoint.write`."""
-        return self._start("write", peer, batch, batch.source, batch.target, notify, timeout, label)
+        return self._start("write", peer, batch, notify, timeout, label)
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from *peer*; see `pdsim.transfer.Endpoint.read`."""
-        return self._start("read", peer, batch, batch.target, batch.source, b"", timeout, label)
+        return self._start("read", peer, batch, b"", timeout, label)
 
     def write_sequence(
         self,
@@ -299,8 +312,6 @@ class RealEndpoint(ABC):
         operation: str,
         peer: Peer,
         batch: Batch,
-        local: Region,
-        remote: Region,
         notify: bytes,
         timeout: float | None,
         label: str,
@@ -308,10 +319,9 @@ class RealEndpoint(ABC):
         # What `write` and `read` have in common.  Everything that a caller can have wrong is refused
         # before the transfer exists.
         self._check_open()
-        state, entry = (
-            self._connected.checked(operation, peer, local, remote),
-            _entry(self.entries, local, self.rank),
-        )
+        state = self._connected.state(peer)
+        local, remote = check_sides(self.rank, peer, batch, write=operation == "write")
+        entry = _entry(self.entries, local, self.rank)
         seconds = self.settings.timeout if timeout is None else timeout
         if seconds <= 0:
             raise ValueError(f"timeout must be > 0 seconds, got {timeout}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether another process is dead, as opposed to silent.
+"""Whether another process is dead, as opposed to silent, and what native engines take from this one and leave in it.
 
 A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had
 without its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.
@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from pdsim.core.clock import WallClock
+from pdsim.core.errors import ConfigError
 
-__all__ = ["half_open", "is_dead", "myself", "when_dead"]
+__all__ = ["captured_stderr", "half_open", "installed", "is_dead", "myself", "prepare", "when_dead"]
 
 
 FIRST, LAST = 0.01, 30.0
@@ -166,3 +170,55 @@ def _all_alive(outside: Sequence[_Socket], elsewhere: Sequence[_Socket]) -> bool
         if len(others) != 1 or others[0] == _NOBODY or (socket.local, socket.remote) in ends:
             return False
     return True
+
+
+# --- native engines: environment variables in, log lines out -------------------------------------------------------
+
+
+def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """Set what *engine* needs, and *defaults* where the user has not set anything; return what now holds.
+
+    Raise a `ConfigError` if the user's environment contradicts what is needed.
+
+    Must be called before the library is loaded: native libraries read their environment once.  Variables stay set
+    for the process, which runs one rank only.
+    """
+    for name, value in needed.items():
+        if os.environ.get(name, value) != value:
+            raise ConfigError(
+                f"backend {engine!r} needs {name}={value}, but the environment has {name}={os.environ[name]}; "
+                f"unset it, or choose another backend"
+            )
+    for name, value in {**defaults, **needed}.items():
+        os.environ.setdefault(name, value)
+    return {name: os.environ[name] for name in (*defaults, *needed)}
+
+
+def installed(*distributions: str) -> str:
+    """Return the version of the first of *distributions* that is installed, or "of unknown version"."""
+    for name in distributions:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "of unknown version"
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Copy what native code writes to the standard error stream; yield a function that returns it afterwards.
+
+    The text is passed on to the original stream afterwards.  Works on the file descriptor, so it sees C and C++; not
+    safe for two threads at a time.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        original = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            text = ""
+            yield lambda: text
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            os.write(2, text.encode())

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base.host import HostBuffer, HostDevice, HostPiece
+from backends.base.device import HostBuffer, HostDevice, HostPiece
 from backends.collectives import pytorch
 from backends.collectives.base import Library
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from backends.base.host import HostDevice
+from backends.base.device import HostDevice
 from backends.collectives.base import Library, Settings
 from pdsim.core import plugins
 from pdsim.core.errors import BackendUnavailable, ConfigError, instead

@@ -44,7 +44,7 @@ from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.native import captured_stderr, installed, prepare
+from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice

@@ -36,7 +36,7 @@ import msgspec
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.native import prepare
+from backends.base.processes import prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import EngineLibrary, Variant
 from backends.engines.rocm import missing

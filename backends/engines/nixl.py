@@ -44,7 +44,7 @@ import numpy.typing as npt
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.native import captured_stderr, installed, prepare
+from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from types import FrameType
 from typing import IO, Any
 
-from backends.base.authentication import Keys, job_keys
+from backends.base.zmq_channel import Keys, job_keys
 from backends.collectives.base import Settings
 from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from backends.base.authentication import Keys
+from backends.base.zmq_channel import Keys
 from backends.collectives.base import Settings
 from pdsim.core.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord

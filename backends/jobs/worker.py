@@ -26,8 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from backends.base.device import RealDevice
-from backends.base.host import HostDevice
+from backends.base.device import HostDevice, RealDevice
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.libraries import library
 from backends.collectives.real_group import RealGroups

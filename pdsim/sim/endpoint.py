@@ -38,6 +38,7 @@ from pdsim.sim.topology import EndpointAddress
 from pdsim.sim.transfers import Connection, Payload, PostedTransfers, SeriesRecorder, SimTransfer
 from pdsim.sim.wire import CopyEngine
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, WriteSequence
+from pdsim.transfer.transfer import check_sides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -310,10 +311,9 @@ class Initiator:
         """
         if self.series is not None:
             self.series.cut()
-        source, target = batch.source, batch.target
-        local = self._regions.local(source if write else target)
-        remote = target if write else source
-        connection = self._check_peer(peer, remote)
+        connection = self._connection(peer)
+        own, remote = check_sides(self.name, peer, batch, write=write)
+        local = self._regions.local(own)
         limit = self._timeout if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
@@ -349,8 +349,9 @@ class Initiator:
         does nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.  Otherwise return None, having changed
         nothing.
         """
-        fabric, connection = self._fabric, self._check_peer(peer, batch.target)
-        local, there = self._regions.local(batch.source), connection.remote
+        fabric, connection = self._fabric, self._connection(peer)
+        own, remote = check_sides(self.name, peer, batch, write=True)
+        local, there = self._regions.local(own), connection.remote
         watched = self._chance is not None or self._observer is not None or fabric.draws is not None
         watched = watched or self._device.holds_bytes
         if watched or self.posted.moving or self.series or there.ended is not None:
@@ -359,7 +360,7 @@ class Initiator:
         if way is None:
             return None
         path, size, steps = way
-        flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
+        flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
         report, resume = partial(self._report, flight), partial(self._resume, flight)
         series = Series(
             fabric.network, steps, there.name, report, resume, lambda n, moving: over(n, n * batch.nbytes, moving)
@@ -491,18 +492,10 @@ class Initiator:
         self.posted.time_out_at(flight.submitted + self._timeout, number)
         return flight.transfer
 
-    def _check_peer(self, peer: Peer, region: Region) -> Connection:
-        # Raise an `InvalidBatch` if the peer was not connected here, or *region* was not in the address it was
-        # connected with.
+    def _connection(self, peer: Peer) -> Connection:
         connection: Any = peer.handle
         if not isinstance(connection, Connection) or connection.owner is not self:
             raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
-        known = peer.regions.get(region.name)
-        if known is not region and known != region:
-            raise InvalidBatch(
-                f"region {region.owner}/{region.name} is not in the address of {peer.name} that was connected; "
-                f"connect again with a newer one"
-            )
         return connection
 
 

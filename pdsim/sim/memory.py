@@ -571,16 +571,7 @@ class RegionTable:
         return found if found is not None and (found.region is region or found.region == region) else None
 
     def local(self, region: Region) -> Registration:
-        """Return what is registered as *region*, the poster's own side of a batch.
-
-        Raises:
-            InvalidBatch: the region is another rank's.
-            RegistrationError: it is not registered, or not any more.
-        """
-        if region.owner != self._owner:
-            raise InvalidBatch(
-                f"region {region.owner}/{region.name} is not one of {self._owner}, which posts the batch"
-            )
+        """Return what is registered as *region*.  Raise a `RegistrationError` if it is not, or not any more."""
         registration = self.find(region)
         if registration is None:
             raise RegistrationError(

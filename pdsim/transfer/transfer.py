@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from simpy.events import Event
 
 from pdsim.core.clock import Clock, Mailbox, fire
+from pdsim.core.errors import InvalidBatch
 from pdsim.transfer.batch import Batch, Buffer, Region
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Transfer",
     "TransferRecord",
     "WriteSequence",
+    "check_sides",
 ]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
@@ -287,6 +289,25 @@ class Peer:
     name: str  # rank
     regions: Mapping[str, Region]
     handle: Any = field(default=None, repr=False, compare=False)  # the engine's own
+
+
+def check_sides(rank: str, peer: Peer, batch: Batch, *, write: bool) -> tuple[Region, Region]:
+    """Return the regions of *batch* on the side of *rank*, which posts it, and on that of *peer*.
+
+    Every implementation of `Endpoint` calls this before it posts, so the words are the same.  Raise `InvalidBatch`
+    if the first is not a region of *rank*, or the second was not in the address that *peer* was connected with.
+    """
+    local, remote = (batch.source, batch.target) if write else (batch.target, batch.source)
+    if local.owner != rank:
+        side, operation = ("source", "write") if write else ("target", "read")
+        raise InvalidBatch(f"the {side} of a {operation} must be a region of {rank}, got one of {local.owner}")
+    known = peer.regions.get(remote.name)
+    if known is not remote and known != remote:
+        raise InvalidBatch(
+            f"region {remote.owner}/{remote.name} is not in the address of {peer.name}, which has "
+            f"{', '.join(sorted(peer.regions)) or 'none'}; connect again with a newer address"
+        )
+    return local, remote
 
 
 class Endpoint(Protocol):

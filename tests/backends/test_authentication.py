@@ -20,9 +20,8 @@ import pytest
 import zmq
 
 from backends.base import zmq_channel
-from backends.base.authentication import Keys, job_keys
 from backends.base.control import Control, fields
-from backends.base.zmq_channel import ZmqChannel
+from backends.base.zmq_channel import Keys, ZmqChannel, job_keys
 from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from pdsim.core.clock import WallClock

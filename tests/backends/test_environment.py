@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from backends.base.native import captured_stderr, prepare
+from backends.base.processes import captured_stderr, prepare
 from pdsim.core.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.base.host import HostDevice
+from backends.base.device import HostDevice
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import OutOfMemory, RegistrationError
 

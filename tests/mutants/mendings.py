@@ -97,7 +97,7 @@ MENDINGS = (
          "if sender not in (ROUTER, self._leader):", "if not sender:"),
     Mending("T6 keys", "whoever found the port could speak to a rank",
          f"{_KEYS}::test_who_has_keys_of_another_job_is_not_heard_and_counted",
-         "backends/base/authentication.py", "self._names.get(question[-1])", "self._names.get(question[-1], 'a')"),
+         "backends/base/zmq_channel.py", "self._names.get(question[-1])", "self._names.get(question[-1], 'a')"),
     Mending("T6 frames", "a message of too many frames was taken",
          f"{_KEYS}::test_frames_that_are_too_many_are_refused",
          "backends/base/zmq_channel.py", "if len(topics) > 1:", "if len(topics) > 9:"),

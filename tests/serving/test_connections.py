@@ -11,8 +11,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from backends.base.authentication import job_keys
-from backends.base.zmq_channel import ZmqChannel
+from backends.base.zmq_channel import ZmqChannel, job_keys
 from pdsim.core.clock import WallClock
 from pdsim.models.parallel import Side
 from pdsim.serving.workload import Request

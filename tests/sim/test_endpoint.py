@@ -412,7 +412,7 @@ class TestRegions:
 
     @pytest.mark.parametrize(
         ("other", "message"),
-        [("local", "region b/kv is not one of a"), ("remote", "region a/kv is not in the address of b")],
+        [("local", "must be a region of a, got one of b"), ("remote", "region a/kv is not in the address of b")],
     )
     def test_of_the_wrong_side_are_refused(self, bench, other, message):
         mine, theirs = bench.a.region, bench.peer.regions["kv"]
@@ -429,7 +429,7 @@ class TestConnect:
     def test_again_learns_of_later_regions(self, bench):
         late = bench.b.endpoint.register(bench.b.device.allocate(8), "late")
         assert "late" not in bench.peer.regions
-        with pytest.raises(InvalidBatch, match="is not in the address of b that was connected; connect again"):
+        with pytest.raises(InvalidBatch, match="is not in the address of b, which has kv; connect again"):
             bench.a.endpoint.write(bench.peer, Batch(bench.a.region, late, [0], [0], [8]))
         assert bench.connect().regions["late"] == late
 

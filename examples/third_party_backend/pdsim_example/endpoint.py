@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backends.base.device import RealBuffer
+from backends.base.device import HostBuffer, RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.host import HostBuffer
 from backends.base.transfers import Entry, PostedTransfer
 from backends.capabilities import Variant
 from pdsim.core.errors import BackendUnavailable, ConfigError, RegistrationError, TransferFailed
