@@ -1,44 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines and environments that start vLLM and SGLang in the layout and with the settings of a configuration.
+"""Command lines and environments that start vLLM and SGLang as a configuration describes them.
 
-Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a GPU
-that is hidden.
+``parallel``, ``scheduler``, ``kv``, ``cache`` and ``backend.policy`` become the engine's own flags and variables, so
+that one configuration describes the model and the servers.  `refusals` names each key that the engine cannot have;
+``live.arguments`` and ``live.environment`` add what has no key.  Weights are dummies: times do not depend on them.
 
-What a simulated run is told by ``parallel``, ``scheduler`` and ``kv`` the servers are told by their
-own flags, so that one configuration describes both; what has no counterpart here is given by
-``live.arguments``.  Weights are not loaded but made up (``--load-format dummy``): times do not
-depend on them.
+Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a hidden GPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
-from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
+from pdsim.serving.settings import Kv
 
-__all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches"]
+__all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches", "refusals"]
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """The module of each engine that is its HTTP server."""
 
 HOST = "127.0.0.1"
 
-SIDE_CHANNEL = 500
-"""From a server's port to that of vLLM's NIXL side channel, of which each rank takes one."""
+SIDE_CHANNEL, BOOTSTRAP, INIT = 500, 900, 1300
+"""From ``live.port`` to the ports of vLLM's NIXL side channels, of SGLang's bootstrap servers, and of its groups."""
 
 SPACING = 20
-"""From the side channel of one server to that of the next."""
+"""Ports between the side channels, and between the groups, of two servers: each rank takes one."""
 
-BOOTSTRAP = 900
-"""From `Live.port` to the bootstrap port of SGLang's first prefill server."""
+_CONNECTORS = {
+    "vllm": {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "mori": "MoRIIOConnector"},
+    "sglang": {"nixl": "nixl", "mooncake": "mooncake", "mori": "mori"},
+}
+_POOLS = {
+    "nvlink": {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK", "MC_FORCE_MNNVL": "1"},
+    "intra_node_nvlink": {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK", "MC_INTRANODE_NVLINK": "1"},
+}
+_CACHED = ("nixl", "mooncake", "mooncake_tcp")  # transfer backends of SGLang that stage, and cache on decode
+_DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
+
+# first releases of SGLang with these spellings
+_PREFILL_CP = (0, 5, 14)
+_ATTENTION_DP = (0, 5, 23)
 
 
 @dataclass(frozen=True)
@@ -49,17 +61,17 @@ class ServerLaunch:
         name: Role and number, such as "prefill0".
         role: "prefill", "decode" or "server".
         port: Of its HTTP interface, on this machine.
-        bootstrap_port: At which SGLang's prefill servers meet those of decode.
+        bootstrap_port: Of the bootstrap server of an SGLang prefill server.
         gpus: Its own, as numbers of the machine, in the order in which the server sees them.
         command: To start it, the interpreter first.
         environment: Added to this process's.
     """
 
     name: str
-    role: str  # "prefill", "decode" or "server"
+    role: str
     port: int
     bootstrap_port: int
-    gpus: tuple[int, ...]  # its own
+    gpus: tuple[int, ...]
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
@@ -73,143 +85,299 @@ def gpus_needed(config: Config) -> int:
     """Return how many GPUs the launched servers take; 0 of a machine without."""
     if not config.hw.gpus:
         return 0
-    return 1 + max(gpu for _, _, gpus in _places(config) for gpu in gpus)
+    return 1 + max(gpu for *_, gpus in _places(config) for gpu in gpus)
 
 
-def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
+def launches(config: Config, engine: str, model: Path, release: str = "") -> list[ServerLaunch]:
     """Return the servers of *config*, which load the configuration in the folder *model*.
 
-    Raise a `ConfigError` if the layout, or the backend, is not one that *engine* has.
-
     One for each instance of each side: prefill servers first, ports ascending from ``live.port``.  Arguments of the
-    user come last, so that they override.
+    user come last, so that they override.  *release* is the engine's, such as "0.5.12"; flags are those of the
+    newest known release without it.  `refusals` yields nothing for *config*.
     """
-    places = _places(config)
-    every = sorted({gpu for _, _, gpus in places for gpu in gpus})
-    found = []
-    for number, (name, role, gpus) in enumerate(places):
-        port = config.live.port + number
-        prefills = [place[0] for place in places if place[1] == "prefill"]
-        bootstrap = config.live.port + BOOTSTRAP + (prefills.index(name) if name in prefills else 0)
-        visible = [*gpus, *(gpu for gpu in every if gpu not in gpus)]
-        side = config.parallel.prefill if role == "prefill" else config.parallel.decode
-        make = _vllm if engine == "vllm" else _sglang
-        arguments, environment = make(config, role, side, number, bootstrap)
-        own = {"prefill": config.live.prefill_arguments, "decode": config.live.decode_arguments}.get(role, ())
-        command = (config.live.python or sys.executable, "-m", MODULES[engine], *_model(engine, model, config))
-        command += ("--host", HOST, "--port", str(port), *arguments, *config.live.arguments, *own)
+    live, places = config.live, _places(config)
+    every = sorted({gpu for *_, gpus in places for gpu in gpus})
+    servers = []
+    for number, (name, role, side, gpus) in enumerate(places):
+        bootstrap = live.port + BOOTSTRAP + (number if role == "prefill" else 0)
+        if engine == "vllm":
+            arguments, environment = _vllm(config, role, side, number)
+        else:
+            arguments, environment = _sglang(config, role, side, number, bootstrap, _version(release))
+        path = "--model" if engine == "vllm" else "--model-path"
+        command = (
+            *(live.python or sys.executable, "-m", MODULES[engine], path, str(model)),
+            *("--served-model-name", config.model.name, "--load-format", "dummy"),
+            *("--host", HOST, "--port", str(live.port + number)),
+            *(*arguments, *_added(config, role)),
+        )
         if config.hw.gpus:
-            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible))}
-        environment |= config.live.environment
-        found.append(ServerLaunch(name, role, port, bootstrap, tuple(gpus), command, environment))
-    return found
+            visible = [*gpus, *(gpu for gpu in every if gpu not in gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
+        environment |= live.environment
+        servers.append(ServerLaunch(name, role, live.port + number, bootstrap, gpus, command, environment))
+    return servers
 
 
-def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
-    # Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.
-    # Raise a `ConfigError` if it names another number of GPUs than the layout takes.
+def _added(config: Config, role: str) -> tuple[str, ...]:
+    live = config.live
+    return (*live.arguments, *{"prefill": live.prefill_arguments, "decode": live.decode_arguments}.get(role, ()))
+
+
+def _sides(config: Config) -> list[tuple[str, Side, tuple[int, ...]]]:
     live, parallel = config.live, config.parallel
-    sides = [("prefill", parallel.prefill, live.prefill_gpus), ("decode", parallel.decode, live.decode_gpus)]
     if live.layout == "colocated":
-        sides = [("server", parallel.decode, live.decode_gpus)]
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    free = 0
-    for role, side, chosen in sides:
-        size = side.tp * side.pp
-        if chosen and len(chosen) != size * side.instances:
-            raise ConfigError(
-                f"live.{role}_gpus={list(chosen)} names {len(chosen)} GPUs, but parallel.{role} takes "
-                f"{size * side.instances}; name as many, or leave it out"
-            )
+        return [("server", parallel.decode, live.decode_gpus)]
+    return [("prefill", parallel.prefill, live.prefill_gpus), ("decode", parallel.decode, live.decode_gpus)]
+
+
+def _places(config: Config) -> list[tuple[str, str, Side, tuple[int, ...]]]:
+    # GPUs are dealt out in order unless the configuration names them.
+    places, free = [], 0
+    for role, side, chosen in _sides(config):
+        size = side.gpus // side.instances
         for instance in range(side.instances):
-            gpus = tuple(range(free, free + size)) if config.hw.gpus else ()
+            gpus = chosen[instance * size : (instance + 1) * size] or tuple(range(free, free + size))
             free += size
-            if chosen:
-                gpus = chosen[instance * size : (instance + 1) * size]
-            found.append((f"{role}{instance}", role, gpus))
-    return found
+            places.append((f"{role}{instance}", role, side, gpus if config.hw.gpus else ()))
+    return places
 
 
-def _model(engine: str, model: Path, config: Config) -> list[str]:
-    name = "--model" if engine == "vllm" else "--model-path"
-    return [name, str(model), "--served-model-name", config.model.name, "--load-format", "dummy"]
+def _version(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)[:3])) or _ATTENTION_DP
 
 
-def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[list[str], dict[str, str]]:
-    arguments = [
-        *("--max-model-len", str(config.model.context)),
-        *("--tensor-parallel-size", str(side.tp)),
-        *("--pipeline-parallel-size", str(side.pp)),
-        *("--max-num-batched-tokens", str(config.scheduler.chunk)),
-        *("--max-num-seqs", str(config.scheduler.decode_batch)),
-        *("--block-size", str(config.kv.page_size)),
-        "--disable-uvicorn-access-log",
-        f"--{'' if config.live.prefix_cache else 'no-'}enable-prefix-caching",
-    ]
+def _flags(**values: object) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _caches(config: Config, role: str) -> bool:
+    cached = config.cache.prefill if role == "prefill" else config.cache.decode
+    return cached or (config.live.prefix_cache and role != "decode")
+
+
+# --- vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str], dict[str, str]]:
+    cached = _caches(config, role) or config.live.prefix_cache
+    arguments = _flags(
+        max_model_len=config.model.context,
+        tensor_parallel_size=side.attention_tp,
+        pipeline_parallel_size=side.pp,
+        max_num_batched_tokens=config.scheduler.chunk,
+        max_num_seqs=config.scheduler.decode_batch,
+        block_size=config.kv.page_size,
+    )
+    arguments += ["--disable-uvicorn-access-log", f"--{'' if cached else 'no-'}enable-prefix-caching"]
+    if side.dp > 1:
+        arguments += _flags(data_parallel_size=side.dp)
+    if side.ep > 1:
+        arguments += ["--enable-expert-parallel"]
     environment: dict[str, str] = {}
     if config.hw.gpus:
-        arguments += ["--gpu-memory-utilization", str(config.scheduler.memory_fraction)]
+        arguments += _flags(gpu_memory_utilization=config.scheduler.memory_fraction)
+        if config.kv.pool:
+            arguments += _flags(kv_cache_memory_bytes=int(config.kv.pool))
     else:
-        space = max(1, round(config.kv.pool / 2**30))
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": str(space)}
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv.pool / 2**30)))
     if role != "server":
-        connector = config.live.connector or _connector(config, _VLLM)
-        transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+        transfer: dict[str, Any] = {"kv_connector": _connector(config, "vllm"), "kv_role": "kv_both"}
         if not config.hw.gpus:
             transfer["kv_buffer_device"] = "cpu"
-        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        if (protocol := config.backend.name.removeprefix("mooncake_")) in ("tcp", "efa"):
+            transfer["kv_connector_extra_config"] = {"mooncake_protocol": protocol}
+        arguments += _flags(kv_transfer_config=json.dumps(transfer))
         channel = config.live.port + SIDE_CHANNEL + SPACING * number
         environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel)}
     return arguments, environment
 
 
-def _sglang(config: Config, role: str, side: Side, _: int, bootstrap: int) -> tuple[list[str], dict[str, str]]:
-    # Prompts are token ids, so the server needs no tokenizer.
-    arguments = [
-        "--skip-tokenizer-init",
-        "--enable-metrics",
-        "--incremental-streaming-output",  # else every chunk repeats all tokens so far
-        *("--context-length", str(config.model.context)),
-        *("--tp-size", str(side.tp)),
-        *("--pp-size", str(side.pp)),
-        *("--chunked-prefill-size", str(config.scheduler.chunk)),
-        *("--max-running-requests", str(config.scheduler.decode_batch)),
-        *("--page-size", str(config.kv.page_size)),
-        *("--mem-fraction-static", str(config.scheduler.memory_fraction)),
-        *(() if config.live.prefix_cache else ("--disable-radix-cache",)),
-        *(() if config.hw.gpus else ("--device", "cpu")),
-    ]
+# --- SGLang --------------------------------------------------------------------------------------------------------
+
+
+def _sglang(
+    config: Config, role: str, side: Side, number: int, bootstrap: int, release: tuple[int, ...]
+) -> tuple[list[str], dict[str, str]]:
+    # Prompts are token ids, so the server needs no tokenizer; without --incremental-streaming-output every chunk
+    # repeats all tokens so far.  SGLang's tensor parallelism is the whole world of a stage, and it divides the sizes
+    # of chunks and batches among the attention groups.
+    scheduler = config.scheduler
+    arguments = ["--skip-tokenizer-init", "--enable-metrics", "--incremental-streaming-output"]
+    arguments += _flags(
+        context_length=config.model.context,
+        tp_size=side.tp * side.cp,
+        pp_size=side.pp,
+        chunked_prefill_size=scheduler.chunk * side.dp,
+        max_running_requests=scheduler.decode_batch * side.dp,
+        page_size=config.kv.page_size,
+        mem_fraction_static=scheduler.memory_fraction,
+    )
+    if side.ep > 1:
+        arguments += _flags(ep_size=side.ep)
+    if side.dp > 1:
+        address = f"{HOST}:{config.live.port + INIT + SPACING * number}"  # those of neighbouring servers overlap
+        arguments += _flags(dist_init_addr=address)
+        new = release >= _ATTENTION_DP
+        arguments += _flags(attn_dp_size=side.dp) if new else [*_flags(dp_size=side.dp), "--enable-dp-attention"]
+    if side.cp > 1:
+        arguments += _flags(attn_cp_size=side.cp)
+        sparse = bool(config.model.hybrid.index_bytes)
+        if release >= _PREFILL_CP:
+            arguments += ["--enable-prefill-cp", *_flags(cp_strategy="interleave" if sparse else "zigzag")]
+        else:
+            arguments += [f"--enable-{'nsa-' if sparse else ''}prefill-context-parallel"]
+    if config.kv.pool:
+        arguments += _flags(max_total_tokens=_pool_tokens(config, side))
+    if config.kv.state_slots:
+        arguments += _flags(max_mamba_cache_size=config.kv.state_slots * side.dp)
+    if "w" in config.model.hybrid.pattern:
+        arguments += _flags(swa_full_tokens_ratio=config.kv.window_share)
+    if not config.hw.gpus:
+        arguments += _flags(device="cpu")
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # whoever asks whether it is up adds no request
+    if role == "decode" and _caches(config, role):
+        arguments += [_DECODE_CACHE]
+    elif not _caches(config, role):
+        arguments += ["--disable-radix-cache"]
     if role == "server":
         return arguments, environment
-    arguments += [
-        *("--disaggregation-mode", role),
-        *("--disaggregation-transfer-backend", config.live.connector or _connector(config, _SGLANG)),
-        *("--disaggregation-bootstrap-port", str(bootstrap)),
-    ]
-    needed = _ENVIRONMENTS.get(config.backend.name, {})
-    kept = {name: os.environ[name] for name in needed if name == "MC_FORCE_TCP" and name in os.environ}
-    return arguments, environment | needed | kept
+    arguments += _flags(
+        disaggregation_mode=role,
+        disaggregation_transfer_backend=_connector(config, "sglang"),
+        disaggregation_bootstrap_port=bootstrap,
+    )
+    return arguments, environment | _transfer(config)
 
 
-_VLLM = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "mori": "MoRIIOConnector"}
-_SGLANG = {"nixl": "nixl", "mooncake": "mooncake", "mori": "mori"}
-_ENVIRONMENTS = {
-    "mooncake_nvlink": {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK", "MC_INTRANODE_NVLINK": "1"},
-    "mooncake_tcp": {"MC_FORCE_TCP": "1"},
-}
-"""What SGLang needs in its environment for a transport of Mooncake's."""
+def _pool_tokens(config: Config, side: Side) -> int:
+    return int(config.kv.pool // (kv_shape(config.model).token_bytes(side.attention_tp) / side.pp))
 
 
-def _connector(config: Config, names: Mapping[str, str]) -> str:
-    family = config.backend.name.partition("_")[0]
-    if family not in names:
-        raise ConfigError(
-            f"backend={config.backend.name} has no KV connector in this engine; "
-            f"use one of {', '.join(_known(names))}, or name one with live.connector"
+def _transfer(config: Config) -> dict[str, str]:
+    # Variables of SGLang's transfer: pool and transport, path of the metadata, staging, queues.
+    kv, policy, connector = config.kv, config.policy, _connector(config, "sglang")
+    found: dict[str, str] = dict(_POOLS.get(policy.pool, {})) if connector == "mooncake" else {}
+    # SGLang keeps a variable of Mooncake's that the user has set
+    found |= {
+        key: os.environ.get(key, value) for key, value in config.backend.options.items() if key.startswith("MC_")
+    }
+    if config.backend.name == "mooncake_efa":
+        found["MOONCAKE_PROTOCOL"] = "efa"
+    if policy.queues:
+        shards = "SGLANG_MORI_TRANSFER_SHARDS" if connector == "mori" else "SGLANG_DISAGGREGATION_QUEUE_SIZE"
+        found[shards] = str(policy.queues)
+    if connector == "mooncake" and policy.metadata_by == "control" and policy.pool != "nvlink":
+        found["SGLANG_MOONCAKE_SEND_AUX_TCP"] = "1"
+    if connector == "mori" and policy.metadata_by != "control":
+        found["SGLANG_MORI_SEND_AUX_RDMA"] = "1"
+    if kv.all_cp_ranks:
+        found["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
+    if kv.staging:
+        found["SGLANG_DISAGG_STAGING_BUFFER"] = "1"
+        found["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"] = _mebibytes(kv.staging_ring)
+        found["SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB"] = _mebibytes(kv.staging_buffer or _chunk_bytes(config))
+    return found
+
+
+def _chunk_bytes(config: Config) -> int:
+    parallel = config.parallel
+    tokens = (config.scheduler.chunk // config.kv.page_size + 1) * config.kv.page_size
+    ranks = max(parallel.prefill.attention_tp, parallel.decode.attention_tp)
+    return tokens * kv_shape(config.model).token_bytes(ranks)
+
+
+def _mebibytes(size: float) -> str:
+    return str(max(1, -(-int(size) // 2**20)))
+
+
+# --- what an engine cannot have ------------------------------------------------------------------------------------
+
+
+def refusals(config: Config, engine: str) -> Iterator[str]:
+    """Yield a line for each key of *config* that a launched *engine* cannot have, with the way out."""
+    for role, side, chosen in _sides(config):
+        if chosen and len(chosen) != side.gpus:
+            yield (
+                f"live.{role}_gpus={list(chosen)} names {len(chosen)} GPUs, but parallel.{role} takes {side.gpus}; "
+                "name as many, or leave it out"
+            )
+    connector = _connector(config, engine) if config.live.layout == "pair" else ""
+    if config.live.layout == "pair" and not connector:
+        known = ", ".join(f"backend={name}" for name in _CONNECTORS[engine])
+        yield (
+            f"backend={config.backend.name} has no KV connector in engine={engine}; use one of {known}, or name one "
+            "with live.connector"
         )
-    return names[family]
+    for key, value, reason in _unsupported(config, engine, connector):
+        yield f"{key}={value} is not for servers of engine={engine}: {reason}"
 
 
-def _known(names: Mapping[str, str]) -> Sequence[str]:
-    return [f"backend={name}" for name in names]
+def _connector(config: Config, engine: str) -> str:
+    return config.live.connector or _CONNECTORS[engine].get(config.backend.name.partition("_")[0], "")
+
+
+def _unsupported(config: Config, engine: str, connector: str) -> Iterator[tuple[str, object, str]]:
+    kv, cache = config.kv, config.cache
+    radix = "radix" if engine == "sglang" else "block"
+    if kv.layerwise:
+        yield "kv.layerwise", "true", "they send whole chunks; leave it out"
+    if (cache.prefill or cache.decode) and cache.eviction != radix:
+        yield "cache.eviction", cache.eviction, f"they evict by {radix}; use cache={engine}"
+    if cache.host:
+        name = "--enable-hierarchical-cache" if engine == "sglang" else "--kv-offloading-size"
+        yield "cache.host", int(cache.host), f"set it with live.arguments=[{name}, ...]"
+    if cache.limit:
+        yield "cache.limit", int(cache.limit), "their cache takes what the pool leaves; set kv.pool"
+    yield from (_of_vllm if engine == "vllm" else _of_sglang)(config, connector)
+
+
+def _of_vllm(config: Config, connector: str) -> Iterator[tuple[str, object, str]]:
+    kv = config.kv
+    for role, side, _ in _sides(config):
+        key = f"parallel.{'decode' if role == 'server' else role}"
+        if side.cp > 1:
+            yield f"{key}.cp", side.cp, "no connector hands over context-parallel KV; use engine=sglang, or cp=1"
+        if side.pp > 1 and (connector == "NixlConnector" or (connector == "NixlPushConnector" and role == "decode")):
+            yield (
+                f"{key}.pp",
+                side.pp,
+                f"{connector} takes no stages; set pp=1, or push from stages of prefill alone",
+            )
+        if side.dp > 1 and not config.model.experts:
+            yield (
+                f"{key}.dp",
+                side.dp,
+                f"a dense model has no attention groups; use tp={side.attention_tp} and "
+                f"instances={side.instances * side.dp}",
+            )
+    if kv.staging:
+        yield "kv.staging", "true", "their connectors have no staging buffer; use engine=sglang, or leave it out"
+    if kv.all_cp_ranks:
+        yield "kv.all_cp_ranks", "true", "no connector hands over context-parallel KV; leave it out"
+    if kv.state_slots or ("w" in config.model.hybrid.pattern and kv.window_share != Kv.window_share):
+        key, value = ("state_slots", kv.state_slots) if kv.state_slots else ("window_share", kv.window_share)
+        yield f"kv.{key}", value, "one pool holds pages of all kinds; leave it out"
+    if connector == "MooncakeConnector" and config.policy.pool != "default":
+        yield "backend", config.backend.name, "their pool is not NVLink's; use backend=mooncake or mooncake_tcp"
+
+
+def _of_sglang(config: Config, connector: str) -> Iterator[tuple[str, object, str]]:
+    kv, policy = config.kv, config.policy
+    if config.live.layout == "colocated":
+        return
+    if kv.staging and connector not in _CACHED:
+        yield "kv.staging", "true", f"backend={connector} stages nothing; use mooncake or nixl, or leave it out"
+    if kv.staging and config.model.attention == "mla":
+        yield "kv.staging", "true", f"model={config.model.name} has latent rows and no heads to stage; leave it out"
+    arguments = _added(config, "decode")
+    if config.cache.decode or _DECODE_CACHE in arguments:
+        key, value = ("cache.decode", "true") if config.cache.decode else ("live.decode_arguments", _DECODE_CACHE)
+        if connector not in _CACHED:
+            yield key, value, f"not with backend={connector}; use mooncake or nixl, or leave it out"
+        if "--enable-hisparse" in arguments:
+            yield key, value, "not with --enable-hisparse; leave out one of them"
+    if connector == "nixl" and policy.metadata_by == "control":
+        yield "backend.policy.metadata", "control", "NIXL writes it; leave it out, or use backend=mooncake"
+    if connector == "mooncake" and policy.pool == "nvlink" and policy.metadata_by != "control":
+        yield "backend.policy.metadata", policy.metadata_by, "over TCP with pool=nvlink; set it to control"

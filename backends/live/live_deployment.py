@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from backends.live import model_folder
-from backends.live.commands import MODULES, gpus_needed, launches
+from backends.live.commands import MODULES, gpus_needed, launches, refusals
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
@@ -85,10 +85,9 @@ def problems(config: Config) -> Iterator[str]:
 def _launch_problems(config: Config, engine: str) -> Iterator[str]:
     from backends.diagnosis import gpu_count
 
-    if engine == "sglang":
-        yield from _decode_cache_problems(config)
     if reason := model_folder.problem(config.model):
         yield reason
+    yield from refusals(config, engine)
     if not installed(engine, config.live.python):
         where = config.live.python or sys.executable
         yield (
@@ -99,22 +98,6 @@ def _launch_problems(config: Config, engine: str) -> Iterator[str]:
         yield (
             f"live.launch=true on hw={config.hw.name} needs {needed} NVIDIA GPUs, and this machine has {here}; "
             "name running servers with live.url, or use hw=loopback for servers on the processor"
-        )
-
-
-def _decode_cache_problems(config: Config) -> Iterator[str]:
-    # SGLang's own rules, which its server would end with after it has started
-    cache = "--disaggregation-decode-enable-radix-cache"
-    arguments = (*config.live.arguments, *config.live.decode_arguments)
-    if cache not in arguments:
-        return
-    if "--enable-hisparse" in arguments:
-        yield f"live.decode_arguments has {cache} and --enable-hisparse: SGLang refuses both together; leave one out"
-    connector = config.live.connector or config.backend.name.partition("_")[0]
-    if connector not in ("nixl", "mooncake", "mooncake_tcp"):
-        yield (
-            f"live.decode_arguments has {cache}, which SGLang takes with nixl and mooncake only, not {connector}; "
-            "choose such a backend, or leave it out"
         )
 
 
@@ -152,7 +135,7 @@ def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[L
     from backends.live.launch import started
 
     model = model_folder.write(config.model, folder / "model")
-    found = launches(config, engine, model)
+    found = launches(config, engine, model, installed(engine, live.python).rpartition(" ")[2])
     try:
         with started(found, folder, live.ready, lambda text: progress(0.0, text)):
             servers = [(one.role, LiveServer(one.name, one.url)) for one in found]

@@ -1,108 +1,283 @@
-"""How servers are started: GPUs, ports, sides and connectors."""
+"""How servers are started: command lines, environments, GPUs and ports, and the keys that they cannot have."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from backends.live import model_folder
-from backends.live.commands import gpus_needed, launches
+from backends.live.commands import gpus_needed, launches, refusals
 from backends.live.live_deployment import problems
 from pdsim.config.compose import compose
-from pdsim.core.errors import ConfigError
 
-PAIR = ("target=model", "hw=4xh200", "model=qwen3-8b", "live.launch=true", "parallel.prefill.tp=1")
+PAIR = ("hw=8xh200", "model=qwen3-8b", "parallel=tp1", "live.launch=true")
 
 
-def option(launch, name):
-    return launch.command[launch.command.index(name) + 1]
+def made(engine, *words, release="", base=PAIR):
+    config = compose([*base, f"engine={engine}", f"live.engine={engine}", *words])
+    assert not list(refusals(config, engine))
+    return launches(config, engine, Path("m"), release)
+
+
+def flags(launch):
+    """The command line after what all servers have in common, and the environment without what all have."""
+    words = launch.command[launch.command.index("--port") + 2 :]
+    common = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "CUDA_VISIBLE_DEVICES", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+    return " ".join(words), {k: v for k, v in launch.environment.items() if k not in common}
 
 
 def test_every_server_sees_all_gpus_its_own_first():
-    config = compose([*PAIR, "parallel.decode.tp=2", "backend=nixl"])
-    prefill, decode = launches(config, "vllm", Path("m"))
+    prefill, decode = made("vllm", "parallel.decode.tp=2", "backend=nixl")
     assert (prefill.gpus, decode.gpus) == ((0,), (1, 2))
     assert prefill.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert decode.environment["CUDA_VISIBLE_DEVICES"] == "1,2,0"
-    assert (option(prefill, "--tensor-parallel-size"), option(decode, "--tensor-parallel-size")) == ("1", "2")
-    assert gpus_needed(config) == 3
-
-
-def test_sides_may_share_gpus():
-    config = compose(
-        [*PAIR, "parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]", "backend=nixl"]
-    )
-    prefill, decode = launches(config, "vllm", Path("m"))
-    assert (prefill.gpus, decode.gpus) == ((0,), (0, 1))
-    assert gpus_needed(config) == 2
-    wrong = compose([*PAIR, "parallel.decode.tp=2", "live.decode_gpus=[0]"])
-    with pytest.raises(ConfigError, match=r"live.decode_gpus=\[0\] names 1 GPUs, but parallel.decode takes 2"):
-        launches(wrong, "vllm", Path("m"))
-
-
-def test_ports_and_side_channels_of_all_servers_differ():
-    config = compose([*PAIR, "parallel.decode.tp=1", "parallel.prefill.instances=2", "backend=nixl"])
-    found = launches(config, "vllm", Path("m"))
-    assert [one.name for one in found] == ["prefill0", "prefill1", "decode0"]
-    assert len({one.port for one in found}) == 3
-    assert len({one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in found}) == 3
-    sglang = launches(config, "sglang", Path("m"))
-    assert len({one.bootstrap_port for one in sglang[:2]}) == 2
-
-
-def test_knobs_of_the_model_are_options_of_the_engine():
-    words = ["scheduler.chunk=2048", "scheduler.decode_batch=64", "kv.page_size=16", "scheduler.memory_fraction=0.5"]
-    config = compose([*PAIR, "parallel.decode.tp=1", "backend=nixl", *words, "live.connector=NixlPushConnector"])
-    vllm = launches(config, "vllm", Path("m"))[0]
-    assert option(vllm, "--max-num-batched-tokens") == "2048"
-    assert option(vllm, "--max-num-seqs") == "64"
-    assert option(vllm, "--block-size") == "16"
-    assert option(vllm, "--gpu-memory-utilization") == "0.5"
-    assert json.loads(option(vllm, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
-    assert "--no-enable-prefix-caching" in vllm.command
 
 
 @pytest.mark.parametrize(
-    ("backend", "transport", "variable"),
-    [("mooncake_nvlink", "mooncake", "MC_INTRANODE_NVLINK"), ("nixl", "nixl", None)],
+    ("words", "gpus"),
+    [
+        (("parallel.decode.tp=2",), 3),
+        (("parallel.prefill.cp=2",), 3),
+        (("parallel.prefill.tp=2", "parallel.prefill.cp=3"), 7),
+        (("parallel.prefill.cp=2", "parallel.prefill.instances=3"), 7),
+        (("parallel.prefill.pp=2", "parallel.prefill.cp=2"), 5),
+        (("parallel.prefill.tp=4", "parallel.prefill.dp=2"), 5),
+        (("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]"), 2),
+        (("live.layout=colocated", "parallel.decode.tp=2"), 2),
+        (("hw=loopback", "backend=nixl_tcp"), 0),
+    ],
 )
-def test_sglang_gets_the_transport_of_the_backend(backend, transport, variable):
-    config = compose([*PAIR, "parallel.decode.tp=1", f"backend={backend}"])
-    prefill, decode = launches(config, "sglang", Path("m"))
-    assert option(prefill, "--disaggregation-transfer-backend") == transport
-    assert (option(prefill, "--disaggregation-mode"), option(decode, "--disaggregation-mode")) == (
-        "prefill",
-        "decode",
-    )
-    assert variable is None or prefill.environment[variable] == "1"
+def test_gpus_are_tp_times_pp_times_cp_of_each_instance(words, gpus):
+    assert gpus_needed(compose([*PAIR, "engine=sglang", "backend=nixl", *words])) == gpus
 
 
-@pytest.mark.parametrize(("exported", "given"), [(None, "1"), ("0", "0")])
-def test_sglang_over_tcp_keeps_the_variable_that_a_user_set(monkeypatch, exported, given):
-    if exported is not None:
-        monkeypatch.setenv("MC_FORCE_TCP", exported)
-    config = compose([*PAIR, "parallel.decode.tp=1", "backend=mooncake_tcp"])
-    assert launches(config, "sglang", Path("m"))[0].environment["MC_FORCE_TCP"] == given
+def test_ports_of_all_servers_differ():
+    servers = made("vllm", "parallel.prefill.instances=2", "backend=nixl")
+    assert [one.name for one in servers] == ["prefill0", "prefill1", "decode0"]
+    assert [one.port for one in servers] == [30100, 30101, 30102]
+    assert [one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in servers] == ["30600", "30620", "30640"]
+    first, second, _ = made("sglang", "parallel.prefill.instances=2", "backend=nixl")
+    assert (first.bootstrap_port, second.bootstrap_port) == (31000, 31001)
 
 
-def test_a_backend_without_a_connector_is_refused():
-    config = compose([*PAIR, "parallel.decode.tp=1", "backend=nvlink"])
-    with pytest.raises(
-        ConfigError, match="backend=nvlink has no KV connector in this engine; use one of backend=nixl"
-    ):
-        launches(config, "vllm", Path("m"))
+BASE = (
+    "--skip-tokenizer-init --enable-metrics --incremental-streaming-output --context-length 40960 --tp-size {tp} "
+    "--pp-size 1 --chunked-prefill-size {chunk} --max-running-requests {batch} --page-size 64 "
+    "--mem-fraction-static 0.88 "
+)
+END = "--disaggregation-mode {} --disaggregation-transfer-backend {} --disaggregation-bootstrap-port 31000"
+QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "4"}
+INTRA = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK", "MC_INTRANODE_NVLINK": "1"}
+STAGED = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "4096"}
+CP = ("backend=nixl", "parallel.prefill.tp=2", "parallel.prefill.cp=2")
+DP = ("backend=nixl", "parallel.prefill.tp=4", "parallel.prefill.dp=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "release", "options", "environment"),
+    [
+        (("backend=nixl",), "", {}, QUEUES),
+        (("backend=mooncake_nvlink",), "", {}, QUEUES | INTRA),
+        (("backend=mooncake_tcp",), "", {}, QUEUES | {"MC_FORCE_TCP": "1"}),
+        (
+            ("backend=mooncake", "backend.policy.pool=nvlink", "backend.policy.metadata=control"),
+            "",
+            {},
+            QUEUES | {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK", "MC_FORCE_MNNVL": "1"},
+        ),
+        (
+            ("backend=mooncake_nvlink", "backend.policy.metadata=control", "backend.policy.queues=8"),
+            "",
+            {},
+            INTRA | {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "8", "SGLANG_MOONCAKE_SEND_AUX_TCP": "1"},
+        ),
+        (
+            ("backend=nixl", "kv.staging=true", "parallel.prefill.tp=2", "scheduler.chunk=4096"),
+            "",
+            {"tp": 2, "chunk": 4096},
+            # 65 pages of 64 tokens, of 36 layers' K and V of 4 heads a rank, 256 bytes each
+            QUEUES | STAGED | {"SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "293"},
+        ),
+        (
+            ("backend=mooncake", "kv.staging=true", "kv.staging_ring=1GiB", "kv.staging_buffer=64MiB"),
+            "",
+            {},
+            QUEUES
+            | STAGED
+            | {"SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "1024", "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "64"},
+        ),
+        (
+            CP,
+            "0.5.12",
+            {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-context-parallel "},
+            QUEUES,
+        ),
+        (
+            (*CP, "kv.all_cp_ranks=true"),
+            "0.5.14",
+            {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag "},
+            QUEUES | {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"},
+        ),
+        (
+            DP,
+            "0.5.12",
+            {
+                "tp": 4,
+                "chunk": 16384,
+                "batch": 512,
+                "more": "--dist-init-addr 127.0.0.1:31400 --dp-size 2 --enable-dp-attention ",
+            },
+            QUEUES,
+        ),
+        (
+            DP,
+            "0.5.23",
+            {"tp": 4, "chunk": 16384, "batch": 512, "more": "--dist-init-addr 127.0.0.1:31400 --attn-dp-size 2 "},
+            QUEUES,
+        ),
+        (
+            ("backend=nixl", "kv.pool=9GiB"),
+            "",
+            {"more": "--max-total-tokens 65536 "},
+            QUEUES,
+        ),
+    ],
+)
+def test_sglang_prefill_gets_exactly_this_line_and_environment(words, release, options, environment):
+    prefill = made("sglang", *words, release=release)[0]
+    values = {"tp": 1, "chunk": 8192, "batch": 256, "more": ""} | options
+    backend = next(word for word in words if word.startswith("backend=")).removeprefix("backend=").partition("_")[0]
+    line = f"{BASE.format(**values)}{values['more']}--disable-radix-cache {END.format('prefill', backend)}"
+    assert flags(prefill) == (line, environment)
+
+
+def test_sglang_over_tcp_keeps_the_variable_of_the_user(monkeypatch):
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    assert made("sglang", "backend=mooncake_tcp")[0].environment["MC_FORCE_TCP"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "environment"),
+    [("control", {}), ("write", {"SGLANG_MORI_SEND_AUX_RDMA": "1"})],
+)
+def test_sglang_sends_metadata_over_rdma_with_mori(metadata, environment):
+    base = ("hw=8xmi300x", "model=qwen3-8b", "parallel=tp1", "live.launch=true")
+    server = made("sglang", "backend=mori", f"backend.policy.metadata={metadata}", base=base)[0]
+    assert flags(server)[1] == {"SGLANG_MORI_TRANSFER_SHARDS": "8"} | environment
+
+
+@pytest.mark.parametrize(
+    ("words", "prefill", "decode"),
+    [
+        ((), "--disable-radix-cache", "--disable-radix-cache"),
+        (("live.prefix_cache=true",), None, "--disable-radix-cache"),
+        (("cache=sglang",), None, "--disable-radix-cache"),
+        (("cache=sglang", "cache.decode=true"), None, "--disaggregation-decode-enable-radix-cache"),
+    ],
+)
+def test_sglang_caches_prefixes_where_the_configuration_says(words, prefill, decode):
+    found = [
+        next((word for word in server.command if "radix" in word), None)
+        for server in made("sglang", "backend=mooncake_nvlink", *words)
+    ]
+    assert found == [prefill, decode]
+
+
+VLLM = (
+    "--max-model-len {context} --tensor-parallel-size {tp} --pipeline-parallel-size 1 --max-num-batched-tokens 8192 "
+    "--max-num-seqs 256 --block-size 16 --disable-uvicorn-access-log --{no}enable-prefix-caching{more} "
+    "--gpu-memory-utilization 0.88{pool} --kv-transfer-config "
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "transfer"),
+    [
+        (("backend=nixl_vllm",), {}, {"kv_connector": "NixlConnector"}),
+        (
+            ("backend=nixl_vllm", "live.connector=NixlPushConnector", "kv.pool=1GiB", "cache=vllm"),
+            {"no": "", "pool": " --kv-cache-memory-bytes 1073741824"},
+            {"kv_connector": "NixlPushConnector"},
+        ),
+        (
+            ("backend=mooncake_tcp",),
+            {},
+            {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}},
+        ),
+        (
+            (
+                "backend=nixl_vllm",
+                "model=qwen3-30b-a3b",
+                *(f"parallel.prefill.{n}" for n in ("tp=4", "dp=2", "ep=4")),
+            ),
+            {"tp": 2, "more": " --data-parallel-size 2 --enable-expert-parallel"},
+            {"kv_connector": "NixlConnector"},
+        ),
+    ],
+)
+def test_vllm_prefill_gets_exactly_this_line(words, options, transfer):
+    line, environment = flags(made("vllm", "kv.page_size=16", *words)[0])
+    values = {"context": 40960, "tp": 1, "no": "no-", "more": "", "pool": ""} | options
+    begin, _, end = line.partition("--kv-transfer-config ")
+    assert begin + "--kv-transfer-config " == VLLM.format(**values)
+    assert json.loads(end) == {"kv_role": "kv_both"} | transfer
+    assert environment == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "30600"}
 
 
 def test_a_colocated_server_has_no_connector():
-    config = compose([*PAIR, "parallel.decode.tp=2", "live.layout=colocated"])
-    (server,) = launches(config, "vllm", Path("m"))
+    (server,) = made("vllm", "parallel.decode.tp=2", "live.layout=colocated")
     assert "--kv-transfer-config" not in server.command
     assert server.gpus == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("engine", "words", "line"),
+    [
+        ("vllm", ("parallel.prefill.cp=2",), "parallel.prefill.cp=2 .* no connector hands over context-parallel KV"),
+        ("vllm", ("parallel.decode.tp=2", "parallel.decode.dp=2"), "decode.dp=2 .* use tp=1 and instances=2"),
+        ("vllm", ("parallel.prefill.pp=2",), "parallel.prefill.pp=2 .* NixlConnector takes no stages; set pp=1"),
+        ("vllm", ("kv.staging=true",), "kv.staging=true .* have no staging buffer; use engine=sglang"),
+        ("vllm", ("kv.state_slots=9",), "kv.state_slots=9 .* one pool"),
+        ("vllm", ("backend=mooncake_nvlink",), "backend=mooncake_nvlink .* use backend=mooncake or mooncake_tcp"),
+        ("vllm", ("cache=sglang",), "cache.eviction=radix .* they evict by block; use cache=vllm"),
+        ("sglang", ("cache=vllm",), "cache.eviction=block .* use cache=sglang"),
+        (
+            "sglang",
+            ("backend=nvlink",),
+            "backend=nvlink has no KV connector in engine=sglang; use one of backend=nixl",
+        ),
+        ("sglang", ("live.connector=ascend", "kv.staging=true"), "kv.staging=true .* use mooncake or nixl"),
+        ("sglang", ("model=tiny-mla", "kv.staging=true"), "kv.staging=true .* no heads to stage"),
+        (
+            "sglang",
+            ("live.connector=mori", "cache=sglang", "cache.decode=true"),
+            "cache.decode=true .* backend=mori",
+        ),
+        (
+            "sglang",
+            ("cache=sglang", "cache.decode=true", "live.decode_arguments=[--enable-hisparse]"),
+            "cache.decode=true .* not with --enable-hisparse",
+        ),
+        ("sglang", ("backend.policy.metadata=control",), "backend.policy.metadata=control .* NIXL writes it"),
+        ("sglang", ("kv.layerwise=true",), "kv.layerwise=true is not for servers of engine=sglang"),
+        ("sglang", ("cache=sglang", "cache.host=1000000"), "cache.host=1000000 .*--enable-hierarchical-cache"),
+        ("sglang", ("cache=sglang", "cache.limit=4096"), "cache.limit=4096 .* set kv.pool"),
+        (
+            "vllm",
+            ("parallel.decode.tp=2", "live.decode_gpus=[0]"),
+            r"live.decode_gpus=\[0\] names 1 GPUs, but .* 2;",
+        ),
+    ],
+)
+def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
+    (refused,) = refusals(compose([*PAIR, "backend=nixl", *words]), engine)
+    assert re.search(line, refused)
+
+
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "tiny"])
-def test_a_model_folder_has_the_shape_and_a_word_for_every_token(tmp_path, model):
+def test_a_model_folder_has_the_shape_and_all_tokens(tmp_path, model):
     llm = compose(["hw=8xh200", f"model={model}"]).model
     folder = model_folder.write(llm, tmp_path / "model")
     written = json.loads((folder / "config.json").read_text())
@@ -120,37 +295,26 @@ def _parameters(found):
     return found["num_hidden_layers"] * layer + 2 * found["vocab_size"] * hidden
 
 
-def refusals(*words):
+def lines(*words):
     return list(problems(compose(["target=model", "hw=2xh200", *words])))
 
 
 def test_what_is_missing_is_said_in_one_line_each():
-    assert refusals() == [
+    assert lines() == [
         "target=live needs live.url=URL, live.prefill=URL with live.decode=URL, or live.launch=true; none is"
     ]
-    both = refusals("live.url=http://a", "live.launch=true", "live.engine=vllm", "model=qwen3-8b")
+    both = lines("live.url=http://a", "live.launch=true", "live.engine=vllm", "model=qwen3-8b", "backend=nixl")
     assert both[0].endswith("live.url and live.launch are set")
-    assert refusals("live.prefill=http://a", "live.engine=vllm") == [
+    assert lines("live.prefill=http://a", "live.engine=vllm") == [
         "live.prefill=['http://a'] has no live.decode; name the decode servers as well"
     ]
-    assert refusals("live.prefill=http://a", "live.decode=http://b", "engine=generic") == [
+    assert lines("live.prefill=http://a", "live.decode=http://b", "engine=generic") == [
         "live.engine='' does not say which protocol joins prefill and decode; set live.engine=vllm or sglang"
     ]
-    config = compose(["hw=2xh200", "live.launch=true", "live.engine=vllm", "model=qwen3-8b"])
+    launch = ("live.launch=true", "live.engine=vllm", "model=qwen3-8b", "backend=nixl")
+    config = compose(["hw=2xh200", *launch])
     shapeless = replace(config, model=replace(config.model, hf_config={}))
     assert "live.launch=true needs the architecture of model=qwen3-8b" in next(problems(shapeless))
-    absent = refusals("live.launch=true", "live.engine=vllm", "model=qwen3-8b", "live.python=/none/python")
+    absent = lines(*launch, "live.python=/none/python")
     assert "live.launch=true needs vllm, which /none/python does not have" in absent[0]
     assert "needs 2 NVIDIA GPUs" in absent[1]
-
-
-def test_a_prefix_cache_on_decode_is_refused_as_sglang_refuses_it():
-    cache = "--disaggregation-decode-enable-radix-cache"
-    words = ("live.launch=true", "live.engine=sglang", "model=qwen3-8b", "hw=loopback")
-    both = refusals(*words, f"live.decode_arguments=[{cache},--enable-hisparse]")
-    assert (
-        both[0]
-        == f"live.decode_arguments has {cache} and --enable-hisparse: SGLang refuses both together; leave one out"
-    )
-    mori = refusals(*words, f"live.decode_arguments=[{cache}]", "live.connector=mori")
-    assert "takes with nixl and mooncake only, not mori" in mori[0]
