@@ -135,10 +135,11 @@ def _endpoints() -> tuple[Any, Any]:
     from pdsim.config.typed import build
     from pdsim.core.clock import Clock
     from pdsim.hardware.machine import Machine
-    from pdsim.sim.endpoint import Fabric, SimEndpoint
+    from pdsim.sim.endpoint import SimEndpoint
     from pdsim.sim.memory import DeviceMemory, SimDevice
     from pdsim.sim.model import _Records
     from pdsim.sim.network import Network
+    from pdsim.sim.posting import Fabric
     from pdsim.sim.topology import Topology
     from pdsim.transfer.job import Place
 

@@ -29,8 +29,9 @@ from pdsim.core.errors import (
     TransferTimeout,
 )
 from pdsim.core.units import format_size
-from pdsim.sim.endpoint import DETECTION, Fabric
+from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.memory import SimBuffer
+from pdsim.sim.posting import Fabric
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.group import check_gather, is_symmetric
 

@@ -21,7 +21,6 @@ import msgspec
 from simpy.events import Event
 
 from pdsim.core.errors import (
-    BackendUnavailable,
     InvalidBatch,
     PeerLost,
     RegistrationError,
@@ -32,11 +31,10 @@ from pdsim.core.errors import (
 )
 from pdsim.sim.hosts import NotificationInbox
 from pdsim.sim.memory import RegionTable
-from pdsim.sim.posting import PostingShare, PostingThread, PostingThreads, SendQueue
+from pdsim.sim.posting import Fabric, PostingThread
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
 from pdsim.sim.transfers import Connection, Payload, PostedTransfers, SeriesRecorder, SimTransfer
-from pdsim.sim.wire import CopyEngine
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, WriteSequence
 from pdsim.transfer.transfer import check_sides
 
@@ -44,19 +42,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.core.clock import Clock, Mailbox
-    from pdsim.hardware.costs import Engine
-    from pdsim.hardware.machine import Gpu
-    from pdsim.sim.faults import Chance, Draws, Observer
     from pdsim.sim.memory import SimDevice
-    from pdsim.sim.network import Flow, Network, Times
+    from pdsim.sim.network import Flow, Times
     from pdsim.sim.sequence import Stages
-    from pdsim.sim.topology import Site, Topology
+    from pdsim.sim.topology import Site
     from pdsim.sim.wire import Posting
     from pdsim.transfer import Batches
 
 __all__ = [
     "DETECTION",
-    "Fabric",
     "InboundPeers",
     "Initiator",
     "SimEndpoint",
@@ -143,14 +137,14 @@ class SimEndpoint:
             there = msgspec.json.decode(address, type=EndpointAddress)
         except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
-        remote = self._fabric.endpoints.get(there.rank)
+        remote: SimEndpoint | None = self._fabric.endpoints.get(there.rank)
         if remote is None or remote.ended is not None or remote.life != there.life:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
-            connection = self._connections[there.rank] = Connection(
-                self._initiator, remote, self._send_queue(remote)
-            )
+            name = f"{self.name}>{remote.name}"
+            queue = self._fabric.send_queue(name, self._poster, self.site, remote.site)
+            connection = self._connections[there.rank] = Connection(self._initiator, remote, queue)
             remote.inbound_peers.add(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.regions.find(region), region) for region in there.regions]
@@ -236,28 +230,6 @@ class SimEndpoint:
     def _check_open(self) -> None:
         if self.ended is not None:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
-
-    def _send_queue(self, remote: SimEndpoint) -> SendQueue:
-        # A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
-        # engine has no model for that way, and what `Topology.route` raises.
-        fabric, inside = self._fabric, remote.site.node == self.site.node
-        model = fabric.engine.intra if inside else fabric.engine.inter
-        if model is None:
-            where, field_name = ("within a node", "intra") if inside else ("across nodes", "inter")
-            raise BackendUnavailable(
-                f"{self.name} to {remote.name}: backend {fabric.engine.name!r} does not work {where} "
-                f"({field_name}: null); place the ranks otherwise or take another backend"
-            )
-        outward = fabric.topology.route(model.path, self.site, remote.site)
-        inward = fabric.topology.route(model.path, remote.site, self.site)
-        copier = None
-        if model.in_order:
-            within = self.site == remote.site
-            made = CopyEngine(fabric.clock, fabric.gpu, fabric.draws, streams=model.streams, within=within)
-            copier = fabric.copiers.setdefault(self.site.name + "/within" * within, made)
-            copier.posters.add(self._poster)
-        name = f"{self.name}>{remote.name}"
-        return SendQueue(fabric.network, self._poster, model, outward, inward, name, copier, fabric.draws)
 
 
 DETECTION = 0.1
@@ -539,51 +511,3 @@ class InboundPeers:
             return
         for event in self._waiting.pop(peer, ()):
             event.succeed()
-
-
-class Fabric:
-    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives.
-
-    *chance* is there only where faults are injected, *draws* only where something jitters: without both nothing
-    is left to chance.  *gpu* is the machine's, and *crowded* has the node and GPU of those that serve several ranks.
-    Endpoints find each other by rank in *endpoints*, where a rank that is started again takes the place of its last
-    life.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        topology: Topology,
-        engine: Engine,
-        chance: Chance | None = None,
-        observer: Observer | None = None,
-        gpu: Gpu | None = None,
-        draws: Draws | None = None,
-        crowded: frozenset[tuple[int, int]] = frozenset(),
-    ) -> None:
-        self.clock = clock
-        self.network = network
-        self.topology = topology
-        self.engine = engine
-        self.chance = chance
-        self.observer = observer
-        self.gpu = gpu
-        self.draws = draws
-        self.crowded = crowded
-        self.endpoints: dict[str, SimEndpoint] = {}  # by rank
-        self.copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
-        self.shares: dict[str, PostingShare] = {}  # the same, of GPUs
-
-    def threads(self, site: Site) -> PostingThreads | None:
-        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work.
-
-        Ranks of one GPU that serves several (*crowded*) share what their threads must do one at a time.
-        """
-        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
-        if engine.threads == 1 and not (crowded and engine.between):
-            return None
-        share = PostingShare(self.clock, engine.serial, engine.between)
-        if crowded:
-            share = self.shares.setdefault(site.name, share)
-        return PostingThreads(share, engine.threads)

@@ -19,11 +19,12 @@ from simpy.core import EmptySchedule
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.collective import SimGroups
-from pdsim.sim.endpoint import Fabric, SimEndpoint
+from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.faults import Chance, Draws, Faults, Observer
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock, SimChannel
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
+from pdsim.sim.posting import Fabric
 from pdsim.sim.topology import SideTraffic, Site, Topology
 from pdsim.transfer import Program
 from pdsim.transfer.job import Outcome, Rank, RankResult, RankSpec, ranks_named

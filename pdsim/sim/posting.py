@@ -35,23 +35,23 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from pdsim.core.errors import SendQueueFull
+from pdsim.core.errors import BackendUnavailable, SendQueueFull
 from pdsim.sim.sequence import SeriesSteps
-from pdsim.sim.wire import Posting, WireStage
+from pdsim.sim.wire import CopyEngine, Posting, WireStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.core.clock import Clock
     from pdsim.core.units import Seconds
-    from pdsim.hardware.costs import EngineModel
-    from pdsim.sim.faults import Draws
+    from pdsim.hardware.costs import Engine, EngineModel
+    from pdsim.hardware.machine import Gpu
+    from pdsim.sim.faults import Chance, Draws, Observer
     from pdsim.sim.network import Flow, Link, Network, Path
     from pdsim.sim.sequence import Stages
-    from pdsim.sim.topology import Route
-    from pdsim.sim.wire import CopyEngine
+    from pdsim.sim.topology import Route, Site, Topology
 
-__all__ = ["PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
+__all__ = ["Fabric", "PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
 
 
 class PostingThread:
@@ -210,13 +210,20 @@ class SendQueue:
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
-        caps = model.rate, model.fastest(read=True)
-        if copier is not None and copier.within:  # the rates are those of links to other GPUs
-            caps = inf, inf
-        self._outward = WireStage(
-            network.path((*outward.links, *queues), caps[0]), model, outward, caps[0], read=False
-        )
-        self._inward = WireStage(network.path((*inward.links, *queues), caps[1]), model, inward, caps[1], read=True)
+        ways = []
+        for read, route in enumerate((outward, inward)):
+            # within a GPU, for the rates are those of links to other GPUs
+            cap = inf if copier is not None and copier.within else model.fastest(read=bool(read))
+            path = network.path((*route.links, *queues), cap)
+            narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
+            rate = min(cap, narrowest)
+            stage = WireStage(path, model.latency + route.latency + read * model.read, rate)
+            stage.occupancy = model.wire_overhead(narrowest, read=bool(read))
+            if route.chain is not None:
+                answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
+                stage.streams = route.chain.streams(route.latency, answer, rate, model.lanes)
+            ways.append(stage)
+        self._outward, self._inward = ways
 
     def post(
         self,
@@ -454,3 +461,73 @@ class SendQueue:
         waiting = self._waiting
         while waiting and self._has_room(waiting[0].descriptors):
             self._admit(waiting.popleft())
+
+
+class Fabric:
+    """The hardware that all endpoints of a job share, on the job's *clock*.
+
+    *chance* is there only where faults are injected, *draws* only where something jitters.  *gpu* is the machine's,
+    and *crowded* has the node and GPU of those that serve several ranks.  *endpoints* has the last endpoint of each
+    rank.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        topology: Topology,
+        engine: Engine,
+        chance: Chance | None = None,
+        observer: Observer | None = None,
+        gpu: Gpu | None = None,
+        draws: Draws | None = None,
+        crowded: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        self.clock = clock
+        self.network = network
+        self.topology = topology
+        self.engine = engine
+        self.chance = chance
+        self.observer = observer
+        self.gpu = gpu
+        self.draws = draws
+        self.crowded = crowded
+        self.endpoints: dict[str, Any] = {}  # by rank
+        self.copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
+        self.shares: dict[str, PostingShare] = {}  # the same, of GPUs
+
+    def threads(self, site: Site) -> PostingThreads | None:
+        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work.
+
+        Ranks of one GPU that serves several (*crowded*) share what their threads must do one at a time.
+        """
+        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
+        if engine.threads == 1 and not (crowded and engine.between):
+            return None
+        share = PostingShare(self.clock, engine.serial, engine.between)
+        if crowded:
+            share = self.shares.setdefault(site.name, share)
+        return PostingThreads(share, engine.threads)
+
+    def send_queue(self, name: str, poster: PostingThread, here: Site, there: Site) -> SendQueue:
+        """Return the queue *name* of what *poster*, at *here*, posts to a rank at *there*.
+
+        A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
+        engine has no model for that way, and what `Topology.route` raises.
+        """
+        engine, inside = self.engine, here.node == there.node
+        model = engine.intra if inside else engine.inter
+        if model is None:
+            where, key = ("within a node", "intra") if inside else ("across nodes", "inter")
+            raise BackendUnavailable(
+                f"{name}: backend {engine.name!r} does not work {where} ({key}: null); place the ranks otherwise or "
+                f"take another backend"
+            )
+        routes = self.topology.route(model.path, here, there), self.topology.route(model.path, there, here)
+        copier = None
+        if model.in_order:
+            within = here == there
+            made = CopyEngine(self.clock, self.gpu, self.draws, streams=model.streams, within=within)
+            copier = self.copiers.setdefault(here.name + "/within" * within, made)
+            copier.posters.add(poster)
+        return SendQueue(self.network, poster, model, *routes, name, copier, self.draws)

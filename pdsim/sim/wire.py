@@ -13,19 +13,17 @@ it is empty: 2 and 4 of 16 MiB to each of two GPUs take 82 and 173 us each, as t
 from __future__ import annotations
 
 from collections import deque
-from math import ceil, inf
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.core.clock import Clock
-    from pdsim.hardware.costs import EngineModel
     from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Draws
     from pdsim.sim.network import Flow, Network, Path
     from pdsim.sim.tcp import Streams
-    from pdsim.sim.topology import Route
 
 __all__ = ["CopyEngine", "Posting", "WireStage"]
 
@@ -60,16 +58,12 @@ class WireStage:
 
     __slots__ = ("latency", "occupancy", "path", "rate", "streams")
 
-    def __init__(self, path: Path, model: EngineModel, route: Route, cap: float, *, read: bool) -> None:
+    def __init__(self, path: Path, latency: float, rate: float) -> None:
         self.path = path
-        self.latency = model.latency + route.latency + (model.read if read else 0.0)
-        narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(cap, narrowest)  # of a transfer that is alone, and no fault on the way
-        self.occupancy = model.wire_overhead(narrowest, read=read)
+        self.latency = latency  # from the end of posting and wire to completion
+        self.rate = rate  # of a transfer that is alone, and no fault on the way
+        self.occupancy = 0.0  # bytes that each descriptor keeps it from carrying
         self.streams: Streams | None = None  # of TCP, where the way takes time
-        if route.chain is not None:
-            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
-            self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
 
     def tail(self, posting: Posting) -> float:
         """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""

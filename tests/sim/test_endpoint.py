@@ -17,10 +17,11 @@ from pdsim.core.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.sim.endpoint import DETECTION, Fabric, SimEndpoint
+from pdsim.sim.endpoint import DETECTION, SimEndpoint
 from pdsim.sim.hosts import HostLatency, JobClock, RankClock
 from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
+from pdsim.sim.posting import Fabric
 from pdsim.sim.topology import Topology
 from pdsim.transfer import Batch, Notification
 from pdsim.transfer.job import Place
