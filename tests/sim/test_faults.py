@@ -243,10 +243,6 @@ def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion
     assert len(landed) > 4
 
 
-def test_without_strays_bytes_are_read_at_the_end():
-    assert run((writer, {"change_at": 1.5}), reader, model=model()).ranks["reader"].value[-1][0] == "b"
-
-
 def test_a_torn_transfer_is_part_old_and_part_new_when_its_source_changes_meanwhile():
     found = set()
     for seed in range(12):
@@ -283,13 +279,6 @@ def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
         assert found == whole
 
 
-def test_a_transfer_that_is_held_up_times_out_and_lands_later():
-    faults = Faults(late=1.0, lateness=5.0)
-    how, at = run((writer, {"timeout": 3.0}), reader, model=model(faults, seed=2)).ranks["writer"].value
-    assert how == "TransferTimeout"
-    assert at > 3.0
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_transfer_that_the_engine_reports_as_failed_may_have_moved_in_part(seed):
     outcome = run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed))
@@ -297,14 +286,6 @@ def test_a_transfer_that_the_engine_reports_as_failed_may_have_moved_in_part(see
     there = outcome.ranks["reader"].value
     landed = there.count("a")
     assert there == "a" * landed + "\0" * (100 - landed)
-
-
-def test_all_some_or_none_of_a_transfer_that_failed_has_moved():
-    outcomes = [
-        run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed)) for seed in range(12)
-    ]
-    landed = {outcome.ranks["reader"].value.count("a") for outcome in outcomes}
-    assert {0, 100} < landed
 
 
 # --- slow ranks and links ------------------------------------------------------------------------------------------
@@ -341,10 +322,6 @@ def test_a_killed_rank_that_starts_again_is_another_one_to_its_peers():
     ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
     assert ranks["friend"].value == ["gone", "lost", "ok"]
     assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
-
-
-def test_a_rank_that_lives_is_not_started_again():
-    assert run(computer, restart={"computer": 1.5}).ranks["computer"].value == [1.0, 2.0, 3.0]
 
 
 def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():

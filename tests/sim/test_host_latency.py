@@ -21,10 +21,6 @@ def acts(*arrivals: float, host: Host = HOST) -> list[float]:
     return [host_latency.acts(at) for at in arrivals]
 
 
-def test_it_acts_a_wake_later():
-    assert acts(2.0, 5.0) == [3.0, 6.0]
-
-
 def test_after_a_rest_it_acts_later_still():
     assert acts(2.0, 13.0, 13.5) == [3.0, 14.0, 14.5]  # 10 s after it acted, not longer
     assert acts(2.0, 13.5) == [3.0, 18.5]
@@ -43,18 +39,6 @@ def test_nothing_overtakes_what_came_before():
 
 def test_it_is_warm_when_its_life_begins():
     assert HostLatency(HOST, now=100.0).acts(105.0) == 106.0
-
-
-def test_without_costs_it_acts_at_once():
-    host_latency = HostLatency(replace(HOST, wake=0.0, idle_wake=0.0))
-    assert host_latency.instant
-    assert not HostLatency(HOST).instant
-
-
-@pytest.mark.parametrize("name", ["wake", "idle_wake", "idle_after"])
-def test_a_cost_below_zero_is_refused_by_name(name: str):
-    with pytest.raises(ValueError, match=rf"host\.{name} must be >= 0"):
-        replace(HOST, **{name: -1.0})
 
 
 # --- of a job ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Jitter: delays that one seed repeats, that break convoys, and that are nothing unless they are asked for."""
 
-import pytest
-
 from pdsim.core.clock import Clock
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.faults import Draws
@@ -40,12 +38,6 @@ def test_copy_engines_that_jitter_drift_out_of_it():
     assert crossing(Draws(Jitter(copies=0.3), 3))[-1][0] < 70.0
 
 
-def test_starts_that_jitter_are_posted_later_and_in_order():
-    log = crossing(Draws(Jitter(starts=0.01), 0), rounds=1)
-    assert [tag for _, tag in log] in (["ac", "bc", "ad", "bd"], ["bc", "ac", "bd", "ad"], ["ac", "bc", "bd", "ad"])
-    assert 2.0 < log[-1][0] < 4.0
-
-
 def test_one_seed_gives_one_run_and_another_another():
     jitter = Jitter(starts=0.01, copies=0.01)
     assert crossing(Draws(jitter, 3)) == crossing(Draws(jitter, 3))
@@ -58,8 +50,3 @@ def test_delays_lie_between_nothing_and_what_is_set():
     assert 0.0 <= min(found) < 0.1
     assert 1.9 < max(found) < 2.0
     assert draws.copy() == 0.0
-
-
-def test_a_negative_delay_is_refused():
-    with pytest.raises(ValueError, match=r"jitter\.copies must be >= 0, got -1\.0"):
-        Jitter(copies=-1.0)

@@ -36,12 +36,6 @@ class Bench:
         return self.log
 
 
-def test_a_thread_that_is_alone_posts_as_one_does():
-    bench = Bench(threads=3, serial=0.5)
-    bench.post("a")  # posting 2, wire 1, latency 0.5
-    assert bench.run() == [(3.5, "a")]
-
-
 @pytest.mark.parametrize(("serial", "slower"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
 def test_two_threads_slow_each_other_by_what_they_share(serial, slower):
     bench = Bench(threads=2, serial=serial)

@@ -47,10 +47,6 @@ def rows(outcome, kind, name):
     return [(time, value) for k, n, time, value in outcome.samples if (k, n) == (kind, name)]
 
 
-def test_without_asking_there_are_none():
-    assert not job(0).samples
-
-
 @pytest.mark.parametrize("samples", [1, 7, 100])
 def test_a_job_takes_as_long_with_samples_as_without(samples):
     one, other = job(0), job(samples)

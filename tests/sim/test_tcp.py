@@ -25,17 +25,6 @@ def test_a_small_window_is_sent_and_waited_for_until_it_has_doubled_enough():
     assert streams(initial=1, rate=1000.0).start(0.0, 1, 1e6)[1] == pytest.approx(1.4 + 0.8)
 
 
-def test_what_fits_into_the_first_windows_waits_for_no_more_of_them():
-    assert streams(initial=1, rate=1000.0).start(0.0, 1, 600.0)[1] == 0.0
-    assert streams(initial=1, rate=1000.0).start(0.0, 1, 1000.0)[1] == pytest.approx(1.4)
-
-
-def test_a_window_stays_what_it_has_become():
-    stream = streams(initial=1, rate=1000.0)
-    stream.start(0.0, 1, 1e5)
-    assert stream.start(110.0, 1, 1e5)[1] == 0.0
-
-
 def test_a_window_grows_no_further_than_it_is_used():
     stream = streams(initial=1, rate=1000.0)
     for at in (0.0, 1.0, 2.0):
@@ -60,17 +49,9 @@ def test_no_more_than_the_largest_window_is_under_way():
 # --- lanes
 
 
-def test_without_lanes_blocks_follow_each_other():
-    assert streams().start(0.0, 64, 6400.0) == (pytest.approx(6400.0 * 2.0 / (1 << 40)), 0.0)
-
-
 def test_blocks_take_rounds_of_a_trip_and_an_answer():
     # 8 blocks of 10 bytes in 4 rounds: three of 2 s, 0.5 s and 0.1 s, and the last pair's bytes
     assert streams(lanes=2).start(0.0, 8, 80.0)[0] == pytest.approx(3 * 2.6 + 0.2)
-
-
-def test_blocks_that_have_lanes_enough_take_one_round():
-    assert streams(lanes=4).start(0.0, 4, 400.0)[0] < 1e-6
 
 
 # --- what is cut

@@ -50,13 +50,6 @@ def test_within_a_gpu_every_byte_passes_its_memory_twice(kind):
     assert names(topology(kind=kind).route("nvlink", gpu(2), gpu(2))) == ["node0/gpu2/memory"] * 2
 
 
-def test_links_have_the_rates_of_the_machine():
-    route = topology().route("nvlink", gpu(0), gpu(3))
-    assert [link.capacity for link in route.links] == [1000.0, 100.0, 100.0, 1000.0]
-    route = topology().route("rdma", gpu(0), gpu(1, node=1))
-    assert [link.capacity for link in route.links] == [1000.0, 50.0, 20.0, 20.0, 50.0, 1000.0]
-
-
 def test_rdma_goes_from_card_to_card_even_within_a_node():
     route = topology().route("rdma", gpu(0, card=0), gpu(3, card=1))
     assert names(route) == [
@@ -106,13 +99,6 @@ def test_shared_memory_is_read_and_written():
     assert names(topology().route("shm", HOST, HOST)) == ["node0/host/memory"] * 2
 
 
-def test_routes_of_one_machine_meet_in_the_same_links():
-    links = topology()
-    one, other = links.route("nvlink", gpu(0), gpu(3)), links.route("nvlink", gpu(1), gpu(3))
-    assert one.links[2] is other.links[2]
-    assert one.links[1] is not other.links[1]
-
-
 def test_the_latency_is_that_of_the_switch_or_the_cards():
     links = topology(latency=0.125)
     assert links.route("nvlink", gpu(0), gpu(1)).latency == 0.125
@@ -130,16 +116,6 @@ def test_hosts_take_the_cards_of_their_node_in_turn():
     links = topology(cards=2)
     assert [links.site(Place(0)).card for _ in range(3)] == [0, 1, 0]
     assert links.site(Place(1)).card == 0
-
-
-def test_a_machine_without_cards_has_sites_without_one():
-    assert topology(cards=0).site(Place(0, 0)).card is None
-
-
-def test_sites_have_names_for_people():
-    links = topology()
-    assert links.site(Place(0, 3)).name == "node0/gpu3"
-    assert links.site(Place(1)).name == "node1/host"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
-"""What posting, the wire, completion and the send queue cost.  All times are exact."""
+"""What posting, the wire, completion and the send queue cost.  All times are exact.
 
+Unless told otherwise a transfer has 100 bytes in 4 descriptors: call 1, 4 descriptors of 0.25, 100 bytes at 100
+bytes/s, latency 0.5.
+"""
+
+import itertools
 from dataclasses import replace
 
 import pytest
 
+from backends.engines import mooncake
+from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
-from pdsim.core.errors import SendQueueFull
-from pdsim.hardware.costs import Ramp
+from pdsim.core.errors import ConfigError, SendQueueFull
+from pdsim.hardware.costs import InlineSaving, Ramp
 from pdsim.sim.network import Network
 from pdsim.sim.posting import PostingThread, SendQueue
 from pdsim.sim.topology import Route
@@ -44,31 +51,112 @@ class Bench:
         return self.log
 
 
-def test_without_overlap_the_times_add_up():
-    bench = Bench()
-    bench.post("a")  # call 1, 4 descriptors of 0.25, 100 bytes at 100 bytes/s, latency 0.5
-    assert bench.run() == [(3.5, "a")]
+BARE = {"call": 0.0, "descriptor": 0.0, "latency": 0.0}
+QUEUES = {**BARE, "queues": 2, "queue_rate": 25.0}
+READ = {"read": 0.25, "read_descriptor": 0.125, "read_rate": 50.0}
+PIPELINED = {"overlap": True, "pipelined": True}
+DEPTH = {"depth": 4, "full": "wait"}
+REFUSE = {"depth": 4, "full": "refuse"}
+SMALL = {"small": InlineSaving(bytes=100, descriptors=4, saving=0.25)}
 
 
-def test_with_overlap_the_longer_stage_counts():
-    bench = Bench(overlap=True)
-    bench.post("wire", nbytes=300)
-    assert bench.run() == [(3.5, "wire")]
-    bench = Bench(overlap=True)
-    bench.post("posting", nbytes=100)
-    assert bench.run() == [(2.5, "posting")]
+def post(tag="a", **how):
+    return tag, how
 
 
-def test_pipelined_the_wire_starts_with_the_first_descriptor():
-    bench = Bench(overlap=True, pipelined=True)
-    bench.post("wire", nbytes=400)  # 1.25 until the first is posted, 4 on the wire
-    assert bench.run() == [(5.75, "wire")]
+LARGE = post("large", nbytes=200)
+TIMES = {
+    "stages add up": ({}, [post()], [(3.5, "a")]),
+    "with overlap the wire": ({"overlap": True}, [post(nbytes=300)], [(3.5, "a")]),
+    "with overlap the posting": ({"overlap": True}, [post()], [(2.5, "a")]),
+    "pipelined: 1.25 until the first, 4 on the wire": (PIPELINED, [post(nbytes=400)], [(5.75, "a")]),
+    "pipelined: 2 until the last, an eighth to carry it": (PIPELINED, [post(nbytes=50)], [(2.625, "a")]),
+    "a write where reads cost more": (READ, [post()], [(3.5, "a")]),
+    "a read: 25 bytes more, half the rate": (READ, [post(inward=True)], [(5.25, "a")]),
+    "turns at the poster": ({}, [post(), post("b")], [(3.5, "a"), (5.5, "b")]),
+    "peers share the poster": ({}, [post(), post("b", peer="c")], [(3.5, "a"), (5.5, "b")]),
+    "an idle poster starts at once": ({}, [post(), post("b", at=8.0)], [(3.5, "a"), (11.5, "b")]),
+    "an overlapping wire waits its turn": (
+        {"overlap": True},
+        [post(nbytes=400), post("b")],  # a alone on the wire until 2, b posts until 4
+        [(4.5, "b"), (5.5, "a")],
+    ),
+    "flows share a link": (BARE, [post(), post("b", nbytes=200)], [(2.0, "a"), (3.0, "b")]),
+    "a rate caps": ({"rate": 50.0}, [post()], [(4.5, "a")]),
+    "a descriptor occupies: 100 bytes": ({"rate": 50.0, "wire_descriptor": 0.5}, [post()], [(6.5, "a")]),
+    "without a rate at the narrowest: 200 bytes": ({"wire_descriptor": 0.5}, [post()], [(5.5, "a")]),
+    "queues cap both directions": (QUEUES, [post(), post("b", inward=True)], [(4.0, "a"), (4.0, "b")]),
+    "queues of peers are apart": (QUEUES, [post(), post("b", peer="c")], [(2.0, "a"), (2.0, "b")]),
+    "the way adds its latency": ({"way": 2.0}, [post()], [(5.5, "a")]),
+    "room after completion": (REFUSE, [post(), post("b", at=3.75)], [(3.5, "a"), (7.25, "b")]),
+    "who waits gets in after completion": (DEPTH, [post(), post("b")], [(3.5, "a"), (7.0, "b")]),
+    "who waits is not overtaken": (
+        DEPTH,
+        [post(descriptors=2), post("b"), post("c", descriptors=2)],
+        [(3.0, "a"), (6.5, "b"), (9.5, "c")],
+    ),
+    "beyond the depth alone": (DEPTH, [post(descriptors=8), post("b")], [(4.5, "a"), (8.0, "b")]),
+    "waiting keeps no other peer": (
+        DEPTH,
+        [post(), post("b"), post("c", peer="c")],
+        [(3.5, "a"), (5.5, "c"), (7.5, "b")],
+    ),
+    "small": (SMALL, [post()], [(3.25, "a")]),
+    "a small read": ({**SMALL, "read": 0.25}, [post(inward=True)], [(3.5, "a")]),
+    "too many bytes": (SMALL, [post(nbytes=101)], [(3.51, "a")]),
+    "too many descriptors": (SMALL, [post(descriptors=5)], [(3.75, "a")]),
+    "small behind a large one": (SMALL, [LARGE, post()], [(4.5, "large"), (5.5, "a")]),
+    "small behind one to another peer": (SMALL, [LARGE, post(peer="c")], [(4.5, "large"), (5.5, "a")]),
+    "small behind small": (SMALL, [post(), post("b")], [(3.25, "a"), (5.25, "b")]),
+    "small after a large one": (SMALL, [LARGE, post(at=5.0)], [(4.5, "large"), (8.25, "a")]),
+}
 
 
-def test_pipelined_the_last_descriptor_is_carried_after_its_posting():
-    bench = Bench(overlap=True, pipelined=True)
-    bench.post("posting", nbytes=50)  # 2 until all are posted, an eighth for the last
-    assert bench.run() == [(2.625, "posting")]
+@pytest.mark.parametrize(("changes", "posts", "expected"), TIMES.values(), ids=TIMES)
+def test_transfers_complete_at(changes, posts, expected):
+    bench = Bench(**changes)
+    lanes = {"b": bench.lane, "c": bench.new_lane("a>c")}
+    for tag, how in posts:
+        how = dict(how)
+        bench.post(tag, lane=lanes[how.pop("peer", "b")], **how)
+    assert bench.run() == expected
+
+
+@pytest.mark.parametrize(("saving", "seconds"), [(0.5, 3.0), (1.0, 2.5), (9.0, 2.0)])
+def test_inline_saving_is_of_latency_then_of_call(saving, seconds):
+    bench = Bench(small=InlineSaving(bytes=100, descriptors=4, saving=saving))
+    bench.post("a")
+    assert bench.run() == [(seconds, "a")]
+
+
+def test_an_aborted_transfer_is_not_under_way():
+    bench = Bench(**SMALL)
+    bench.lane.abort(bench.post("large", nbytes=200))  # the poster is busy until 2 all the same
+    bench.post("a")
+    assert bench.run() == [(5.25, "a")]
+
+
+def test_a_small_isolated_transfer_takes_what_the_closed_form_says():
+    for saving, stages in itertools.product((0.1, 0.6, 9.0), ({}, {"overlap": True}, PIPELINED)):
+        for nbytes, descriptors in ((77, 1), (100, 4), (100, 5), (101, 4)):
+            bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saving=saving), **stages)
+            bench.post("a", nbytes=nbytes, descriptors=descriptors)
+            ((seconds, _),) = bench.run()
+            assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [("bytes", "0", "> 0, got 0"), ("descriptors", "-1", "> 0, got -1"), ("saving", "-1us", ">= 0, got -1e-06")],
+)
+def test_a_refused_threshold_is_named(key, value, rule):
+    with pytest.raises(ConfigError, match=f"small.{key}.* must be {rule}"):
+        compose(["hw=2xh200", "backend=mooncake_nvlink", f"backend.intra.small.{key}={value}"])
+
+
+def test_mooncake_has_the_thresholds_of_its_endpoint():
+    small = compose(["hw=2xh200", "backend=mooncake_nvlink", "calibration=none"]).backend.intra.small
+    assert (small.bytes, small.descriptors) == (mooncake.SMALL, mooncake.FEW)
 
 
 def test_the_first_descriptors_of_a_batch_may_cost_more():
@@ -76,119 +164,13 @@ def test_the_first_descriptors_of_a_batch_may_cost_more():
     assert bench.post("a").posted == 1 + 4 * 0.25 + 2 * 0.5 + 4 * 0.125
 
 
-def test_descriptors_beyond_those_of_the_largest_batch_before_cost_more():
+def test_descriptors_beyond_the_largest_batch_cost_more():
     bench = Bench(fresh_descriptor=0.5)
     first = bench.post("a", descriptors=4).posted
     assert first == 1 + 4 * (0.25 + 0.5)
     second = bench.post("b", descriptors=2).posted
     assert second - first == 1 + 2 * 0.25
     assert bench.post("c", descriptors=7).posted - second == 1 + 7 * 0.25 + 3 * 0.5
-
-
-@pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
-@pytest.mark.parametrize("nbytes", [1, 100, 7777])
-@pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
-@pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
-@pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
-def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire, read):
-    more = {"read": 0.6, "read_descriptor": 0.02, "read_rate": 45.0}
-    bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire, **more)
-    bench.post("a", nbytes=nbytes, descriptors=descriptors, inward=read)
-    ((seconds, _),) = bench.run()
-    assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0, read=read), rel=1e-14)
-
-
-def test_a_read_takes_longer_than_a_write_once_and_for_each_descriptor():
-    bench = Bench(read=0.25, read_descriptor=0.125)
-    bench.post("write")
-    assert bench.run() == [(3.5, "write")]
-    bench = Bench(read=0.25, read_descriptor=0.125)
-    bench.post("read", inward=True)  # 4 * 0.125 * 100 = 50 bytes more on the wire
-    assert bench.run() == [(4.25, "read")]
-
-
-def test_a_read_may_have_a_lower_rate_than_a_write():
-    bench = Bench(read_rate=50.0)
-    bench.post("write")
-    assert bench.run() == [(3.5, "write")]
-    bench = Bench(read_rate=50.0)
-    bench.post("read", inward=True)
-    assert bench.run() == [(4.5, "read")]
-
-
-def test_posting_ends_when_the_descriptors_are_taken():
-    bench = Bench()
-    assert bench.post("a").posted == 2.0
-
-
-def test_transfers_take_turns_at_the_poster():
-    bench = Bench()
-    assert [bench.post("a").posted, bench.post("b").posted] == [2.0, 4.0]
-    assert bench.run() == [(3.5, "a"), (5.5, "b")]
-
-
-def test_lanes_of_one_endpoint_share_its_poster():
-    bench = Bench()
-    assert [bench.post("a").posted, bench.post("b", lane=bench.new_lane("a>c")).posted] == [2.0, 4.0]
-
-
-def test_a_poster_that_was_idle_starts_when_it_is_asked():
-    bench = Bench()
-    bench.post("a")
-    bench.post("b", at=8.0)
-    assert bench.run() == [(3.5, "a"), (11.5, "b")]
-
-
-def test_with_overlap_the_wire_waits_for_the_turn_too():
-    bench = Bench(overlap=True)
-    bench.post("a", nbytes=400)  # wire 0 to 4, alone until 2
-    bench.post("b", nbytes=100)  # posting 2 to 4, and half of the wire from 2
-    assert bench.run() == [(4.5, "b"), (5.5, "a")]
-
-
-def test_flows_share_a_link():
-    bench = Bench(call=0.0, descriptor=0.0, latency=0.0)
-    bench.post("a", nbytes=100)
-    bench.post("b", nbytes=200)
-    assert bench.run() == [(2.0, "a"), (3.0, "b")]
-
-
-def test_the_rate_caps_a_transfer():
-    bench = Bench(rate=50.0)
-    bench.post("a")
-    assert bench.run() == [(4.5, "a")]
-
-
-def test_a_descriptor_occupies_the_wire():
-    bench = Bench(rate=50.0, wire_descriptor=0.5)  # 4 * 0.5 * 50 = 100 bytes more
-    bench.post("a")
-    assert bench.run() == [(6.5, "a")]
-
-
-def test_without_a_rate_a_descriptor_holds_up_the_narrowest_link():
-    bench = Bench(wire_descriptor=0.5)  # 4 * 0.5 * 100 = 200 bytes more
-    bench.post("a")
-    assert bench.run() == [(5.5, "a")]
-
-
-def test_queues_cap_all_transfers_to_a_peer_together():
-    bench = Bench(call=0.0, descriptor=0.0, latency=0.0, queues=2, queue_rate=25.0)
-    bench.post("a")
-    bench.post("b", inward=True)  # the other direction, but the same queues
-    assert bench.run() == [(4.0, "a"), (4.0, "b")]
-
-
-def test_queues_of_different_peers_are_not_shared():
-    bench = Bench(call=0.0, descriptor=0.0, latency=0.0, queues=2, queue_rate=25.0)
-    bench.post("a")
-    bench.post("b", lane=bench.new_lane("a>c"))
-    assert bench.run() == [(2.0, "a"), (2.0, "b")]
-
-
-def test_the_way_adds_its_latency_to_the_engine_s():
-    bench = Bench(way=2.0)
-    bench.post("a")
-    assert bench.run() == [(5.5, "a")]
 
 
 def test_inward_transfers_use_the_other_direction():
@@ -198,106 +180,68 @@ def test_inward_transfers_use_the_other_direction():
     assert (bench.out.links[0].carried, bench.into.links[0].carried) == (0.0, 100.0)
 
 
-class TestDepth:
-    """A send queue of bounded depth."""
+def test_a_peer_connected_during_a_cut_is_as_fast_afterwards():
+    bench = Bench(**PIPELINED)
+    link = bench.out.links[0]
+    bench.network.set_capacity(link, 0.0)
+    lane = bench.new_lane("a>c")
+    bench.network.set_capacity(link, 100.0)
+    bench.post("posting", nbytes=50, lane=lane)
+    assert bench.run() == [(2.625, "posting")]
 
-    def test_a_queue_that_refuses_takes_no_more_than_its_depth(self):
-        bench = Bench(depth=8, full="refuse")
-        bench.post("a", descriptors=4)
-        bench.post("b", descriptors=4)
-        with pytest.raises(SendQueueFull, match="1 descriptors on top of 8 outstanding on a>b: the engine takes 8"):
-            bench.post("c", descriptors=1)
-        assert bench.run() == [(3.5, "a"), (5.5, "b")]
 
-    def test_a_queue_that_refuses_has_room_again_after_completion(self):
-        bench = Bench(depth=4, full="refuse")
-        bench.post("a")
-        bench.post("b", at=3.75)
-        assert bench.run() == [(3.5, "a"), (7.25, "b")]
-
-    def test_a_batch_beyond_the_depth_is_always_refused(self):
-        with pytest.raises(SendQueueFull, match="5 descriptors on top of 0"):
-            Bench(depth=4, full="refuse").post("a", descriptors=5)
-
-    def test_a_refused_batch_takes_no_time_of_the_poster(self):
-        bench = Bench(depth=4, full="refuse")
-        with pytest.raises(SendQueueFull):
-            bench.post("a", descriptors=5)
-        bench.post("b")
-        assert bench.run() == [(3.5, "b")]
-
-    def test_a_queue_that_waits_lets_in_what_fits_after_completion(self):
-        bench = Bench(depth=4, full="wait")
-        bench.post("a")
-        assert bench.post("b").posted is None
-        assert bench.run() == [(3.5, "a"), (7.0, "b")]
-
-    def test_waiting_is_first_come_first_served(self):
-        bench = Bench(depth=4, full="wait")
-        bench.post("a", descriptors=2)  # posted at 1.5, complete at 3
-        bench.post("b", descriptors=4)
-        bench.post("c", descriptors=2)  # would fit at once, but b was here before
-        assert bench.run() == [(3.0, "a"), (6.5, "b"), (9.5, "c")]
-
-    def test_a_batch_beyond_the_depth_goes_alone(self):
-        bench = Bench(depth=4, full="wait")
-        bench.post("a", descriptors=8)
-        bench.post("b", descriptors=4)
-        assert bench.run() == [(4.5, "a"), (8.0, "b")]
-
-    def test_waiting_for_one_peer_does_not_keep_the_poster_from_another(self):
-        bench = Bench(depth=4, full="wait")
-        bench.post("a")
-        bench.post("b")
-        bench.post("c", lane=bench.new_lane("a>c"))  # posting 2 to 4
-        assert bench.run() == [(3.5, "a"), (5.5, "c"), (7.5, "b")]
+def test_a_refusing_queue_takes_no_more_than_its_depth():
+    bench = Bench(depth=8, full="refuse")
+    bench.post("a")
+    bench.post("b")
+    with pytest.raises(SendQueueFull, match="1 descriptors on top of 8 outstanding on a>b: the engine takes 8"):
+        bench.post("c", descriptors=1)
+    assert bench.run() == [(3.5, "a"), (5.5, "b")]
+    with pytest.raises(SendQueueFull, match="5 descriptors on top of 0"):
+        Bench(**REFUSE).post("a", descriptors=5)
 
 
 class TestAbort:
     """What is aborted is never reported, and makes room."""
 
     def test_in_the_queue(self):
-        bench = Bench(depth=4, full="wait")
+        bench = Bench(**DEPTH)
         bench.post("a")
-        bench.lane.abort(bench.post("b"))
+        posting = bench.post("b")
+        assert posting.posted is None
+        bench.lane.abort(posting)
+        bench.lane.abort(posting)
         bench.post("c")
         assert bench.run() == [(3.5, "a"), (7.0, "c")]
-
-    def test_while_posting(self):
-        bench = Bench()
-        posting = bench.post("a")
-        bench.clock.call_at(1.0, bench.lane.abort, posting)
-        bench.post("b")
-        assert bench.run() == [(5.5, "b")]
-        assert bench.out.links[0].carried == 100.0
-
-    def test_on_the_wire(self):
-        bench = Bench()
-        posting = bench.post("a")
-        bench.clock.call_at(2.5, bench.lane.abort, posting)
-        assert bench.run() == []
-        assert bench.out.links[0].carried == 50.0
         assert bench.lane.outstanding == 0
 
-    def test_between_the_wire_and_completion(self):
+    @pytest.mark.parametrize(("at", "carried"), [(1.0, 0.0), (2.5, 50.0), (3.25, 100.0)])
+    def test_while_posting_on_the_wire_or_before_completion(self, at, carried):
         bench = Bench()
         posting = bench.post("a")
-        bench.clock.call_at(3.25, bench.lane.abort, posting)
+        bench.clock.call_at(at, bench.lane.abort, posting)
         assert bench.run() == []
+        assert (bench.out.links[0].carried, bench.lane.outstanding) == (carried, 0)
 
     def test_makes_room_for_who_waits(self):
-        bench = Bench(depth=4, full="wait")
+        bench = Bench(**DEPTH)
         posting = bench.post("a")
         bench.post("b")
         bench.clock.call_at(2.5, bench.lane.abort, posting)
         assert bench.run() == [(6.0, "b")]
 
-    def test_twice_is_once(self):
-        bench = Bench(depth=4, full="wait")
-        posting = bench.post("a")
-        bench.lane.abort(posting)
-        bench.lane.abort(posting)
-        assert bench.lane.outstanding == 0
+
+@pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
+@pytest.mark.parametrize("nbytes", [1, 100, 7777])
+@pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
+@pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
+@pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
+def test_an_isolated_transfer_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire, read):
+    more = {"read": 0.6, "read_descriptor": 0.02, "read_rate": 45.0}
+    bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire, **more)
+    bench.post("a", nbytes=nbytes, descriptors=descriptors, inward=read)
+    ((seconds, _),) = bench.run()
+    assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0, read=read), rel=1e-14)
 
 
 class TestEvents:
@@ -342,22 +286,18 @@ class Crossing:
         return self.log
 
 
-def test_a_copy_engine_carries_one_transfer_at_a_time_in_the_order_of_posting():
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("ac", "ad"), [(1.0, "ac"), (2.0, "ad")]),  # one at a time
+        (("ac", "ad", "bc", "bd"), [(2.0, "ac"), (2.0, "bc"), (4.0, "ad"), (4.0, "bd")]),  # one port of two
+        (("ac", "ad", "bd", "bc"), [(1.0, "ac"), (1.0, "bd"), (2.0, "ad"), (2.0, "bc")]),
+    ],
+)
+def test_a_copy_engine_carries_in_the_order_of_posting(names, expected):
     crossing = Crossing()
-    crossing.post("ac", "ad")
-    assert crossing.run() == [(1.0, "ac"), (2.0, "ad")]
-
-
-def test_sources_that_begin_with_the_same_sink_use_one_port_of_two():
-    crossing = Crossing()
-    crossing.post("ac", "ad", "bc", "bd")
-    assert crossing.run() == [(2.0, "ac"), (2.0, "bc"), (4.0, "ad"), (4.0, "bd")]
-
-
-def test_sources_that_begin_with_different_sinks_use_both():
-    crossing = Crossing()
-    crossing.post("ac", "ad", "bd", "bc")
-    assert crossing.run() == [(1.0, "ac"), (1.0, "bd"), (2.0, "ad"), (2.0, "bc")]
+    crossing.post(*names)
+    assert crossing.run() == expected
 
 
 def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
@@ -369,7 +309,7 @@ def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
     assert crossing.run() == [(1.5, "ac")]
 
 
-def test_copies_of_two_processes_on_one_gpu_go_on_side_by_side():
+def test_copies_of_two_processes_go_on_side_by_side():
     crossing = Crossing()
     crossing.lanes["ad"]._poster = PostingThread()  # of another rank on the same GPU
     crossing.post("ac", "ad", "ac", "ad")
