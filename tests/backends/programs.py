@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -108,11 +107,6 @@ def _fill_and_free() -> None:
     held.clear()
 
 
-def tell_process(rank: Rank) -> Program:
-    yield rank.clock.timeout(0.3)
-    return [os.getpid()]
-
-
 def say_and_die(rank: Rank, code: int) -> Program:
     yield rank.clock.timeout(0)
     sys.stdout.write("last words\n")
@@ -128,11 +122,6 @@ def say_and_raise(rank: Rank) -> Program:
 def return_object(rank: Rank) -> Program:
     yield rank.clock.timeout(0)
     return object()
-
-
-def return_nested(rank: Rank) -> Program:
-    yield rank.clock.timeout(0)
-    return {"a": [1, 2.5, None, True, "text"], "b": {"c": []}}
 
 
 def tell_time(rank: Rank) -> Program:
@@ -322,11 +311,6 @@ def fork(rank: Rank) -> Program:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
-
-
-def recursion(rank: Rank) -> Any:
-    """Not a program: it yields nothing."""
-    return sys.getrecursionlimit()
 
 
 def tell_network(rank: Rank, others: list[str]) -> Program:

@@ -38,13 +38,6 @@ def watch(clock):
     return start
 
 
-def test_each_expires_at_its_time_whatever_the_order_in_which_they_began(clock, watch):
-    for name, deadline in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
-        watch(name, deadline)
-    clock.run()
-    assert watch.expired == [(1.0, "a"), (2.0, "b"), (3.0, "c")]
-
-
 def test_what_is_over_before_does_not_expire(clock, watch):
     first, _ = watch("a", 1.0), watch("b", 2.0)
     watch.over(first)

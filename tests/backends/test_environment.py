@@ -29,10 +29,6 @@ def test_what_is_needed_is_not_set_against_the_users_will(clean):
         prepare("engine", {"PDSIM_TEST_A": "1"}, {})
 
 
-def test_what_is_needed_wins_over_a_default(clean):
-    assert prepare("engine", {"PDSIM_TEST_A": "1"}, {"PDSIM_TEST_A": "2"}) == {"PDSIM_TEST_A": "1"}
-
-
 def test_native_output_is_copied_and_still_printed(capfd):
     with captured_stderr() as log:
         os.write(2, b"native\n")

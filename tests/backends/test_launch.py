@@ -10,11 +10,6 @@ from tests.support.engines import spec
 pytestmark = pytest.mark.mooncake
 
 
-def test_values_are_plain_data_and_come_back_as_they_were(processes):
-    outcome = processes.run([spec("a", programs.return_nested)])
-    assert outcome.ranks["a"].value == {"a": [1, 2.5, None, True, "text"], "b": {"c": []}}
-
-
 def test_a_value_that_is_not_plain_data_is_an_error(processes):
     outcome = processes.run([spec("a", programs.return_object)])
     assert outcome.ranks["a"].error.startswith("TypeError: ")
@@ -36,11 +31,6 @@ def test_a_rank_that_exits_is_an_error_with_its_code_and_last_words(processes):
     error = processes.run([spec("a", programs.say_and_die, code=7)]).ranks["a"].error
     assert error.startswith("exit code 7")
     assert error.endswith("last words")
-
-
-def test_a_program_that_is_no_generator_is_an_error(processes):
-    error = processes.run([spec("a", programs.recursion)]).ranks["a"].error
-    assert error.startswith("ValueError: ")
 
 
 def test_memory_is_limited(processes):
@@ -77,16 +67,6 @@ def test_ranks_that_are_started_again_at_once_can_send_to_each_other(processes):
     assert [outcome.ranks[name].value for name in "ab"] == ["b", "a"]
 
 
-def test_a_rank_that_lives_is_not_started_again(processes):
-    outcome = processes.run([spec("a", programs.tell_process)], restart={"a": 0.05})
-    assert len(outcome.ranks["a"].value) == 1
-
-
-def test_a_rank_that_is_not_there_cannot_be_started_again(processes):
-    with pytest.raises(ConfigError, match="restart names 'x', which is not a rank; there are a"):
-        processes.run([spec("a", programs.return_nested)], restart={"x": 1.0})
-
-
 def test_kill_ends_a_rank_at_its_time(processes):
     outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
     assert outcome.ranks["a"].error == "killed by signal 9, as was asked for"
@@ -120,25 +100,10 @@ def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
         Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
 
 
-def test_an_environment_that_contradicts_the_options_is_a_configuration_error(mooncake, monkeypatch):
-    from dataclasses import replace
-
-    monkeypatch.setenv("MC_TCP_SLICE_SIZE", "1")
-    with pytest.raises(ConfigError, match="needs MC_TCP_SLICE_SIZE=2, but the environment has MC_TCP_SLICE_SIZE=1;"):
-        Processes(replace(mooncake, options={"MC_TCP_SLICE_SIZE": "2"})).run([spec("a", programs.sleep, seconds=1)])
-
-
 def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, monkeypatch):
     monkeypatch.setenv("MC_FORCE_TCP", "0")
     outcome = processes.run([spec("a", programs.sleep, seconds=0.01)])
     assert outcome.ranks["a"].error == ""
-
-
-def test_names_are_unique_and_those_to_be_killed_exist(processes):
-    with pytest.raises(ConfigError, match="2 ranks are named 'a'; give each a name of its own"):
-        processes.run([spec("a", programs.sleep, seconds=1), spec("a", programs.sleep, seconds=1)])
-    with pytest.raises(ConfigError, match="kill names 'b', which is not a rank; there are a"):
-        processes.run([spec("a", programs.sleep, seconds=1)], kill={"b": 1.0})
 
 
 def test_a_rank_is_stopped_from_one_time_to_another(processes):
@@ -151,10 +116,3 @@ def holds(gaps: list[list[float]], span: tuple[float, float]) -> bool:
     """Return whether one of *gaps* is about as long as *span*, and ends when it does or later."""
     start, end = span
     return any(last - first > 0.9 * (end - start) and last >= end for first, last in gaps)
-
-
-def test_a_rank_that_is_to_start_again_before_it_has_ended_does_so_once_it_has(processes):
-    ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
-    outcome = processes.run(ranks, kill={"b": 1.5}, restart={"b": 0.2})
-    first, second = outcome.ranks["a"].value
-    assert outcome.ranks["b"].value == second != first

@@ -22,19 +22,8 @@ def arrivals(one, *times):
     return [at for at, _ in one.due(1e9)]
 
 
-def test_a_packet_arrives_after_its_time_on_the_wire_and_the_delay():
-    assert arrivals(hop(), 10.0) == pytest.approx([10.6])
-
-
 def test_packets_leave_one_after_the_other():
     assert arrivals(hop(), 10.0, 10.0, 10.05, 20.0) == pytest.approx([10.6, 10.7, 10.8, 20.6])
-
-
-def test_nothing_is_due_before_its_time():
-    one = hop()
-    one.take(PACKET, 10.0)
-    assert one.due(10.59) == []
-    assert [packet for _, packet in one.due(10.61)] == [PACKET]
 
 
 def test_a_slow_hop_carries_its_share_from_the_middle_of_a_packet_on():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from backends.jobs.affinity import EVERY, QuickProcessor, keep_for, pace, shares
+from backends.jobs.affinity import EVERY, QuickProcessor, keep_for, shares
 from pdsim.transfer.job import Place, RankSpec
 
 
@@ -102,18 +102,7 @@ def test_an_idle_thread_goes_on_until_it_is_on_a_quick_processor_and_may_still_u
     assert os.sched_getaffinity(0) == {first, second}
 
 
-def test_a_thread_stays_where_it_is_quick(roaming):
-    os.sched_setaffinity(0, {roaming[-1]})
-    quick = QuickProcessor([roaming[-1]], lambda: 1.0)
-    assert [quick.look(), quick.look()] == [EVERY, EVERY]
-
-
 def test_where_all_are_slower_than_they_were_it_tries_each_once_and_rests(roaming):
     measured = iter([1.0, 1.1] + [2.0] * 6)
     quick = QuickProcessor((roaming * 2)[:2], lambda: next(measured))
     assert [quick.look() for _ in range(6)] == [0.0, 0.0, EVERY, 0.0, 0.0, EVERY]
-
-
-def test_the_pace_is_the_time_of_a_fixed_piece_of_work():
-    measured = sorted(pace() for _ in range(20))
-    assert 0 < measured[0] <= measured[10] < 1.0

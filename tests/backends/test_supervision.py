@@ -47,11 +47,6 @@ def test_what_is_no_message_is_refused(data: bytes):
         supervision.Decoder().feed(data)
 
 
-def test_what_is_not_plain_data_is_refused():
-    with pytest.raises(TypeError):
-        supervision.check_plain({"a": object()})
-
-
 def test_what_follows_a_message_stays_on_the_connection():
     """A rank that was told of a move with the word to go did not know where the other one was, for ever."""
     here, there = socket.socketpair()

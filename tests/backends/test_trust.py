@@ -22,9 +22,7 @@ from experiments import serve
 from pdsim.config.compose import compose
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
-from pdsim.results.store import summary
 from pdsim.serving.deployment import ROUTER
-from pdsim.transfer.job import Outcome, RankResult
 from tests.backends import programs
 from tests.backends.test_authentication import FORGED, attack
 from tests.support.engines import make_target, spec
@@ -213,14 +211,3 @@ def test_a_rank_that_is_stopped_and_goes_on_in_time_is_not_ended(mooncake: Any):
             [spec("a", programs.sleep, seconds=2.0)]
         )
     assert outcome.ranks["a"].value == "slept"
-
-
-def test_what_was_refused_is_counted_in_the_results():
-    ranks = {
-        name: RankResult(name, refused=count) for name, count in (("router", 0), ("prefill0.0", 2), ("decode0.0", 1))
-    }
-    found = summary(Result([], outcome=Outcome(ranks, 1.0)))
-    assert found["ranks"]["prefill0.0"]["refused"] == 2
-    assert found["notes"] == [
-        "3 messages and connections refused, of other processes or of no meaning: prefill0.0 2, decode0.0 1"
-    ]
