@@ -95,8 +95,8 @@ def declared(variants: Iterable[Declared], backend: str) -> list[Declared]:
     Order is that of *variants*.
     """
     every = list(variants)
-    found = [variant for variant in every if variant.backend == backend]
-    if not found:
+    matching = [variant for variant in every if variant.backend == backend]
+    if not matching:
         known = " or ".join(dict.fromkeys(variant.backend for variant in every))
         raise BackendUnavailable(f"backend {backend!r} is not one that target=real knows; use {known}")
-    return found
+    return matching

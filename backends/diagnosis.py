@@ -113,9 +113,9 @@ def _gpus() -> Diagnosis:
 
 def _rdma() -> Diagnosis:
     folder = Path("/sys/class/infiniband")
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if found:
-        return Diagnosis("rdma", works=True, version=", ".join(found))
+    devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if devices:
+        return Diagnosis("rdma", works=True, version=", ".join(devices))
     remedy = "a machine with RDMA NICs and their drivers, or an emulated one (hw=rdma_guest)"
     return Diagnosis("rdma", works=False, reason=f"no device in {folder}", remedy=remedy)
 

@@ -67,10 +67,12 @@ def variants_of(backend: str) -> tuple[Variant, ...]:
 
 def implementation_of(backend: str) -> str:
     """Return the implementation that declares *backend*.  Raise a `ConfigError` if there is none."""
-    found = _implementations()
-    if backend not in found:
-        raise ConfigError(f"no installed package provides backend {backend!r}; {instead(backend, sorted(found))}")
-    return found[backend]
+    implementations = _implementations()
+    if backend not in implementations:
+        raise ConfigError(
+            f"no installed package provides backend {backend!r}; {instead(backend, sorted(implementations))}"
+        )
+    return implementations[backend]
 
 
 def backends() -> tuple[str, ...]:
@@ -88,18 +90,18 @@ def on_hosts(nodes: int = 1) -> tuple[str, ...]:
 def _implementations() -> dict[str, str]:
     # One that cannot be imported provides that of its own name.
     importable = _importable()
-    found = {variant.backend: name for name in importable for variant in variants(name)}
-    return found | {name: name for name in names() if name not in importable}
+    implementations = {variant.backend: name for name in importable for variant in variants(name)}
+    return implementations | {name: name for name in names() if name not in importable}
 
 
 @cache
 def _importable() -> tuple[str, ...]:
-    found = []
+    importable = []
     for name in names():
         with suppress(BackendUnavailable):
             load(name)
-            found.append(name)
-    return tuple(found)
+            importable.append(name)
+    return tuple(importable)
 
 
 # --- what works here -----------------------------------------------------------------------------------------------
@@ -125,11 +127,13 @@ def diagnose(backend: str) -> Diagnosis:
         hosts = ", ".join(on_hosts()) or "none is installed"
         others = f"use target=model, or a backend that moves host memory: {hosts}"
         missing.append((" and ".join(device.reason for device in needed), others))
-    found = " ".join(filter(None, map(installed, _libraries(ways)))) or _provider(implementation)
+    versions = " ".join(filter(None, map(installed, _libraries(ways)))) or _provider(implementation)
     if not missing:
-        return Diagnosis(backend, works=True, version=found)
+        return Diagnosis(backend, works=True, version=versions)
     reasons, remedies = zip(*missing, strict=True)
-    return Diagnosis(backend, works=False, version=found, reason=", and ".join(reasons), remedy="; ".join(remedies))
+    return Diagnosis(
+        backend, works=False, version=versions, reason=", and ".join(reasons), remedy="; ".join(remedies)
+    )
 
 
 def diagnose_library(backend: str) -> str:

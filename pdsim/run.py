@@ -203,10 +203,10 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
     from pdsim.verify import laws
 
     landed = None if checker is None else checker.landed_bytes
-    found = [*(() if checker is None else checker.violations)]
-    found += laws.broken(result.outcome, result.requests, result.transfers, landed)
-    note = f"checks=on: {len(found)} violations of the laws of simulation"
-    return replace(result, failures=[*result.failures, *found], notes=[*result.notes, note])
+    violations = [*(() if checker is None else checker.violations)]
+    violations += laws.broken(result.outcome, result.requests, result.transfers, landed)
+    note = f"checks=on: {len(violations)} violations of the laws of simulation"
+    return replace(result, failures=[*result.failures, *violations], notes=[*result.notes, note])
 
 
 @contextmanager

@@ -64,13 +64,13 @@ class Gloo(Library):
         operation, began = work
         if not operation.is_completed():
             return None
-        found = None
+        failure = None
         try:
             operation.wait()
         except RuntimeError as error:  # which would keep the operation, and so the memory, in its traceback
-            found = pytorch.translated(error, self.engine)
-        if found is not None:
-            raise found
+            failure = pytorch.translated(error, self.engine)
+        if failure is not None:
+            raise failure
         return time.monotonic() - float(began)
 
     def reserve(self, size: int) -> Callable[[], None]:

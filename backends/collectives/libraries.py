@@ -36,9 +36,9 @@ def library(settings: Settings, device: Any) -> Library:
             f"collective={settings.name} does not gather memory of {device.name}; "
             f"choose collective={' or '.join(fit)}"
         )
-    found = chosen(device, settings.timeout)
-    found.timing = settings.timing
-    return found
+    opened = chosen(device, settings.timeout)
+    opened.timing = settings.timing
+    return opened
 
 
 def check(collective: Collective) -> Iterator[str]:

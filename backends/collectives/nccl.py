@@ -167,11 +167,11 @@ class _OnGpu(Library):
     def _tensor(self, buffer: Any) -> Any:
         import torch
 
-        found = self._tensors.get(buffer)
-        if found is None:
+        tensor = self._tensors.get(buffer)
+        if tensor is None:
             view = _View(buffer.address, buffer.size)
-            found = self._tensors[buffer] = torch.as_tensor(view, device=f"cuda:{self._device.gpu}")
-        return found
+            tensor = self._tensors[buffer] = torch.as_tensor(view, device=f"cuda:{self._device.gpu}")
+        return tensor
 
 
 class Nccl(_OnGpu):

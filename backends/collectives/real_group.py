@@ -125,14 +125,14 @@ class RealGroups:
         return ""
 
     def _deliver(self, message: Any) -> None:
-        found = decode(message.payload)
-        names = tuple(found.group)
+        body = decode(message.payload)
+        names = tuple(body.group)
         if message.sender not in names:
             raise MessageError(f"{message.sender} is not in the group of {', '.join(names)}")
         if names in self._groups:
-            self._groups[names].hear(message.sender, found)
+            self._groups[names].hear(message.sender, body)
         else:
-            self._early[names].append((message.sender, found))
+            self._early[names].append((message.sender, body))
 
 
 class RealGroup:
@@ -379,8 +379,10 @@ class RealGroup:
         if self._lost:
             return
         if error is not None:
-            found = error if isinstance(error, TransferError) else TransferFailed(f"{type(error).__name__}: {error}")
-            self._break(f"no group {self._members.title}: {found}", found)
+            failure = (
+                error if isinstance(error, TransferError) else TransferFailed(f"{type(error).__name__}: {error}")
+            )
+            self._break(f"no group {self._members.title}: {failure}", failure)
             return
         self._connected = True
         self._advance()

@@ -45,7 +45,7 @@ class Completions:
 
     def poll(self) -> bool:
         """Call what is due, of every stream in order; return whether anything was."""
-        found = False
+        progressed = False
         for waiting in self._queues:
             while waiting:
                 event, done = waiting[0]
@@ -58,8 +58,8 @@ class Completions:
                 waiting.popleft()
                 self._spare.append(event)
                 done(error)
-                found = True
-        return found
+                progressed = True
+        return progressed
 
     def fileno(self) -> None:
         """Return None: the driver has no descriptor for it."""

@@ -209,8 +209,8 @@ class MooncakeEndpoint(RealEndpoint):
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
-        found = sorted(set(re.findall(self._transport.witness, text)))
-        if not found:
+        transports = sorted(set(re.findall(self._transport.witness, text)))
+        if not transports:
             raise BackendUnavailable(
                 f"Mooncake did not report a transport over {self._transport.name}, so it chose another: "
                 f"{text.strip()[-300:]}"
@@ -218,7 +218,7 @@ class MooncakeEndpoint(RealEndpoint):
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
         if self._transport.gpu_only:
             self.clock.watch(self)
-        devices = found if self._transport.name == "rdma" else []
+        devices = transports if self._transport.name == "rdma" else []
         return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
 
     def inbound_drained(self) -> bool:

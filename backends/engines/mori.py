@@ -56,7 +56,7 @@ BEAT = 0.02
 
 
 MORI = EngineLibrary(
-    "from backends.engines.rocm import missing; (found := '; '.join(missing())) and exit(found); import mori.io",
+    "from backends.engines.rocm import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
     ("amd-mori", "amd-mori-nightly"),
     "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
 )
@@ -256,10 +256,10 @@ class MoriEndpoint(RealEndpoint):
 
     def poll(self) -> bool:
         """Look at the statuses of what was posted."""
-        found = False
+        progressed = False
         for transfer in tuple(self._posted):
-            found |= self._look_at(transfer)
-        return found
+            progressed |= self._look_at(transfer)
+        return progressed
 
     def fileno(self) -> None:
         """Return None: the engine has no descriptor."""

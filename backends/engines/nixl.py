@@ -322,20 +322,20 @@ class NixlEndpoint(RealEndpoint):
     def _progress(self, listen: bool) -> bool:
         # Without a peer that writes or reads here there can be no notification, and asking for them
         # costs a call.
-        found = False
+        progressed = False
         for transfer in tuple(self._posted):
             state = self._ask(self._agent.check_xfer_state, transfer)
             if state != "PROC":
                 self._ended(transfer, state)
-                found = True
+                progressed = True
             elif transfer.peer.line.lost:  # it may never end: only the beat looks at it from now on
                 del self._posted[transfer]
                 self._stuck[transfer] = None
         for agent, payloads in self._agent.get_new_notifs().items() if listen else ():
             for payload in payloads:
                 self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
-                found = True
-        return found
+                progressed = True
+        return progressed
 
     def _ask(self, question: Callable[[Any], str], transfer: PostedTransfer) -> str:
         # A peer that UCX has lost fails the transfer at once, with bytes that may still move.

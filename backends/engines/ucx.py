@@ -75,14 +75,14 @@ def between_gpus(log: str) -> set[str]:
     Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
     ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
     """
-    found: set[str] = set()
+    transports: set[str] = set()
     between_gpus = False
     for line in log.splitlines():
         if " by ucp_" in line:
             between_gpus = "remote memory" in line and line.count("cuda/") == 2
         elif between_gpus and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
-            found.add(row[1])
-    return found
+            transports.add(row[1])
+    return transports
 
 
 def between_hosts(log: str) -> set[str]:

@@ -298,7 +298,7 @@ class _ProcessJob:
             child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
 
     def _silent(self) -> list[tuple[ChildProcess, float]]:
-        found, now = [], time.monotonic()
+        silent, now = [], time.monotonic()
         for child in self._children:
             limit = self._silence
             if not child.uri:
@@ -306,8 +306,8 @@ class _ProcessJob:
             elif child.done is not None:
                 limit += CLOSING
             if now - child.heard > limit and not child.ended and not child.dying:
-                found.append((child, limit))
-        return found
+                silent.append((child, limit))
+        return silent
 
     def _take(self, timeout: float) -> None:
         for child, message in self._messages(timeout):

@@ -396,14 +396,14 @@ class OperatorForward:
     @cached_property
     def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
         narrow = self.model.dtype_bytes == 1 and (self._table is not None or self.kernels.gemm_fp8 is not None)
-        found: dict[bool, Iterable[Product]] = {
+        by_kind: dict[bool, Iterable[Product]] = {
             each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
         }
         if self._table is not None and self._table.module:
-            found = {each: [one for one in found[each] if one.name not in _ATTENTION] for each in found}
+            by_kind = {each: [one for one in by_kind[each] if one.name not in _ATTENTION] for each in by_kind}
         # the head and the router stay in bf16
         return {
-            each: [(one, narrow and one.name not in ("head", "router")) for one in found[each]] for each in found
+            each: [(one, narrow and one.name not in ("head", "router")) for one in by_kind[each]] for each in by_kind
         }
 
     def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:

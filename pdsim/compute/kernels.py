@@ -140,18 +140,18 @@ class Kernels:
 
     def roof(self, name: str, model: str) -> Roof:
         """Return the operator *name*.  Raise a `ValueError` that names *model* if it was not measured."""
-        found: Roof | None = getattr(self, name)
-        if found is None:
+        roof: Roof | None = getattr(self, name)
+        if roof is None:
             raise ValueError(
                 f"compute.kernels has no {name}, which model={model} needs; "
                 f"measure it with pdsim profile model={model}"
             )
-        return found
+        return roof
 
     def correction(self, n: int, k: int, narrow: bool, tokens: int) -> float:
         """Return the factor of a product of *tokens* rows with *k* by *n*: 1 if its shape was not measured."""
-        found = self.shapes.get(shape_key(n, k, narrow))
-        return 1.0 if found is None else found.at(tokens)
+        correction = self.shapes.get(shape_key(n, k, narrow))
+        return 1.0 if correction is None else correction.at(tokens)
 
     def ring(self, gpus: int) -> AllReduce:
         """Return the all-reduce among *gpus*: as measured, or taken from that among most.

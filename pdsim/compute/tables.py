@@ -187,10 +187,10 @@ class Table:
         *kind* or a *key* that the table does not have.
         """
         name = (kind, key, by, *sorted(fixed.items()))
-        found = self._curves.get(name)
-        if found is None:
-            found = self._curves[name] = self._curve(kind, key, by, splits, growth, fixed)
-        return found
+        curve = self._curves.get(name)
+        if curve is None:
+            curve = self._curves[name] = self._curve(kind, key, by, splits, growth, fixed)
+        return curve
 
     def _curve(self, kind: str, key: Key, by: str, splits: bool, growth: float, fixed: Mapping[str, float]) -> Curve:
         grid = self.grid(kind)

@@ -560,24 +560,24 @@ class WallClock(Clock):
     def _look(self) -> bool:
         now = time.monotonic()
         self._queue.now = now - self.origin
-        found = False
+        progressed = False
         while self._calls:
             self._calls.popleft()()
-            found = True
+            progressed = True
         for source in self._polled:
-            found |= source.poll()
+            progressed |= source.poll()
         if now >= self._listen_at:
             self._listen_at = now + self.nap
             if ready := self._epoll.poll(0):
-                found |= self._hear({fd for fd, _ in ready})
-        return found
+                progressed |= self._hear({fd for fd, _ in ready})
+        return progressed
 
     def _hear(self, readable: Container[int]) -> bool:
-        found = False
+        progressed = False
         for source, fd in self._told.items():
             if fd in readable:
-                found |= source.poll()
-        return found
+                progressed |= source.poll()
+        return progressed
 
     def _sleep(self) -> None:
         # Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.

@@ -75,27 +75,27 @@ ROUTERS = "pdsim.routers"
 def _every() -> dict[str, dict[str, EntryPoint]]:
     from importlib.metadata import entry_points  # 20 ms, which `pdsim --help` does without
 
-    found = entry_points()
-    return {group: {entry.name: entry for entry in found.select(group=group)} for group in found.groups}
+    entries = entry_points()
+    return {group: {entry.name: entry for entry in entries.select(group=group)} for group in entries.groups}
 
 
-def _found(group: str) -> dict[str, EntryPoint]:
+def _entries(group: str) -> dict[str, EntryPoint]:
     return _every().get(group, {})
 
 
 def names(group: str) -> tuple[str, ...]:
     """Return the names that installed packages register under the entry-point *group*, sorted."""
-    return tuple(sorted(_found(group)))
+    return tuple(sorted(_entries(group)))
 
 
 def target(group: str, name: str) -> str:
     """Return what *name* under *group* refers to, "module" or "module:object", without importing it."""
-    return _found(group)[name].value
+    return _entries(group)[name].value
 
 
 def provider(group: str, name: str) -> str:
     """Return the distribution that registers *name* under *group*, or nothing if none does."""
-    entry = _found(group).get(name)
+    entry = _entries(group).get(name)
     return entry.dist.name if entry is not None and entry.dist is not None else ""
 
 
@@ -107,16 +107,16 @@ def resolve(group: str, name: str) -> Any:
 
     The object is imported once and kept; what a module does at import happens then.
     """
-    found = _found(group)
-    if name not in found:
+    entries = _entries(group)
+    if name not in entries:
         raise ConfigError(
             f"nothing is registered as {name!r} under the entry-point group {group!r}; "
-            f"{instead(name, sorted(found))}"
+            f"{instead(name, sorted(entries))}"
         )
     try:
-        return found[name].load()
+        return entries[name].load()
     except ImportError as error:
-        raise BackendUnavailable(f"{name!r} ({found[name].value}) cannot be imported: {error}") from error
+        raise BackendUnavailable(f"{name!r} ({entries[name].value}) cannot be imported: {error}") from error
 
 
 # --- configuration groups ------------------------------------------------------------------------------------------
@@ -135,27 +135,27 @@ def folders() -> dict[str, Path]:
 
     A package says that it has groups by an entry point of ``pdsim.conf``. Packages are found, not imported.
     """
-    found = {"conf": conf()}
+    folders_by_name = {"conf": conf()}
     for name in names(CONF):
         package = target(CONF, name)
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
-            found[package] = Path(spec.origin).parent
-    return found
+            folders_by_name[package] = Path(spec.origin).parent
+    return folders_by_name
 
 
 @cache
 def _shipped() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
     for folder in folders().values():
         for group, own in _choices(folder).items():
-            found[group] = sorted({*found.get(group, ()), *own})
-    return found
+            choices[group] = sorted({*choices.get(group, ()), *own})
+    return choices
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
-    found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
-    return {group: files for group, files in found.items() if files}
+    choices = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
+    return {group: files for group, files in choices.items() if files}
 
 
 def groups(own: Sequence[Path] = ()) -> list[str]:
@@ -168,8 +168,8 @@ def options(group: str, own: Sequence[Path] = ()) -> list[str]:
 
     [] if there is none.
     """
-    found = (_choices(folder).get(group, ()) for folder in own)
-    return sorted({*_shipped().get(group, ()), *(name for chosen in found for name in chosen)})
+    choices = (_choices(folder).get(group, ()) for folder in own)
+    return sorted({*_shipped().get(group, ()), *(name for chosen in choices for name in chosen)})
 
 
 def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:

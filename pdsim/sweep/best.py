@@ -93,8 +93,10 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     """
     rows = collect.points(folder)
     swept = _swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
-    found = [_ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)]
-    ranked = [each for each in found if each is not None]
+    rankable = [
+        _ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)
+    ]
+    ranked = [each for each in rankable if each is not None]
     if not ranked:
         raise ConfigError(
             f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim show {folder}"
@@ -108,12 +110,12 @@ def front(points: Iterable[Ranked]) -> list[Ranked]:
     Speed is tokens a second of the median user, throughput output tokens a second and GPU.  Points without a speed
     are left out.
     """
-    found: list[Ranked] = []
+    front: list[Ranked] = []
     able = [each for each in points if each.speed is not None]
     for each in sorted(able, key=lambda each: (-(each.speed or 0.0), -each.throughput)):
-        if not found or each.throughput > found[-1].throughput:
-            found.append(each)
-    return found
+        if not front or each.throughput > front[-1].throughput:
+            front.append(each)
+    return front
 
 
 def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
@@ -190,8 +192,8 @@ def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo
     from pdsim.results import schema
 
     names = ["status", "arrival", "output", *_LATENCIES]
-    found = schema.read_table(folder / row["folder"] / "requests.parquet", names)
-    requests = found.to_pylist()
+    table = schema.read_table(folder / row["folder"] / "requests.parquet", names)
+    requests = table.to_pylist()
     if not requests or row["evidence"] in (None, "none"):
         return None
     limits = slo.limits if slo is not None else _own(folder / row["folder"])

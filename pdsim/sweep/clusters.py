@@ -136,7 +136,7 @@ class Slurm:
 def _rows(job: Any, share: Sequence[Point]) -> list[Row]:
     error = job.exception()
     if error is None:
-        found: list[Row] = job.result()
-        return found
+        rows: list[Row] = job.result()
+        return rows
     last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
     return [lost(point, f"its job {job.job_id} ended: {last[0]}") for point in share]

@@ -98,12 +98,12 @@ def table(folder: Path) -> Table:
     return _table(points(folder), folder)
 
 
-def _table(found: pa.Table, folder: Path) -> Table:
-    proven = [kind not in (None, "none") for kind in found["evidence"].to_pylist()]
+def _table(table: pa.Table, folder: Path) -> Table:
+    proven = [kind not in (None, "none") for kind in table["evidence"].to_pylist()]
     parts: dict[bytes, list[tuple[str, str, list[Any]]]] = {b"override": [], b"about": [], b"metric": []}
-    for field in found.schema:
+    for field in table.schema:
         part = field.metadata[b"part"]
-        values = found[field.name].to_pylist()
+        values = table[field.name].to_pylist()
         if part == b"metric":
             values = [value if proof else None for value, proof in zip(values, proven, strict=True)]
         known = values if part != b"about" else [value for value in values if value is not None]
@@ -115,7 +115,7 @@ def _table(found: pa.Table, folder: Path) -> Table:
     chosen = [*parts[b"override"], *parts[b"about"], *parts[b"metric"]]
     columns = {name: definition for name, definition, _ in chosen}
     rows = list(zip(*(values for _, _, values in chosen), strict=True))
-    return Table(f"{found.num_rows} points in {folder}", columns, rows)
+    return Table(f"{table.num_rows} points in {folder}", columns, rows)
 
 
 def _point(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,12 +198,12 @@ def short(keys: Iterable[str]) -> list[str]:
     ['prefill.tp', 'decode.tp', 'hw']
     """
     parts = [key.split(".") for key in keys]
-    found = []
+    names = []
     for own in parts:
         lengths = range(1, len(own) + 1)
         alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        found.append(".".join(own[-next(alone, len(own)) :]))
-    return found
+        names.append(".".join(own[-next(alone, len(own)) :]))
+    return names
 
 
 def _brief(whole: Table, metrics: Collection[str]) -> Table:
@@ -231,15 +231,15 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
         rows = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
         (sys.stdout if file is None else file).write(dumps(rows, default=str) + "\n")
         return
-    found = points(folder)
-    whole = _table(found, folder)
-    metrics = {field.name for field in found.schema if field.metadata[b"part"] == b"metric"}
+    table = points(folder)
+    whole = _table(table, folder)
+    metrics = {field.name for field in table.schema if field.metadata[b"part"] == b"metric"}
     brief = whole if verbose else _brief(whole, metrics)
     terminal.show_table(brief, file, definitions=verbose)
     if left := len(metrics & set(whole.columns)) - len(metrics & set(brief.columns)):
         terminal.show_lines(f"{left} more metrics: pdsim show -v {folder}", file=file)
     if left := len(whole.rows) - len(brief.rows):
-        reason = next((row["error"] for row in found.to_pylist() if row["status"] == "infeasible"), "")
+        reason = next((row["error"] for row in table.to_pylist() if row["status"] == "infeasible"), "")
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
     terminal.show_lines(f"next: pdsim best {folder}", file=file)

@@ -55,9 +55,9 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
         return
     progress(before / len(points), f"{before} of {len(points)} points, {len(left)} begin")
     best = max(map(_goodput, book.rows.values()), default=(0.0, ""))
-    found = executor.run(measure, [point.within(str(folder)) for point in left])
+    rows = executor.run(measure, [point.within(str(folder)) for point in left])
     try:
-        for done, row in enumerate(found, 1):
+        for done, row in enumerate(rows, 1):
             _keep(book, row)
             rate = done / max(time.monotonic() - begun, 1e-9)
             best = max(best, _goodput(row))
@@ -66,7 +66,7 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
                 (before + done) / len(points), text + (f"; best {best[0]:.3g} good/s/GPU ({best[1]})" * any(best))
             )
     finally:
-        found.close()
+        rows.close()
 
 
 def _keep(book: Ledger, row: Mapping[str, Any]) -> None:

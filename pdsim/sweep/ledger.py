@@ -72,11 +72,11 @@ def read(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # what does not end in a newline was never complete
         for line in lines:
-            found = json.loads(line)
-            if _DEFINITION in found:
-                definitions |= found[_DEFINITION]
+            row = json.loads(line)
+            if _DEFINITION in row:
+                definitions |= row[_DEFINITION]
             else:
-                rows[found["point"]] = found
+                rows[row["point"]] = row
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is not what a sweep writes: {error}; it was changed since, so sweep again"

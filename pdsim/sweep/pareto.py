@@ -168,17 +168,22 @@ def _keys(ranked: Sequence[Ranked]) -> Figure:
     return Figure("keys", "What each swept key does", reading, panels, columns=3)
 
 
-def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> Panel:
+def _key_panel(key: str, points: Sequence[tuple[Any, float, str]], unit: str) -> Panel:
     # Positive numbers that span a factor of twenty or more have a logarithmic axis.
-    values = dict.fromkeys(value for value, _, _ in found)
+    values = dict.fromkeys(value for value, _, _ in points)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     order = sorted(values) if numbers else list(values)
     wide = numbers and min(order) > 0 and max(order) >= 20 * min(order)
     place: Mapping[Any, float] = {value: value if numbers else number for number, value in enumerate(order)}
-    top = {value: max(height for other, height, _ in found if other == value) for value in order}
+    top = {value: max(height for other, height, _ in points if other == value) for value in order}
     series = [
         Marks(
-            "points", [place[v] for v, _, _ in found], [h for _, h, _ in found], "", 0, texts=[t for *_, t in found]
+            "points",
+            [place[v] for v, _, _ in points],
+            [h for _, h, _ in points],
+            "",
+            0,
+            texts=[t for *_, t in points],
         ),
         Marks("line", [place[v] for v in order], [top[v] for v in order], "best", 1),
     ]
@@ -199,12 +204,12 @@ def _metrics(folder: Path) -> Figure:
     panels = []
     for key in _swept(rows)[: _AXES // 2]:
         for name in varied:
-            found = [
+            points = [
                 (row[key], row[name], f"{name} {row[name]:.4g}<br>{row['point']}")
                 for row in done
                 if row[name] is not None
             ]
-            if found:
-                panels.append(_key_panel(key, found, name))
+            if points:
+                panels.append(_key_panel(key, points, name))
     reading = "Points at one value differ in the other keys; the line joins the largest of each value."
     return Figure("keys", "What each swept key does", reading, panels)

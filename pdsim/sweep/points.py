@@ -57,12 +57,12 @@ class Point:
         name.
         """
         config, overrides = self.config, dict(word.lstrip("+").partition("=")[::2] for word in self.words)
-        found: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
+        about: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
         if config is not None:
             gpus = config.parallel.prefill.gpus + config.parallel.decode.gpus if config.hw.gpus else None
-            found |= {"experiment": config.experiment.name, "hw": config.hw.name, "gpus": gpus}
-            found |= {"backend": config.backend.name, "target": config.target, "seed": config.seed}
-        return found
+            about |= {"experiment": config.experiment.name, "hw": config.hw.name, "gpus": gpus}
+            about |= {"backend": config.backend.name, "target": config.target, "seed": config.seed}
+        return about
 
     def within(self, folder: str) -> Point:
         """Return the point with its results below *folder*."""
@@ -89,8 +89,8 @@ def axes(swept: Mapping[str, Sequence[str]], zipped: Sequence[Sequence[str]]) ->
         if len(set(lengths)) > 1:
             counts = ", ".join(f"{key} has {length}" for key, length in zip(keys, lengths, strict=True))
             raise ConfigError(f"--zip {','.join(keys)}: zipped keys need as many values each, but {counts}")
-    found = dict.fromkeys(groups.get(key, (key,)) for key in swept)
-    return [Axis(keys, tuple(zip(*(swept[key] for key in keys), strict=True))) for keys in found]
+    zips = dict.fromkeys(groups.get(key, (key,)) for key in swept)
+    return [Axis(keys, tuple(zip(*(swept[key] for key in keys), strict=True))) for keys in zips]
 
 
 def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:

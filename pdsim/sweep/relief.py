@@ -103,8 +103,8 @@ def relieved(config: Config, relief: Relief) -> Config | None:
 
     None if it changes nothing of it, since all its numbers there are 0 or missing.
     """
-    found = _scaled(config, relief.factors, "")
-    return None if found == config else found
+    scaled = _scaled(config, relief.factors, "")
+    return None if scaled == config else scaled
 
 
 def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
@@ -181,13 +181,13 @@ def try_reliefs(
     chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
     one = 1 / (len(chosen) + 1)
     base = simulated(config, within(progress, 0.0, one, "as it was,"))
-    found: dict[str, Figures | str] = {"": figures(base, request)}
+    results: dict[str, Figures | str] = {"": figures(base, request)}
     for number, relief in enumerate(chosen, 1):
         shown = within(progress, number * one, (number + 1) * one, f"{relief.cause}: {relief.how},")
         other = relieved(config, relief)
         nothing = "nothing of it is in this configuration"
-        found[relief.cause] = nothing if other is None else _tried(other, shown, request)
-    return found
+        results[relief.cause] = nothing if other is None else _tried(other, shown, request)
+    return results
 
 
 def _tried(config: Config, progress: ShowProgress, request: int | None = None) -> Figures | str:
@@ -206,13 +206,13 @@ def exchanged(first: Config, second: Config) -> dict[str, Config]:
 
     Groups are exchanged one at a time: what two of them do together is in neither.
     """
-    found: dict[str, Config] = {}
+    configs: dict[str, Config] = {}
     for group in (*GROUPS, "experiment", "seed"):
         names = ("backend", "policy") if group == "backend" else (group,)
         changes = {name: getattr(second, name) for name in names if getattr(second, name) != getattr(first, name)}
         if changes:
-            found[group] = replace(first, **changes)
-    return found
+            configs[group] = replace(first, **changes)
+    return configs
 
 
 def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
@@ -224,11 +224,11 @@ def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str
     """
     first, second = configs
     others = exchanged(first, second)
-    found: dict[str, Figures | str] = {}
+    results: dict[str, Figures | str] = {}
     one = 1 / (len(others) + 2)
     for number, (name, config) in enumerate((("A", first), ("B", second))):
         shown = within(progress, number * one, (number + 1) * one, f"{name} as it was,")
-        found[name] = figures(simulated(config, shown))
+        results[name] = figures(simulated(config, shown))
     for number, (group, config) in enumerate(others.items(), 2):
-        found[group] = _tried(config, within(progress, number * one, (number + 1) * one, f"A with {group} of B,"))
-    return found
+        results[group] = _tried(config, within(progress, number * one, (number + 1) * one, f"A with {group} of B,"))
+    return results

@@ -124,14 +124,14 @@ def cases() -> tuple[Case, ...]:
     A class that cannot be imported is left out.  A backend that moves host and GPU memory has two,
     ``NAME`` and ``NAME_gpu``; one that runs in the RDMA guest is ``NAME_verbs``.
     """
-    found = [Case(name) for name in MODELS]
+    every = [Case(name) for name in MODELS]
     for implementation in registry.names():
         try:
             variants = registry.variants(implementation)
         except BackendUnavailable:
             continue
-        found += [case for variant in variants if not variant.same_as for case in _of(implementation, variant)]
-    return tuple(found)
+        every += [case for variant in variants if not variant.same_as for case in _of(implementation, variant)]
+    return tuple(every)
 
 
 def _of(implementation: str, variant: Variant) -> Iterator[Case]:

@@ -248,20 +248,20 @@ class Runs(NamedTuple):
         ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
         counts = ends - np.concatenate(([first], ends[:-1]))
         codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
-        found = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
-        found["label"] = ArrayColumn(
+        columns = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
+        columns["label"] = ArrayColumn(
             np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high]
         )
-        found["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
-        found["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
+        columns["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
+        columns["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
         times = zip(TIMES, self.times, strict=True)
-        return found | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
+        return columns | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
 
 
 def _array(kind: str, content: bytes) -> array[Any]:
-    found: array[Any] = array(kind)
-    found.frombytes(content)
-    return found
+    values: array[Any] = array(kind)
+    values.frombytes(content)
+    return values
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -334,10 +334,10 @@ class TransferLog(_RecordSequence):
         *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.  Used for a
         run that was killed.
         """
-        found: dict[str, TransferLog] = {}
+        logs: dict[str, TransferLog] = {}
         for payload in journal:
             block = LogBlock.unpack(payload)
-            log = found.setdefault(block.rank, cls(rank=block.rank))
+            log = logs.setdefault(block.rank, cls(rank=block.rank))
             runs = Runs.of_block(block)
             before = 0
             times = [np.frombuffer(part, np.float64) for part in block.times]
@@ -345,7 +345,7 @@ class TransferLog(_RecordSequence):
                 run = RecordRun(Kind(*block.kinds[code]), label, nbytes, descriptors, end - before)
                 log.extend_run(run, *(column[before:end] for column in times))
                 before = end
-        return found
+        return logs
 
     def _clear(self) -> None:
         self._of: array[int] = array("H")  # by run: its kind
@@ -459,18 +459,18 @@ class TransferLog(_RecordSequence):
 
         It costs a step for each run, not for each record.
         """
-        found = Counter[tuple[int, int, int]]()
+        totals = Counter[tuple[int, int, int]]()
         for stretch in self._stretches():
             if stretch.ends and len(stretch.ends) == stretch.ends[-1]:  # one record a run, as where flows meet
-                found.update(zip(stretch.of, stretch.descriptors, stretch.nbytes, strict=True))
+                totals.update(zip(stretch.of, stretch.descriptors, stretch.nbytes, strict=True))
                 continue
             counts = np.diff(np.array(stretch.ends, np.int64), prepend=0).tolist()
             for code, descriptors, nbytes, count in zip(
                 stretch.of, stretch.descriptors, stretch.nbytes, counts, strict=True
             ):
-                found[code, descriptors, nbytes] += count
+                totals[code, descriptors, nbytes] += count
         of = Counter[TransferShape]()
-        for (code, descriptors, nbytes), count in found.items():
+        for (code, descriptors, nbytes), count in totals.items():
             of[TransferShape(self._kinds[code].engine, self._kinds[code].operation, descriptors, nbytes)] += count
         return of
 
@@ -524,10 +524,10 @@ class _Joined(_RecordSequence):
 
     @cached_property
     def shapes(self) -> Counter[TransferShape]:
-        found = Counter[TransferShape]()
+        counts = Counter[TransferShape]()
         for log in self.logs:
-            found.update(log.shapes())
-        return found
+            counts.update(log.shapes())
+        return counts
 
     def __len__(self) -> int:
         return sum(map(len, self.logs))

@@ -39,10 +39,10 @@ class _ChunkSpan(NamedTuple):
 
 
 class ComputedChecker:
-    """Tells *found*, with an invariant (I10) and a text, of what is read and not computed."""
+    """Calls *report* with an invariant (I10) and a text for whatever is read but was not computed."""
 
-    def __init__(self, found: Callable[[str, str], None]) -> None:
-        self._found = found
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
         self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
         self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
         self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
@@ -73,7 +73,9 @@ class ComputedChecker:
         """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says."""
         if rank in self._done and self.computed(rank, room) < tokens:
             done = self.computed(rank, room)
-            self._found("I10", f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there")
+            self._report(
+                "I10", f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
+            )
 
     # --- what is planned and computed ---
 
@@ -101,7 +103,7 @@ class ComputedChecker:
         spans = self._spans.setdefault(room, [])
         before = spans[-1].end if spans else span.start  # where a prefix was cached, the first begins after it
         if span.start != before:
-            self._found(
+            self._report(
                 "I10", f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}"
             )
         spans.append(span)

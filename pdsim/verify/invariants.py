@@ -88,9 +88,9 @@ class InvariantChecker:
         self.held: set[int] = set()
         self.broken_rooms: set[int] = set()
         self._allowed = allowed
-        self._computed = ComputedChecker(self._found)
-        self._owners = OwnershipChecker(self._found, self._computed)
-        self._leftovers = LeakChecker(self._found)
+        self._computed = ComputedChecker(self._report)
+        self._owners = OwnershipChecker(self._report, self._computed)
+        self._leftovers = LeakChecker(self._report)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
@@ -174,7 +174,7 @@ class InvariantChecker:
         if not self._stopped:
             self._leftovers.lost()
         if error and not self._allowed(rank, error, self._now()):
-            self._found("I5", f"{rank} ended: {error}")
+            self._report("I5", f"{rank} ended: {error}")
 
     # --- after the run ---
 
@@ -191,11 +191,11 @@ class InvariantChecker:
         """
         for number, status in enumerate(statuses):
             if not status:
-                self._found("I5", f"request {number} never ended")
+                self._report("I5", f"request {number} never ended")
             elif status != "ok" and not explained(number, status):
-                self._found("I5", f"request {number} ended without a cause: {status}")
+                self._report("I5", f"request {number} ended without a cause: {status}")
         for what in unrecovered:
-            self._found("I9", what)
+            self._report("I9", what)
         self._check_order()
         return self.violations
 
@@ -215,11 +215,11 @@ class InvariantChecker:
         end = "failed" if message.reason else "succeeded"
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
-            self._found("I1", f"room {message.room} {before} on {rank} and then {end}")
+            self._report("I1", f"room {message.room} {before} on {rank} and then {end}")
         if receives and "metadata" in message.reason:
-            self._found("I6", f"{rank}: {message.reason}")
+            self._report("I6", f"{rank}: {message.reason}")
         elif message.reason.startswith("room " if receives else "MessageError: room "):
-            self._found("I2", f"{rank}: {message.reason}")
+            self._report("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:
         self._leftovers.begin()
@@ -230,11 +230,11 @@ class InvariantChecker:
 
     def _on_done(self, sender: str, message: TransferDone) -> None:
         if not message.reason and self._reports.get((sender, message.room)) == "failed":
-            self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
+            self._report("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
         if message.room not in self._targets:
-            self._found("I2", f"room {message.room} finished without a destination")
+            self._report("I2", f"room {message.room} finished without a destination")
             return
         self._compare(message.room, "at the end of decoding")
 
@@ -251,7 +251,7 @@ class InvariantChecker:
             reason = reason or contents.verify_state(room, target.state, request.input, held)
             reason = reason or _window(contents, room, target.state, request.input)
             if reason:
-                self._found("I2", f"{name} {when}: {reason}")
+                self._report("I2", f"{name} {when}: {reason}")
 
     # --- what decode reads ---
 
@@ -260,7 +260,7 @@ class InvariantChecker:
             room = incoming.request.room
             slot = leader.scheduler.handoff.slots.owners.get(room)
             if slot is None:
-                self._found(
+                self._report(
                     "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
                 )
             elif not incoming.reason:
@@ -268,7 +268,7 @@ class InvariantChecker:
                     contents: Contents = member.mover.receiver.contents
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
-                        self._found("I6", f"{name} when it is read: {what}")
+                        self._report("I6", f"{name} when it is read: {what}")
         poll()
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
@@ -301,7 +301,7 @@ class InvariantChecker:
                     one, two = member.rank.name, other.rank.name
                     pairs = zip(order, theirs, strict=False)  # one may have been stopped sooner
                     for mine, its in ((mine, its) for mine, its in pairs if mine != its):
-                        self._found("I7", f"{one} took up {mine} where {two} took up {its}")
+                        self._report("I7", f"{one} took up {mine} where {two} took up {its}")
                         break
 
     # --- I8 ---
@@ -316,7 +316,7 @@ class InvariantChecker:
 
     # --- all ---
 
-    def _found(self, invariant: str, what: str) -> None:
+    def _report(self, invariant: str, what: str) -> None:
         self.violations.append(Violation(invariant, self._now(), what))
 
     def _now(self) -> float:

@@ -142,13 +142,15 @@ class LawChecker:
             most = link.nominal * (now - self._since)
             if carried - until > most + _ROUNDING * carried + 1.0:
                 what = f"{carried - until:.0f} bytes from {self._since!r} to {now!r} s, of {most:.0f}"
-                self._found("capacity", f"{link.name} carried {what}")
+                self._report("capacity", f"{link.name} carried {what}")
         self._since = now
 
     def _move(self, verb: str, batch: Batch, label: str) -> None:
         moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
         if moved > self._posted.get(label, 0):
-            self._found("bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted")
+            self._report(
+                "bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted"
+            )
 
     def _pieces_of(self, scheduler: Any) -> list[tuple[int, int]]:
         pieces: list[tuple[int, int]] = []
@@ -168,7 +170,7 @@ class LawChecker:
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
             if context != before:
-                self._found(
+                self._report(
                     "tokens", f"room {chunk.room} is computed from token {context} on, before it were {before}"
                 )
             self._computed[chunk.room] = context + tokens
@@ -177,32 +179,32 @@ class LawChecker:
     def _entered(self, member: Any, join: Callable[..., None], number: int, context: int, steps: int) -> None:
         request = self._rooms.get(number)
         if request is not None and context + steps != request.input + request.output:
-            self._found("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
+            self._report("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
                         f"{request.input} + {request.output}")  # fmt: skip
         join(number, context, steps)
 
     def _finished(self, sender: str, message: Finished) -> None:
         request = self._rooms.get(message.room)
         if request is None:
-            self._found("requests", f"room {message.room} ended on {sender}, and was never sent out")
+            self._report("requests", f"room {message.room} ended on {sender}, and was never sent out")
             return
         computed = self._computed.get(message.room, 0)
         if computed != request.input:
-            self._found(
+            self._report(
                 "tokens", f"room {message.room} is decoded with {computed} of {request.input} tokens computed"
             )
         times = [(name, getattr(message, name)) for name in _PHASES]
         for (first, one), (then, other) in pairwise(times):
             if one > other:
-                self._found("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
+                self._report("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
         for name, member in self._members.items():
             scheduler = getattr(member, "scheduler", None)
             pool = None if scheduler is None else scheduler.pages.pool
             if pool is not None and not pool.is_whole():
                 owned = sum(count for runs in pool.owners.values() for _, count in runs)
-                self._found("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")
+                self._report("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")
 
-    def _found(self, law: str, what: str) -> None:
+    def _report(self, law: str, what: str) -> None:
         self.violations.append(f"law of {law}: {what}")
 
 

@@ -41,10 +41,10 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class LeakChecker:
-    """Tells *found* what ranks still have when all is over."""
+    """Calls *report* for what ranks still hold at the end."""
 
-    def __init__(self, found: Callable[[str, str], None]) -> None:
-        self._found = found
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
         self._regions: dict[str, int] = {}  # by rank
@@ -90,9 +90,9 @@ class LeakChecker:
             grown = len(container) - before.get(path, 0)
             rooms = [] if path.rpartition(".")[2] in _NUMBERED else _room_numbers(container)
             if grown > 0 and rooms:
-                self._found("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
+                self._report("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
             elif grown > 0 and not ((self._lost or name in self._late) and self._is_of_peers(container)):
-                self._found("I8", f"{name}{path} still has {grown} entries when all is over")
+                self._report("I8", f"{name}{path} still has {grown} entries when all is over")
         self._check_memory(name, member)
         self._check_pool(name, member)
         self._check_load(name, member)
@@ -116,7 +116,7 @@ class LeakChecker:
     def _check_memory(self, name: str, member: Any) -> None:
         grown = _regions(member) - self._regions.get(name, 0)
         if grown > 0:
-            self._found("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+            self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
 
     def _check_pool(self, name: str, member: Any) -> None:
         scheduler = getattr(member, "scheduler", None)
@@ -125,7 +125,7 @@ class LeakChecker:
         pool = scheduler.pages.pool
         if not pool.is_whole():
             owned = sum(count for pages in pool.owners.values() for _, count in pages)
-            self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
+            self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _check_load(self, name: str, member: Any) -> None:
         registry = getattr(member, "registry", None)
@@ -133,7 +133,7 @@ class LeakChecker:
             return
         for instance, tokens in {**registry.prefills.load, **registry.decodes.load}.items():
             if tokens:
-                self._found("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+                self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
 
 
 def _regions(member: Any) -> int:
@@ -167,11 +167,11 @@ def _is_ours(value: Any) -> bool:
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
-    found = dict(getattr(holder, "__dict__", {}))
+    attributes = dict(getattr(holder, "__dict__", {}))
     for kind in type(holder).__mro__:
         slots = getattr(kind, "__slots__", ())
-        found |= {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
-    return list(found.items())
+        attributes |= {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
+    return list(attributes.items())
 
 
 def _room_numbers(container: Iterable[Any]) -> list[int]:

@@ -29,7 +29,7 @@ _AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
 class OwnershipChecker:
     """Watches whose memory bytes are read from, land on, and are copied between.
 
-    It calls *found* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
+    It calls *report* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
     of another room than the transfer's.  *computed* is asked whether what is read at prefill is there already
     (I10).
 
@@ -38,8 +38,8 @@ class OwnershipChecker:
     although the bytes that land on it are right.
     """
 
-    def __init__(self, found: Callable[[str, str], None], computed: ComputedChecker) -> None:
-        self._found = found
+    def __init__(self, report: Callable[[str, str], None], computed: ComputedChecker) -> None:
+        self._report = report
         self._computed = computed
         self._members: dict[str, Any] = {}
         self._leaders: dict[str, list[Any]] = {}  # of all lives, by the rank's name
@@ -98,7 +98,7 @@ class OwnershipChecker:
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
         leader = self._leader(rank)
         if leader is None:
-            self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
+            self._report("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
             return
         if hasattr(leader.mover, "sender"):
             self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
@@ -109,7 +109,7 @@ class OwnershipChecker:
                 if foreign:
                     owner = _owner(leader, table, min(foreign))
                     text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
-                    self._found("I3", text)
+                    self._report("I3", text)
         self._check_aux(verb, leader, layout, room, rank, offsets)
 
     def _check_computed(
@@ -135,7 +135,7 @@ class OwnershipChecker:
         slots = getattr(leader.scheduler.handoff, "slots", None)  # none where no metadata moves
         foreign = _slots(layout, inside) - ({slots.owners.get(room)} if slots is not None else set())
         if foreign:
-            self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
+            self._report("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
     def _check_slot(self, batch: Batch, label: str) -> None:
         # It must lie in no other, be in one piece within the ring, and slots must not overlap.
@@ -144,14 +144,14 @@ class OwnershipChecker:
         key = room, int(batch.source.owner.partition(".")[2]), chunk
         start, size = int(batch.target_offset[0]), batch.nbytes
         if key not in ring:
-            self._found("I4", f"chunk {chunk} of room {room} landed in the ring of {rank}, where it has no slot")
+            self._report("I4", f"chunk {chunk} of room {room} landed in the ring of {rank}, where it has no slot")
             return
         first = ring[key].position % ring.size
         if not (first <= start and start + size <= first + ring[key].size <= ring.size):
-            self._found("I4", f"chunk {chunk} of room {room} landed outside its slot of the ring of {rank}")
+            self._report("I4", f"chunk {chunk} of room {room} landed outside its slot of the ring of {rank}")
         taken = sorted((slot.position % ring.size, slot.size) for slot in ring.slots.values())
         if any(low + length > high for (low, length), (high, _) in pairwise(taken)):
-            self._found("I4", f"slots of the ring of {rank} overlap: {taken}")
+            self._report("I4", f"slots of the ring of {rank} overlap: {taken}")
 
     def _check_scatter(self, batch: Batch) -> None:
         rank, start = batch.target.owner, int(batch.source_offset[0])
@@ -161,7 +161,7 @@ class OwnershipChecker:
                 layout = self._members[rank].mover.layout
                 self._check_rows("scattered to", layout, key[0], rank, batch.target_offset, batch.size)
                 return
-        self._found("I4", f"{rank} scattered from {start} of its ring, which is no slot")
+        self._report("I4", f"{rank} scattered from {start} of its ring, which is no slot")
 
 
 def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
@@ -209,5 +209,5 @@ def _owned(leader: Any, table: PageTable, room: int) -> set[int]:
 
 
 def _owner(leader: Any, table: PageTable, row: int) -> str:
-    found = (owner for owner, rows in _pool(leader, table).items() if row in _numbers(rows))
-    return next((f"room {owner}'s" for owner in found), "nobody's")
+    candidates = (owner for owner, rows in _pool(leader, table).items() if row in _numbers(rows))
+    return next((f"room {owner}'s" for owner in candidates), "nobody's")

@@ -28,7 +28,7 @@ def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
     from importlib.metadata import EntryPoint
 
     broken = EntryPoint("broken", "no_such_module:Endpoint", plugins.BACKENDS)
-    monkeypatch.setattr(plugins, "_found", lambda group: {"broken": broken})
+    monkeypatch.setattr(plugins, "_entries", lambda group: {"broken": broken})
     with pytest.raises(
         BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_module'"
     ):
