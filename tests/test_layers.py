@@ -31,7 +31,7 @@ registry: backends.(registry|capabilities|diagnosis|jobs|emulation) > backends w
 backends: backends > registry waist
 profiling: backends.profiling > compute models waist
 testing: pdsim.testing > registry kv sim waist
-live: backends.live > registry config serving models waist
+live: backends.live > registry config serving compute models waist
 experiments: experiments > live ALL
 """  # from the ground up: packages or modules > rooms that they may import
 ALL = "sweep execution validation results config calibration records serving verify kv compute models sim waist"
