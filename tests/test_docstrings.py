@@ -15,11 +15,10 @@ MODULES = (
         "pdsim.results.report.movement",
         "pdsim.results.report.request_figures",
     ),
-    *("pdsim.results.terminal", "pdsim.results.drawing.figure", "pdsim.sweep.collect"),
+    *("pdsim.results.terminal", "pdsim.results.drawing", "pdsim.sweep.collect"),
     *("pdsim.kv.contents", "experiments.faults.causes", "experiments.reports.claims"),
     *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
-    *("pdsim.config", "pdsim.config.typed", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
     *("backends.base.device", "backends.emulation.link.packet_forwarder"),
     *("backends.live.formats", "backends.live.metrics"),
     *(

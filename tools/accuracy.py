@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.validate.sealed import read
-from pdsim.results.drawing import static
-from pdsim.results.drawing.figure import Figure
+from pdsim.results import drawing
+from pdsim.results.drawing import Figure
 from pdsim.validation.agreement import EXPECTED, MEASURED, agreement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def draw(path: Path) -> None:
     for engine in ENGINES:
         found = {kind: [(measured, simulated, "") for measured, simulated in points(engine, kind)] for kind in KINDS}
         panels.append(replace(agreement(found, engine, "s", ENDS), height=330))
-    path.write_bytes(static.drawn(Figure("accuracy", "", "", panels, columns=3), "svg", titled=False))
+    path.write_bytes(drawing.image(Figure("accuracy", "", "", panels, columns=3), "svg", titled=False))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,...
+"""Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...``, folders of runs.
 
-FOLDER...``, the folders of runs.  Every claim is a row: simulated at the left, measured at the
-right, before and after the change.  What a line and a mark mean:
-`pdsim.results.report.before_after`.
+Every claim is a row: simulated at the left, measured at the right (`pdsim.results.report.before_after`).
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.results.drawing import static
-from pdsim.results.report import before_after as drawing
+from pdsim.results import drawing
+from pdsim.results.report import before_after
 from pdsim.results.store import load
 
 __all__ = ["draw"]
@@ -34,8 +32,8 @@ def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
         texts |= {row[0]: row[1] for row in tables["Claims"]["rows"]}
         for row in tables["Points"]["rows"]:
             points.setdefault(tuple(row[:4]), dict(zip(tables["Points"]["columns"], row, strict=True)))
-    found = drawing.figure(texts, points.values(), claims)
-    figure.write_bytes(static.drawn(found, figure.suffix.lstrip("."), width=11.0, titled=False))
+    found = before_after.figure(texts, points.values(), claims)
+    figure.write_bytes(drawing.image(found, figure.suffix.lstrip("."), width=11.0, titled=False))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ __all__ = ["host", "report"]
 
 _PACKAGES = {
     "scipy": ("pdsim calibrate cannot fit", "calibrate"),
-    "matplotlib": ("pdsim validate draws no pictures", "report"),
+    "plotly": ("pdsim report writes no page", "report"),
     "aiohttp": ("target=live cannot speak to servers", "live"),
     "ray": ("pdsim sweep cannot run on Ray (executor=ray)", "ray"),
     "submitit": ("pdsim sweep cannot run in jobs of Slurm (executor=slurm)", "slurm"),

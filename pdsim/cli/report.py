@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdsim.core.errors import ConfigError, instead
-from pdsim.results.drawing.figure import Figure
+from pdsim.results import drawing
+from pdsim.results.drawing import Figure
+from pdsim.results.report import page
 from pdsim.results.report.page import Content
 from pdsim.results.whole_file import whole_file
 from pdsim.sweep.best import SloLimits
@@ -33,19 +35,15 @@ def report(
     if not figure:
         if form:
             raise ConfigError("--format is of a figure; name it: --figure latency, or leave --format out")
-        from pdsim.results.drawing.interactive import library
-        from pdsim.results.report.page import page
-
-        library()  # before much is read in vain
-        return written(Path(output) if output else folder / "report.html", page(_content(folder, slo)).encode())
-    from pdsim.results.drawing import static
+        page.needs()  # before much is read in vain
+        return written(Path(output) if output else folder / "report.html", page.page(_content(folder, slo)).encode())
 
     ending = Path(output).suffix.lstrip(".")
-    form = form or (ending if ending in static.FORMATS else "svg")
+    form = form or (ending if ending in drawing.FORMATS else "svg")
     found = {each.name: each for each in _figures(folder, slo)}
     if figure not in found:
         raise ConfigError(f"{folder} has no figure {figure!r}; {instead(figure, found)}")
-    return written(Path(output or f"{figure}.{form}"), static.drawn(found[figure], form))
+    return written(Path(output or f"{figure}.{form}"), drawing.image(found[figure], form))
 
 
 def written(path: Path, content: bytes) -> Path:

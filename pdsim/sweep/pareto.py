@@ -14,7 +14,7 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
-from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale
+from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.report.page import Content, Tile
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked, SloLimits
@@ -187,8 +187,7 @@ def _key_panel(key: str, points: Sequence[tuple[Any, float, str]], unit: str) ->
         ),
         Marks("line", [place[v] for v in order], [top[v] for v in order], "best", 1),
     ]
-    few = [float(value) for value in order] if numbers and len(order) <= 8 and not wide else []
-    x = Scale(key, log=wide, values=few) if numbers else Scale(key, labels=[str(value) for value in order])
+    x = Scale(key, log=wide) if numbers else Scale(key, labels=[str(value) for value in order])
     return Panel(x, Scale(unit, low=0), series, key)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import terminal
-from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
+from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
 from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
@@ -192,8 +192,7 @@ def _errors(found: Sequence[Compared]) -> Figure:
             x, y = [float(one.predicted.nbytes) for one in chosen], [100 * one.error for one in chosen]
             by_size.append(Marks("points", x, y, name, colour, texts=[_hover(one) for one in chosen]))
         errors = [abs(one.error) * 100 for one in each]
-        x, y = cumulative([max(error, 1e-2) for error in errors])
-        curves.append(Marks("steps", x, [100 * share for share in y], name, colour))
+        curves.append(cumulative([max(error, 1e-2) for error in errors], name, colour))
     ends = [min(min(s.x) for s in by_size), max(max(s.x) for s in by_size)] if by_size else []
     if by_size:
         by_size.insert(0, Marks("line", ends, [0.0, 0.0], plain=True))

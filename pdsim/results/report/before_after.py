@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale
+from pdsim.results.drawing import Figure, Marks, Panel, Scale
 
 if TYPE_CHECKING:
     from pdsim.results.kept import KeptRun

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_rate, format_size, format_time
-from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
+from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.report.request_figures import columns_of, mean_level
 from pdsim.results.terminal import alike
 
@@ -89,8 +89,7 @@ def _transfers(run: KeptRun) -> Figure:
     for colour, (key, name) in enumerate(_STAGES.items()):
         values = stages[key][stages[key] > 1e-3] * 1e-6
         if len(values):
-            x, y = cumulative(values)
-            curves.append(Marks("steps", x, [100 * share for share in y], name, colour))
+            curves.append(cumulative(values, name, colour))
     wide = Scale("bytes of a transfer", "B", log=True)
     panels = [
         Panel(wide, Scale("latency", "s", log=True), slow, "Latency by size"),

@@ -3,17 +3,25 @@
   const root = document.documentElement, button = document.getElementById("theme"), drawn = new Map();
   const coarse = matchMedia("(pointer: coarse)").matches, dark = matchMedia("(prefers-color-scheme: dark)");
   const config = { responsive: true, displaylogo: false, displayModeBar: false };
+  const axis = {
+    gridcolor: "@grid", linecolor: "@line", tickcolor: "@line", tickfont: { color: "@muted", size: 11 }, ticks: "outside",
+    ticklen: 4, zeroline: false, showline: true, automargin: true, title: { font: { size: 12, color: "@muted" }, standoff: 8 },
+  };
+  const shared = {
+    margin: { l: 8, r: 12, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", bargap: 0.18,
+    font: { family: "system-ui, sans-serif", size: 12, color: "@ink" }, hovermode: "closest", xaxis: axis, yaxis: axis,
+    hoverlabel: { bgcolor: "@panel", bordercolor: "@line", font: { color: "@ink", size: 12 } },
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 }, traceorder: "normal" },
+  };
   const themed = (value, style) => {
-    if (typeof value === "string" && value[0] === "@") {
-      const name = value.slice(1), fill = /^f\d$/.test(name);
-      return style.getPropertyValue("--" + (fill ? "c" + name[1] : name)).trim() + (fill ? "b0" : "");
-    }
+    if (typeof value === "string" && value[0] === "@") return style.getPropertyValue("--" + value.slice(1)).trim();
     if (Array.isArray(value)) return value.map((each) => themed(each, style));
     if (value === null || typeof value !== "object") return value;
     return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, themed(each, style)]));
   };
   const draw = (place) => {
     const { data, layout } = themed(panels[place.dataset.panel], getComputedStyle(root));
+    layout.template = { layout: themed(shared, getComputedStyle(root)) };
     if (coarse) layout.dragmode = false;
     const first = !drawn.has(place);
     drawn.set(place, true);

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_time
-from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
+from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.statistics import percentile
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
         values = _finite(columns.get(name, np.empty(0)))
         if not len(values):
             continue
-        x, y = cumulative(values)
-        series = [
-            Marks("steps", x, [100 * share for share in y], title if name != "e2e" else "end to end", colour=0)
-        ]
+        series = [cumulative(values, title, 0)]
         at = [(q, percentile(values, q)) for q in (50.0, 90.0, 99.0)]
         known = [(q, value) for q, value in at if value is not None]
         texts = [f"p{q:g}: {format_time(value)}" for q, value in known]
@@ -132,8 +129,7 @@ def _phases(columns: Columns) -> Figure:
     for colour, (name, values) in enumerate(parts.items()):
         positive = values[values > 1e-9]
         if len(positive):
-            x, y = cumulative(positive)
-            curves.append(Marks("steps", x, [100 * share for share in y], name, colour))
+            curves.append(cumulative(positive, name, colour))
     time, share = Scale("time in the phase", "s", log=True), Scale("requests not longer", "%", low=0, high=101)
     panels.append(Panel(time, share, curves, "Each phase", 400))
     reading = (
@@ -173,7 +169,7 @@ def _over_time(run: KeptRun, columns: Columns) -> Figure:
     failed = np.flatnonzero(~np.isfinite(e2e))
     if len(failed):
         low = float(np.nanmin(ttft[done]))
-        first.append(Marks("points", arrival[failed].tolist(), [low] * len(failed), "not completed", 1, marker=5))
+        first.append(Marks("points", arrival[failed].tolist(), [low] * len(failed), "not completed", 1))
     ends_at = np.sort(_finite(arrival + e2e))
     start = np.sort(arrival)
     counts = [

@@ -15,7 +15,7 @@ from typing import Any
 from pdsim.core.units import format_time
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.results import terminal
-from pdsim.results.drawing.figure import Figure
+from pdsim.results.drawing import Figure
 from pdsim.results.evidence import Evidence
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
