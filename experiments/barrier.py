@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that meet: every experiment that has all of its ranks begin a thing together needs it."""
+"""A barrier of all ranks of a job, for experiments whose ranks begin a measurement together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pdsim.core.errors import PeerLost, TransferError
 from pdsim.transfer import Message
 from pdsim.transfer.job import Rank
 
-__all__ = ["Party"]
+__all__ = ["Barrier"]
 
 _SLACK = 2e-3
 """Seconds from the last arrival to a common start: more than a message between processes of one machine takes."""
 
 
-class Party:
-    """All ranks of a job: they meet at stages, and none waits for ever for one that is gone.
+class Barrier:
+    """A barrier with stages for all ranks of a job, which fails once one of them is gone.
 
-    A message is ``stage, NUL, payload``.  Ranks say that they live every quarter of *timeout*.
+    A message is ``stage, NUL, payload``.  Ranks send a sign of life every quarter of *timeout*.
 
-    Life: one for each rank, made when its program begins; `tick` runs as a process of its own; then any number of
-    `meet` and `start`, in the same order on all ranks.  A stage's name is used once.
+    One for each rank, made when its program begins; `tick` runs as a process of its own; then any number of
+    `wait` and `start`, in the same order on all ranks.  A stage's name is used once.
     """
 
     def __init__(self, rank: Rank, timeout: float) -> None:
@@ -37,7 +37,7 @@ class Party:
             yield self._rank.clock.timeout(self._timeout / 4)
             self._tell("alive")
 
-    def meet(self, stage: str, payload: bytes = b"") -> Generator[Any, Any, dict[str, bytes]]:
+    def wait(self, stage: str, payload: bytes = b"") -> Generator[Any, Any, dict[str, bytes]]:
         """Wait until all ranks are at *stage* and return what each of the others brought.
 
         Raise `PeerLost` if a rank has given up, or was not heard of for *timeout* seconds.
@@ -56,13 +56,13 @@ class Party:
         return arrived
 
     def start(self, stage: str) -> Generator[Any, Any, None]:
-        """Wait as `meet` does, and then for one instant that all ranks agree on: they share the clock of the job.
+        """Wait as `wait` does, and then for one instant that all ranks agree on: they share the clock of the job.
 
         What tells a rank that all have arrived comes at a different time to each, and short transfers would be over
         at one before another begins.
         """
         now = self._rank.clock.now
-        others = yield from self.meet(stage, repr(now).encode())
+        others = yield from self.wait(stage, repr(now).encode())
         at = max(now, *map(float, others.values())) + _SLACK
         yield self._rank.clock.timeout(max(0.0, at - self._rank.clock.now))
 

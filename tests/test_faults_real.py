@@ -37,7 +37,7 @@ def found(
     """Return what the checks count; *ranks* are errors, or the values of leaders, by ``prefill`` and ``decode``."""
     value = {
         "rows": [["prefill0", "decode0", nbytes, status]],
-        "lives": [[ended, [[1.0, 1, "prefill0", "decode0"]]]],
+        "histories": [[ended, [[1.0, 1, "prefill0", "decode0"]]]],
         "probes": [["prefill0", "decode0", probe]],
     }
     results = {"router": RankResult("router", value)}
@@ -119,7 +119,7 @@ def test_ranks_that_hang_or_crash_are_found():
 
 
 def test_what_is_left_is_found():
-    outcome = Outcome({"router": RankResult("router", {"rows": [], "lives": [], "probes": []})}, 1.0)
+    outcome = Outcome({"router": RankResult("router", {"rows": [], "histories": [], "probes": []})}, 1.0)
     assert Check(plan(), outcome).found(1.0, ["process 7"]).details == ["leftovers: process 7"]
 
 

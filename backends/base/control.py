@@ -36,7 +36,7 @@ _HELLO, _BYE = b"hello", b"bye"
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """Who an endpoint is and where it listens.  The token tells two lives of one name apart.
+    """Who an endpoint is and where it listens.  The token tells two incarnations of one name apart.
 
     *uri* is where its control port listens, *token* 16 random bytes of each endpoint.  It is part of the endpoint's
     address.
@@ -52,7 +52,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 class PeerLine:
     """The connection to one other endpoint.
 
-    *lost* never becomes empty again: another life of the rank has another token, and so a line of
+    *lost* never becomes empty again: another incarnation of the rank has another token, and so a line of
     its own.
 
     Attributes:
@@ -99,8 +99,8 @@ class Control:
 
     Life: it listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
     greeting), and go when the connection closes.  A line that is lost stays in `known`, because its end is a proof
-    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier life of
-    this rank are ignored.
+    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier
+    incarnation of this rank are ignored.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Control:
         return tuple(line for line in self._lines.values() if not line.lost)
 
     def known(self, name: str) -> list[PeerLine]:
-        """Return the lines to all lives of rank *name* that this endpoint has met, lost ones included."""
+        """Return the lines to all incarnations of rank *name* that this endpoint has known, lost ones included."""
         return [line for line in self._lines.values() if line.name == name]
 
     def reach(self, card: Card, timeout: float) -> PeerLine:
@@ -263,7 +263,7 @@ class Control:
         if len(frames) < 3:
             raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
         kind, token, target, *body = frames
-        if target != self.card.token:  # for an earlier life of this rank
+        if target != self.card.token:  # for an earlier incarnation of this rank
             return
         line = self._lines.get(token)
         if line is not None and line.name != sender:

@@ -75,7 +75,7 @@ class RealEndpoint(ABC):
     a peer; `post` for each transfer; `stop_engine` once.
 
     Its constructor takes what this class takes.  *keys* say which rank this is and who may speak to it, *device* is
-    the memory that buffers come from, *bind* the address that sockets listen on.  The life of a transfer, and the
+    the memory that buffers come from, *bind* the address that sockets listen on.  The states of a transfer, and the
     method that an engine calls as it passes from state to state::
 
                          post() raises
@@ -101,7 +101,7 @@ class RealEndpoint(ABC):
         variants: A `backends.capabilities.Variant` for each backend that this class serves.
         entries: The regions of this endpoint, by name.
         control: Notes to and from the endpoints of peers, beside the engine.
-        peers: What is known of each peer, by the token of its life.
+        peers: What is known of each peer, by the token of its incarnation.
     """
 
     kind = ""

@@ -356,10 +356,10 @@ class PeerEngine(Protocol):
 
 
 class ConnectedPeers:
-    """All peers of one endpoint, by the token of their life.
+    """All peers of one endpoint, by the token of their incarnation.
 
-    Another life of a rank has another token and so another state: what was known of the first stays, because its
-    transfers may still be moving.  All calls are on the clock's thread.
+    Another incarnation of a rank has another token and so another state: what was known of the first stays, because
+    its transfers may still be moving.  All calls are on the clock's thread.
     """
 
     def __init__(self, engine: PeerEngine, control: Control, dispatch: Callable[[PeerState], None]) -> None:
@@ -411,7 +411,7 @@ class ConnectedPeers:
         return state
 
     def is_quiesced(self, name: str, drained: Callable[[], bool]) -> bool:
-        """Return whether it is proven that no life of rank *name* can write here any more.
+        """Return whether it is proven that no incarnation of rank *name* can write here any more.
 
         Each has said goodbye with nothing under way, or its process is dead and *drained* says that nothing that
         dead processes sent is still to be taken in.

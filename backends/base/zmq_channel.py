@@ -368,7 +368,7 @@ class ZmqChannel:
             if receiver not in self._uris:
                 raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
             if not self._uris[receiver]:
-                return  # it is gone, and the next life of it not there yet
+                return  # it is gone, and the next incarnation not there yet
             self._sockets[receiver] = dial(self._context, self._uris[receiver], self._keys, receiver)
         socket = self._sockets[receiver]
         if socket is None:

@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
 class Library(ABC):
     """What moves the bytes of one group.  Raises `TransferError`s.
 
-    The life: made for a group; `connect` once, on a thread of its own; `reserve` and `start` one at a time, in the
+    Made for a group; `connect` once, on a thread of its own; `reserve` and `start` one at a time, in the
     same order on all ranks; `poll` on the clock's thread until the work is over; `abort` at the end, or when
     something failed.
     """

@@ -173,7 +173,7 @@ class RealGroup:
         self._listener = socket.create_server((groups.bind, 0)) if self.index == 0 else None
         self._port = self._listener.getsockname()[1] if self._listener else 0
         self._members.tell(Hello(list(names), myself(), self._port))
-        self._meet()
+        self._connect()
 
     @property
     def reserved(self) -> int:
@@ -351,7 +351,7 @@ class RealGroup:
             return
         if isinstance(message, Hello):
             self._members.hello[sender] = message
-            self._meet()
+            self._connect()
         elif isinstance(message, Bye):
             self._members.gone[sender] = message
             self._leave_if_alone()
@@ -367,15 +367,15 @@ class RealGroup:
         if why := self._members.missing_from(self._calls[0] if self._calls else None):
             self._break(why, None)
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         if self._connecting or self._lost or not self._members.complete:
             return
         self._connecting = True
         port = self._port or self._members.hello[self.names[0]].port
         where = self.index, len(self.names), self._groups.bind, port, self._listener
-        background(self._clock, lambda: self._library.connect(*where), self._met)
+        background(self._clock, lambda: self._library.connect(*where), self._connect_done)
 
-    def _met(self, _: Any, error: BaseException | None) -> None:
+    def _connect_done(self, _: Any, error: BaseException | None) -> None:
         if self._lost:
             return
         if error is not None:

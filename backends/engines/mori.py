@@ -102,7 +102,7 @@ class MoriEndpoint(RealEndpoint):
     options = ("transport",)
     variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- set-up ----------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
         """Start the engine; see `RealEndpoint.start_engine`."""

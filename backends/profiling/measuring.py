@@ -136,7 +136,7 @@ class _Measurer:
 
     # --- all-reduces -----------------------------------------------------------------------------------------------
 
-    def meet(self, path: str) -> None:
+    def connect(self, path: str) -> None:
         import torch
         import torch.distributed as dist
 
@@ -188,7 +188,7 @@ def main(words: list[str]) -> int:
     together = [case for case in job["cases"] if case["operator"] == "allreduce"]
     cases = together or job["cases"][rank :: job["world"]]
     if together:
-        worker.meet(job["meeting"])
+        worker.connect(job["meeting"])
     with torch.inference_mode():
         worker.run([case for case in cases if case["number"] > after])
     return 0

@@ -16,13 +16,13 @@ from pdsim.serving.deployment import ROUTER, instance_of
 from pdsim.sim.faults import Pause, Silence
 from pdsim.transfer.job import Outcome
 
-__all__ = ["Causes", "Life", "Outage", "outages"]
+__all__ = ["Causes", "History", "Outage", "outages"]
 
 RECONNECTED = 2.0
 """Seconds from the start of the last rank of an instance until its peers must be connected to it.
 
-They wait for the proof that nothing of the life before moves (0.1 s on the model), and for messages that are held
-up.
+They wait for the proof that nothing of the incarnation before moves (0.1 s on the model), and for messages that are
+held up.
 """
 
 BACKLOG = 1.0
@@ -35,7 +35,7 @@ _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
 
 class Outage(NamedTuple):
-    """When an instance cannot serve: from the loss of a rank until its peers must be connected to its next life.
+    """When an instance cannot serve: from the loss of a rank until its peers must be connected to it again.
 
     >>> Outage(2.0, 5.0).reaches(4.0, 9.0), Outage(2.0, 5.0).reaches(5.5, 9.0)
     (True, False)
@@ -49,7 +49,7 @@ class Outage(NamedTuple):
         return self.start <= end and start <= self.end
 
 
-class Life(NamedTuple):
+class History(NamedTuple):
     """What the router says of a request: when it ended, and how it was sent out."""
 
     ended: float
@@ -75,7 +75,7 @@ def outages(
     """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error.
 
     A rank that is silent or paused may be given up, and its instance with it.  One that is not, or is started again
-    meanwhile, can meet its peers from the end of its absence.
+    meanwhile, can be connected to its peers from the end of its absence.
     """
     gone, absences = {instance_of(name) for name in dead}, tuple(absences)
     starts = [*kill.items(), *((absence.rank, absence.start) for absence in absences)]
@@ -103,7 +103,7 @@ class Causes:
         self._instances = (*scenario.job.prefills, *scenario.job.decodes)
         self._disturbed = dict(_disturbances(scenario))
         self._outages: dict[str, Outage] = {}
-        self._lives: list[Life] = []
+        self._histories: list[History] = []
         self._statuses: list[str] = []
         self._held: Set[int] = frozenset()
         self._broken: Set[int] = frozenset()
@@ -144,7 +144,7 @@ class Causes:
             return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
         self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.absences)
-        self._lives = [Life(ended, [tuple(row) for row in rows]) for ended, rows in value["lives"]]
+        self._histories = [History(ended, [tuple(row) for row in rows]) for ended, rows in value["histories"]]
         self._statuses = [row[3] for row in value["rows"]]
         self._held = held
         return self._statuses
@@ -162,40 +162,40 @@ class Causes:
 
         Anything else is never explained.
         """
-        kind, life = status.partition(":")[0], self._lives[number]
+        kind, past = status.partition(":")[0], self._histories[number]
         if kind == "Aborted":
             return number in self._scenario.cancels
         if kind == "PeerLost":
-            return self._lost(status, life)
+            return self._lost(status, past)
         if kind == "TransferTimeout":
-            return self._slowed(life) or self._limited(status, life)
+            return self._slowed(past) or self._limited(status, past)
         if kind == "TransferFailed":
-            return any(room in self._broken for _, room, *_ in life.tries)
+            return any(room in self._broken for _, room, *_ in past.tries)
         if kind == "SendQueueFull":
             return any(model is not None and model.full == "refuse" and model.depth for model in self._models)
-        return kind == "OutOfMemory" and self._short(number, life)
+        return kind == "OutOfMemory" and self._short(number, past)
 
     @property
     def _models(self) -> tuple[EngineModel | None, ...]:
         return self._scenario.engine.intra, self._scenario.engine.inter
 
-    def _limited(self, status: str, life: Life) -> bool:
+    def _limited(self, status: str, past: History) -> bool:
         # The scenario limits the time of a room as *status* says, and the request has taken so long.
         job = self._scenario.job
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
-                return life.ended - life.tries[-1][0] >= limit
+                return past.ended - past.tries[-1][0] >= limit
         if "the lease of" not in status:
             return False
-        if any(self._is_out(instance, life.began, life.ended) for instance in life.instances):
+        if any(self._is_out(instance, past.began, past.ended) for instance in past.instances):
             return True  # nobody reads, or renews
-        return self._waits_at_the_router(life) or self._scenario.faults.delay > job.engine.lease / 100  # in the mean
+        return self._waits_at_the_router(past) or self._scenario.faults.delay > job.engine.lease / 100  # in the mean
 
-    def _waits_at_the_router(self, life: Life) -> bool:
+    def _waits_at_the_router(self, past: History) -> bool:
         # It sends each try on twice, to prefill and with its answer to decode, one after the other. Decode's first
         # heartbeat comes up to `ServingEngine.heartbeat` seconds after.
         engine = self._scenario.job.engine
-        passes = 2 * sum(at <= life.ended for each in self._lives for at, *_ in each.tries)
+        passes = 2 * sum(at <= past.ended for each in self._histories for at, *_ in each.tries)
         return passes * engine.proxy * (1.0 + engine.variation) > engine.lease - engine.heartbeat
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
@@ -206,14 +206,14 @@ class Causes:
             if status != "ok" and not {prefill, decode} & dead:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
 
-    def _lost(self, status: str, life: Life) -> bool:
+    def _lost(self, status: str, past: History) -> bool:
         missing = re.search(r"no (\w+) instance is left", status)
         if missing:
-            out = [name for name in self._instances if self._is_out(name, life.ended, life.ended)]
+            out = [name for name in self._instances if self._is_out(name, past.ended, past.ended)]
             sides = self._scenario.job.prefills, self._scenario.job.decodes
             return any(all(name in out for name in side) for side in sides) or self._parted(missing[1], out)
         named = _INSTANCE.search(status)
-        return named is not None and named[0] in life.instances and self._is_out(named[0], life.began, life.ended)
+        return named is not None and named[0] in past.instances and self._is_out(named[0], past.began, past.ended)
 
     def _parted(self, side: str, out: list[str]) -> bool:
         job = self._scenario.job
@@ -222,42 +222,44 @@ class Causes:
     def _is_out(self, instance: str, start: float, end: float) -> bool:
         return instance in self._outages and self._outages[instance].reaches(start, end)
 
-    def _slowed(self, life: Life) -> bool:
+    def _slowed(self, past: History) -> bool:
         # A transfer of it was held up, or a rank or link of its instances slow meanwhile.
-        if any(room in self._held for _, room, *_ in life.tries) or self._queued(life):
+        if any(room in self._held for _, room, *_ in past.tries) or self._queued(past):
             return True
-        return self._is_disturbed(life.instances, life) or self._behind(life)
+        return self._is_disturbed(past.instances, past) or self._behind(past)
 
-    def _is_disturbed(self, instances: Iterable[str], life: Life) -> bool:
+    def _is_disturbed(self, instances: Iterable[str], past: History) -> bool:
         windows = [self._disturbed[name] for name in instances if name in self._disturbed]
-        return any(start <= life.ended and life.began <= end + BACKLOG for each in windows for start, end in each)
+        return any(start <= past.ended and past.began <= end + BACKLOG for each in windows for start, end in each)
 
-    def _behind(self, life: Life) -> bool:
+    def _behind(self, past: History) -> bool:
         if not any(model is not None and model.in_order for model in self._models):
             return False
-        before = [other for other in self._lives if other.began <= life.ended and other.ended >= life.began]
-        return any(self._is_disturbed(other.instances, life) for other in before if other.instances & life.instances)
+        before = [other for other in self._histories if other.began <= past.ended and other.ended >= past.began]
+        return any(self._is_disturbed(other.instances, past) for other in before if other.instances & past.instances)
 
-    def _queued(self, life: Life) -> bool:
+    def _queued(self, past: History) -> bool:
         if not any(model is not None and model.full == "wait" and model.depth for model in self._models):
             return False
-        beside = [other for other in self._lives if other.instances & life.instances and other.began <= life.ended]
+        beside = [
+            other for other in self._histories if other.instances & past.instances and other.began <= past.ended
+        ]
         return any(room in self._held for other in beside for _, room, *_ in other.tries)
 
-    def _short(self, number: int, life: Life) -> bool:
-        for other, (each, status) in enumerate(zip(self._lives, self._statuses, strict=True)):
-            shares = other != number and each.instances & life.instances and each.began <= life.ended
-            if shares and (len(each.tries) > 1 or self._quarantined(each, status, life.ended)):
+    def _short(self, number: int, past: History) -> bool:
+        for other, (each, status) in enumerate(zip(self._histories, self._statuses, strict=True)):
+            shares = other != number and each.instances & past.instances and each.began <= past.ended
+            if shares and (len(each.tries) > 1 or self._quarantined(each, status, past.ended)):
                 return True
         return False
 
-    def _quarantined(self, life: Life, status: str, until: float) -> bool:
+    def _quarantined(self, past: History, status: str, until: float) -> bool:
         # One that has been pulled, too: prefill revokes it if it is not told so before the lease ends.
         if status == "ok" and self._scenario.job.engine.handoff != "pull":
             return False
-        if status != "ok" and (not status.startswith("Aborted") or self._slowed(life)):
+        if status != "ok" and (not status.startswith("Aborted") or self._slowed(past)):
             return True
-        return any(self._is_out(instance, life.began, until) for instance in life.instances)  # it never answers
+        return any(self._is_out(instance, past.began, until) for instance in past.instances)  # it never answers
 
 
 def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:

@@ -48,7 +48,7 @@ def router(
 
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
     fault; if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The
-    value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for
+    value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``histories``, for
     each request the time at which it ended and a row for each time that it was sent out: when, in which room, to
     which two instances.
     """
@@ -66,22 +66,22 @@ class _QuietRouter(Router):
         self._served = self.requests
         self._probes: tuple[RoutedRequest, ...] | None = None
         self._resting = False
-        self._lives: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
+        self._histories: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
 
     def report(self) -> dict[str, Any]:
         probes = [[instance_of(p.prefill), instance_of(p.decode), p.status] for p in self._probes or ()]
         self.requests = self._served
-        return super().report() | {"probes": probes, "lives": list(self._lives)}
+        return super().report() | {"probes": probes, "histories": list(self._histories)}
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         super()._send_out(request, prefill, decode)
         if self._probes is None:
             row = [self.clock.now, request.room, instance_of(prefill), instance_of(decode)]
-            self._lives[request.number][1].append(row)
+            self._histories[request.number][1].append(row)
 
     def _close(self, request: RoutedRequest, status: str) -> None:
         if self._probes is None:
-            self._lives[request.number][0] = self.clock.now
+            self._histories[request.number][0] = self.clock.now
         super()._close(request, status)
 
     def _stop_if_done(self) -> None:

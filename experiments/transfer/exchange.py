@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from experiments.barrier import Party
+from experiments.barrier import Barrier
 from pdsim.core.clock import Clock
 from pdsim.core.errors import TransferError
 from pdsim.core.units import Seconds
@@ -99,8 +99,8 @@ def exchange(
     An error ends the list before the point that met it, and is returned, so that what was before it is kept:
     `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
     """
-    party = Party(rank, timeout)
-    rank.clock.process(party.tick())
+    barrier = Barrier(rank, timeout)
+    rank.clock.process(barrier.tick())
     buffer = rank.device.allocate(region_bytes(rank.name, points))
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
@@ -108,21 +108,21 @@ def exchange(
     if rank.name == min(rank.name, *rank.peers):  # one is enough
         rank.counts(lambda: len(done), len(points))
     try:
-        addresses = yield from party.meet("address", rank.endpoint.address())
+        addresses = yield from barrier.wait("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
             check = verify and rank.device.holds_bytes
             work = _TransferLoop(rank, task, buffer, region, peers, seed, check, timeout, pauses)
             work.fill()
             rank.clock.settle()
-            yield from party.start(f"{number} begins")
+            yield from barrier.start(f"{number} begins")
             yield from work.transfer(warmup)
-            yield from party.meet(f"{number} has ended")
+            yield from barrier.wait(f"{number} has ended")
             mine = work.found(warmup)
-            others = yield from party.meet(f"{number} is checked", b"%d %d %d" % mine)
+            others = yield from barrier.wait(f"{number} is checked", b"%d %d %d" % mine)
             done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
     except TransferError as error:
-        party.give_up(error)
+        barrier.give_up(error)
         return {"points": done, "error": f"{type(error).__name__}: {error}"}
     rank.endpoint.deregister(region)
     rank.device.free(buffer)

@@ -2,8 +2,8 @@
 """What ranks tell each other, as typed messages with a schema version.
 
 One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds
-on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.  *life* names the
-incarnation of the instance that a message is meant for: it may find the next one, which ignores it.
+on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.  *incarnation* is
+that of the instance that a message is meant for: it may find the next one, which ignores it.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegisterRank(KvMessage, frozen=True):
-    """A rank to the bootstrap service, once in its life: here I am."""
+    """A rank to the bootstrap service, once after its start: here I am."""
 
     instance: str
     index: int  # of the rank in its group
-    incarnation: int  # nanoseconds on the job's clock at which this rank started
+    started: int  # nanoseconds on the job's clock at which this rank started
     spec: KvSpec
 
 
 class ConnectPeer(KvMessage, frozen=True):
     """The bootstrap service to each rank of two instances that have formed: connect to the other one."""
 
-    life: str
-    peer: str  # the other's life
-    incarnation: int  # of the receiver, as it registered: a rank that was started again since is not meant
+    incarnation: str
+    peer: str  # the other's incarnation
+    started: int  # of the receiver, as it registered: a rank that was started again since is not meant
 
 
 class RegisterPool(KvMessage, frozen=True):
     """A rank to those that will read or write its pool: how to reach it and how it is laid out."""
 
-    life: str  # of the receiver
+    incarnation: str  # of the receiver
     address: bytes
-    instance: str  # the life of the sender
+    instance: str  # the incarnation of the sender
     index: int  # of the rank in its group
     layout: KvLayout
     metadata_rows: tuple[int, ...] = AUX_ROWS  # bytes of each row of first-token metadata
 
 
 class Ready(KvMessage, frozen=True):
-    """A rank to its leader, that one to the router: connected, requests may come for these two lives."""
+    """A rank to its leader, that one to the router: connected, requests may come for these two incarnations."""
 
-    life: str  # of prefill
+    incarnation: str  # of prefill
     peer: str  # of decode
 
 
@@ -87,9 +87,9 @@ class Pong(KvMessage, frozen=True):
 
 
 class Gone(KvMessage, frozen=True):
-    """A rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
+    """A rank to the router: this incarnation cannot be reached; the router to ranks: this instance is given up.
 
-    Ranks of the instance itself end, up to incarnation *until*: one that was started meanwhile is not meant.
+    Ranks of the instance itself end, started by *until*: one that was started meanwhile is not meant.
     """
 
     instance: str
@@ -100,8 +100,8 @@ class Gone(KvMessage, frozen=True):
 class Fence(KvMessage, frozen=True):
     """A leader to its ranks: say when it is proven that nothing of the lost instance *peer* moves here any more."""
 
-    number: int  # never that of another life of the leader
-    peer: str  # the life of an instance
+    number: int  # never that of another incarnation of the leader
+    peer: str  # the incarnation of an instance
 
 
 class Fenced(KvMessage, frozen=True):
@@ -128,7 +128,7 @@ class PrefillDone(KvMessage, frozen=True):
     """A prefill leader to the router: the prompt is computed, and its KV stays here under a lease, to be pulled."""
 
     room: int
-    instance: str  # the life that has it
+    instance: str  # the incarnation that has it
     pages: Pages
     state: tuple[Pages, ...]  # the rows of each component, in the order of `StateShape.components`
     noticed: float  # the prefill leader had the request
@@ -142,8 +142,8 @@ class Submit(KvMessage, frozen=True):
     room: int
     input: int  # tokens
     output: int  # tokens
-    prefill: str  # life; "" for a decode leader that has to ask (`RoomQuery`)
-    decode: str  # life
+    prefill: str  # incarnation; "" for a decode leader that has to ask (`RoomQuery`)
+    decode: str  # incarnation
     hints: RequestHints | None = None
     source: PrefillDone | None = None  # where the KV is, for a decode leader that pulls it
 
@@ -152,20 +152,20 @@ class RoomRegistered(KvMessage, frozen=True):
     """A prefill leader to the bootstrap service: this room is this instance's."""
 
     room: int
-    instance: str  # life
+    instance: str  # incarnation
 
 
 class RoomQuery(KvMessage, frozen=True):
     """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
 
     rooms: tuple[int, ...]
-    instance: str  # the life that asks
+    instance: str  # the incarnation that asks
 
 
 class RoomReply(KvMessage, frozen=True):
-    """The answer to `RoomQuery`: the life that has each of those rooms that are known."""
+    """The answer to `RoomQuery`: the incarnation that has each of those rooms that are known."""
 
-    life: str
+    incarnation: str
     instances: dict[int, str]
 
 
@@ -175,7 +175,7 @@ class Destination(KvMessage, frozen=True):
     *pages* and index rows are those after the first *held*.
     """
 
-    life: str
+    incarnation: str
     room: int
     input: int  # tokens
     pages: Pages
@@ -187,10 +187,10 @@ class Destination(KvMessage, frozen=True):
 class ReadRequest(KvMessage, frozen=True):
     """A decode leader to its followers: read your part of this room, from its pages at prefill into these."""
 
-    life: str
+    incarnation: str
     room: int
     input: int  # tokens
-    prefill: str  # the life that has it
+    prefill: str  # the incarnation that has it
     source: Pages
     pages: Pages
     source_state: tuple[Pages, ...] = ()
@@ -200,7 +200,7 @@ class ReadRequest(KvMessage, frozen=True):
 class ReadDone(KvMessage, frozen=True):
     """Decode's leader to prefill's: nothing of this room is or will be read; prefill's echo if it notices."""
 
-    life: str
+    incarnation: str
     room: int
     nbytes: int  # that were read; 0 if it was given up
 
@@ -208,23 +208,23 @@ class ReadDone(KvMessage, frozen=True):
 class Renew(KvMessage, frozen=True):
     """A decode leader to a prefill leader, every few seconds: these rooms are still wanted."""
 
-    life: str
+    incarnation: str
     rooms: tuple[int, ...]
 
 
 class Revoked(KvMessage, frozen=True):
     """A prefill leader to a decode leader: stop reading this room, and say `ReadDone` once nothing is read."""
 
-    life: str
+    incarnation: str
     room: int
-    prefill: str  # the life that asks
+    prefill: str  # the incarnation that asks
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A part of a request that one prefill forward covers, and the pages to write after it."""
 
     room: int
-    decode: str  # life
+    decode: str  # incarnation
     index: int  # of the chunk in its request
     first_page: int  # of the runs, counted in the request
     tokens: int  # of the whole request
@@ -243,7 +243,7 @@ class Forward(KvMessage, frozen=True):
     Write *cached* at once, which needs no forward, and wait for *tokens* on their way to experts.
     """
 
-    life: str
+    incarnation: str
     seconds: float
     chunks: tuple[Chunk, ...]
     cached: tuple[Chunk, ...] = ()
@@ -253,7 +253,7 @@ class Forward(KvMessage, frozen=True):
 class Offload(KvMessage, frozen=True):
     """A leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
 
-    life: str
+    incarnation: str
     nbytes: int
     back: int
 
@@ -261,7 +261,7 @@ class Offload(KvMessage, frozen=True):
 class Arrival(KvMessage, frozen=True):
     """With each write of a chunk, or once after all of a room; *count*, with the last, is how many there were."""
 
-    life: str  # of the decode instance
+    incarnation: str  # of the decode instance
     room: int
     writer: int  # index of the rank in its group
     count: int
@@ -276,7 +276,7 @@ class Arrival(KvMessage, frozen=True):
 class StagingRequest(KvMessage, frozen=True):
     """A prefill rank to a decode rank, before a forward: a slot of the staging ring for this chunk, please."""
 
-    life: str
+    incarnation: str
     room: int
     writer: int
     chunk: int
@@ -344,7 +344,7 @@ class Abort(KvMessage, frozen=True):
     """Give the room up: the router to leaders, a decode leader to a prefill leader, a leader to its followers."""
 
     room: int
-    life: str = ""  # of the prefill instance that a decode leader means: no other can speak for it
+    incarnation: str = ""  # of the prefill instance that a decode leader means: no other can speak for it
 
 
 class Dropped(KvMessage, frozen=True):

@@ -161,7 +161,7 @@ class DecodePeer:
 class DecodePeers:
     """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to.
 
-    *all_cp_ranks* is that of `RankMap`.  Instances come with `meet` and `connect`, and go with `drop`.
+    *all_cp_ranks* is that of `RankMap`.  Instances come with `expect` and `connect`, and go with `drop`.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class DecodePeers:
         self._targets.setdefault(message.instance, []).append(target)
         self._sessions[message.instance] = self.session(message.instance) + number
 
-    def meet(self, instance: str) -> None:
+    def expect(self, instance: str) -> None:
         """Expect *instance* to connect, also if this rank has nothing to write there."""
         self._targets.setdefault(instance, [])
 

@@ -43,7 +43,7 @@ class KvSource:
     aborted room is not computed any more.  Where memory has contents, those of rooms up to number *checked*
     are written into it.
 
-    Life of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended; the last chunk
+    States of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended; the last chunk
     ends it here.  `abort` waits for forwards under way.
     """
 
@@ -76,9 +76,9 @@ class KvSource:
         """Return False: nothing is written here."""
         return False
 
-    def register(self, life: str, peer: str) -> RegisterPool:
-        """Return the message with which decode ranks of *peer* can read from this rank of *life*."""
-        return RegisterPool(peer, self._rank.endpoint.address(), life, self._index, self.layout)
+    def register(self, incarnation: str, peer: str) -> RegisterPool:
+        """Return the message with which decode ranks of *peer* can read from this rank of *incarnation*."""
+        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Count *chunks*, whose forward begins: each will be given to `send`."""
@@ -145,7 +145,7 @@ class KvReader:
     rooms up to
     number *checked* is compared before the room is reported.
 
-    Life of a room: `read` posts the reads, `TransferDone` says that all is here or that one failed, and then
+    States of a room: `read` posts the reads, `TransferDone` says that all is here or that one failed, and then
     `forget` is answered by `RankQuiesced` once nothing moves.  A room that was read completely needs no
     `forget`.
     """
@@ -173,7 +173,7 @@ class KvReader:
         self._quiet = quiet
         self._checked = checked
         self._rooms: dict[int, _ReadRoom] = {}
-        self._sources: dict[str, dict[int, _Source]] = {}  # by life of a prefill instance, then by its rank's index
+        self._sources: dict[str, dict[int, _Source]] = {}  # by incarnation, then rank index
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
         self.posted = 0.0  # when all reads of this rank are posted, on its clock
@@ -185,26 +185,26 @@ class KvReader:
         """Return the number of rooms that are being read, or not forgotten after a failure."""
         return len(self._rooms)
 
-    def __contains__(self, life: str) -> bool:
-        """Return whether rooms of *life*, of a prefill instance, may be read."""
-        return life in self._sources
+    def __contains__(self, incarnation: str) -> bool:
+        """Return whether rooms of *incarnation*, of a prefill instance, may be read."""
+        return incarnation in self._sources
 
     def progressed(self) -> bool:
         """Return whether a read is under way, or has succeeded since the last call."""
         succeeded, self._succeeded = self._succeeded, False
         return succeeded or self._under_way > 0
 
-    def meet(self, life: str) -> None:
-        """Allow rooms of *life* to be read."""
-        self._sources.setdefault(life, {})
+    def expect(self, incarnation: str) -> None:
+        """Allow rooms of *incarnation* to be read."""
+        self._sources.setdefault(incarnation, {})
 
-    def drop(self, life: str) -> None:
-        """Forget the ranks of *life*, which is over."""
-        self._sources.pop(life, None)
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*, which is over."""
+        self._sources.pop(incarnation, None)
 
-    def connected(self, life: str) -> bool:
-        """Return whether this rank can read from every rank of *life* that it has to."""
-        return len(self._sources.get(life, ())) == len(self.writers)
+    def connected(self, incarnation: str) -> bool:
+        """Return whether this rank can read from every rank of *incarnation* that it has to."""
+        return len(self._sources.get(incarnation, ())) == len(self.writers)
 
     def connect(self, message: RegisterPool) -> None:
         """Connect to the prefill rank that sent *message*.

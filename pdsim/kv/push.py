@@ -231,7 +231,7 @@ class KvSender:
     sides, must
     not be reused.
 
-    Life of a room: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
+    States of a room: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
     writes are queued), writes end, and the last one ends the room.  A failed write fails the room on this rank; its
     leader then calls `abort`.
     """

@@ -51,7 +51,7 @@ class KvReceiver:
     the room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called
     once for each room with `TransferDone` and the last `Arrival`, *quiet* once for each room to `forget`.
 
-    Life of a room: `reserve` and the arrivals come in any order; `TransferDone` is reported when all is here;
+    States of a room: `reserve` and the arrivals come in any order; `TransferDone` is reported when all is here;
     `forget` ends it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
     """
 
@@ -91,9 +91,9 @@ class KvReceiver:
         """Return the number of rooms that are not complete."""
         return len(self._rooms)
 
-    def register(self, life: str, peer: str) -> RegisterPool:
-        """Return what every one of `writers` needs to know: those of the life *peer* about this group's *life*."""
-        return RegisterPool(peer, self._rank.endpoint.address(), life, self._index, self.layout)
+    def register(self, incarnation: str, peer: str) -> RegisterPool:
+        """Return what `writers` of the incarnation *peer* need to know about this group's *incarnation*."""
+        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
 
     def reserve(self, message: Destination) -> None:
         """Take note of the pages that a room owns here, which memory with contents needs to be told."""

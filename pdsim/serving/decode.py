@@ -63,11 +63,11 @@ def decode_rank(rank: Rank, job: Deployment, instance: str, index: int) -> Engin
 class DecodeLeader(Protocol):
     """When the KV of a request of a `DecodeScheduler` may come, and when its pages are free of it."""
 
-    def meet(self, peer: str) -> None:
-        """Expect requests from *peer*, a life of a prefill instance."""
+    def connect_peer(self, peer: str) -> None:
+        """Expect requests from *peer*, an incarnation of a prefill instance."""
 
-    def drop(self, life: str) -> None:
-        """Fail what waits for *life*, of a prefill instance, which is given up."""
+    def drop(self, incarnation: str) -> None:
+        """Fail what waits for *incarnation*, of a prefill instance, which is given up."""
 
     def stop(self) -> None:
         """Expect no more requests."""
@@ -199,13 +199,13 @@ class DecodeScheduler:
         """Return whether it waits for what ends by itself: pages in quarantine, and KV that is retracted."""
         return self._blocked.waiting or self._retraction.under_way
 
-    def meet(self, peer: str) -> None:
-        """Expect requests from *peer*, a life of a prefill instance."""
-        self.handoff.meet(peer)
+    def connect_peer(self, peer: str) -> None:
+        """Expect requests from *peer*, an incarnation of a prefill instance."""
+        self.handoff.connect_peer(peer)
 
-    def drop(self, life: str) -> None:
-        """Fail the requests whose KV was to come from *life*, of a prefill instance."""
-        self.handoff.drop(life)
+    def drop(self, incarnation: str) -> None:
+        """Fail the requests whose KV was to come from *incarnation*, of a prefill instance."""
+        self.handoff.drop(incarnation)
 
     def stop(self) -> None:
         """Take no more requests."""
@@ -220,7 +220,7 @@ class DecodeScheduler:
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:
-        if request.decode != self.engine.life:
+        if request.decode != self.engine.incarnation:
             self.engine.ignore()
             return
         if not self.handoff.submitted(request):

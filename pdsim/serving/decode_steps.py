@@ -446,13 +446,13 @@ class DecodeWorker:
         self.mover = mover
         engine.handlers |= {Offload: self._offload, Abort: lambda _, message: mover.forget(message.room)}
 
-    def meet(self, peer: str) -> None:
-        """Have the mover get connected to *peer*, a life of a prefill instance."""
-        self.mover.meet(peer)
+    def connect_peer(self, peer: str) -> None:
+        """Have the mover get connected to *peer*, an incarnation of a prefill instance."""
+        self.mover.connect_peer(peer)
 
-    def drop(self, life: str) -> None:
-        """Have the mover forget *life*, of a prefill instance."""
-        self.mover.drop(life)
+    def drop(self, incarnation: str) -> None:
+        """Have the mover forget *incarnation*, of a prefill instance."""
+        self.mover.drop(incarnation)
 
     def working(self) -> bool:
         """Return whether KV is on the way, as far as this side knows: what is pushed prefill answers for."""
@@ -476,7 +476,7 @@ class DecodeWorker:
                 )
 
     def _offload(self, _: str, message: Offload) -> None:
-        if message.life == self.engine.life:
+        if message.incarnation == self.engine.incarnation:
             self.offload(message.nbytes, message.back)
         else:
             self.engine.ignore()
@@ -515,7 +515,7 @@ class Retraction:
         each = engine.job.shape.token_bytes(engine.job.decode.tp)
         (out, back), self._tokens = self._tokens, [0, 0]
         self.under_way = True
-        engine.send(engine.followers, Offload(engine.life, out * each, back * each))
+        engine.send(engine.followers, Offload(engine.incarnation, out * each, back * each))
         event = self._worker.offload(out * each, back * each)
         assert event.callbacks is not None
         event.callbacks.append(lambda _: None if engine.has_ended else engine.guard(self._moved))

@@ -29,10 +29,10 @@ __all__ = [
     "ROUTER",
     "Deployment",
     "epoch_of",
+    "incarnation_name",
     "index_of",
     "instance_of",
     "leader",
-    "life_name",
     "pages_per_rank",
     "places",
     "rank_name",
@@ -49,25 +49,25 @@ def rank_name(instance: str, index: int) -> str:
 
 @lru_cache(4096)
 def leader(name: str) -> str:
-    """Return the rank that schedules for the instance, or the life of one, called *name*."""
+    """Return the rank that schedules for the instance, or the incarnation of one, called *name*."""
     return rank_name(instance_of(name), 0)
 
 
 @lru_cache(4096)
-def life_name(instance: str, epoch: int) -> str:
-    """Return the name of one life of an instance: ``life_name("prefill0", 2) == "prefill0@2"``."""
+def incarnation_name(instance: str, epoch: int) -> str:
+    """Return the name of one incarnation of an instance: ``incarnation_name("prefill0", 2) == "prefill0@2"``."""
     return f"{instance}@{epoch}"
 
 
 @lru_cache(4096)
-def epoch_of(life: str) -> int:
-    """Return the epoch of *life*: the inverse of `life_name`."""
-    return int(life.partition("@")[2])
+def epoch_of(incarnation: str) -> int:
+    """Return the epoch of *incarnation*: the inverse of `incarnation_name`."""
+    return int(incarnation.partition("@")[2])
 
 
 @lru_cache(4096)
 def instance_of(name: str) -> str:
-    """Return the instance that the rank or the life called *name* belongs to.
+    """Return the instance that the rank or the incarnation called *name* belongs to.
 
     >>> instance_of("prefill0d1.3"), instance_of("decode2@4"), leader("decode2@4")
     ('prefill0d1', 'decode2', 'decode2.0')

@@ -4,9 +4,9 @@
 The router has a `Membership`, with the `InstanceRegistry`.  Every rank that moves bytes has a `PeerConnector`, and a
 `PeerFence` if others move bytes in its memory; its leader counts the answers with `ReadyCount` and `FenceCount`.
 
-An *incarnation* is the name of one life of an instance, ``"prefill0@2"``: the instance and its epoch, which counts
-how often all of its ranks had enrolled.  Ranks enroll over the `pdsim.transfer.Channel` and not over HTTP: messages
-have types and a version, keep their order, and are the same on the model.
+An *incarnation* names one run of an instance from its start to its loss, ``"prefill0@2"``: the instance and its
+epoch, which counts how often all of its ranks had enrolled.  Ranks enroll over the `pdsim.transfer.Channel` and not
+over HTTP: messages have types and a version, keep their order, and are the same on the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pdsim.kv.messages import (
     RoomReply,
 )
 from pdsim.kv.rooms import ExpiringMap
-from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, instance_of, life_name, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, incarnation_name, instance_of, rank_name
 from pdsim.serving.rank_process import EngineRank, Handler, RankProcess
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
@@ -95,7 +95,7 @@ class Bootstrap:
     def replaces(self, message: RegisterRank) -> bool:
         """Return whether *message* is of a newer process of a rank that has a place in a formed instance."""
         known = self._places[message.instance].get(message.index)
-        return message.instance in self._formed and known is not None and message.incarnation > known
+        return message.instance in self._formed and known is not None and message.started > known
 
     def enroll(self, message: RegisterRank) -> bool:
         """Give the rank that sent *message* its place, and return whether that forms the instance.
@@ -104,9 +104,9 @@ class Bootstrap:
         one that was started before its instance was forgotten: it has been told to end (`forget`).
         """
         places = self._places[message.instance]
-        if message.incarnation <= max(self._until[message.instance], places.get(message.index, -1)):
+        if message.started <= max(self._until[message.instance], places.get(message.index, -1)):
             return False
-        places[message.index] = message.incarnation
+        places[message.index] = message.started
         if len(places) < self._sizes[message.instance] or message.instance in self._formed:
             return False
         self._epochs[message.instance] += 1
@@ -138,18 +138,18 @@ class RoomDirectory:
     def __init__(self, clock: Clock) -> None:
         self._incarnations: ExpiringMap[str] = ExpiringMap(clock, KNOWN)
 
-    def took(self, room: int, life: str) -> None:
-        """Record for `KNOWN` seconds that *room* went to the prefill instance *life*."""
-        self._incarnations.set(room, life)
+    def took(self, room: int, incarnation: str) -> None:
+        """Record for `KNOWN` seconds that *room* went to the prefill instance *incarnation*."""
+        self._incarnations.set(room, incarnation)
 
     def forget(self, room: int) -> None:
         """Drop *room*, for which nobody will ask any more."""
         self._incarnations.pop(room)
 
     def locate(self, rooms: Iterable[int]) -> dict[int, str]:
-        """Return the life that has each of *rooms*, of those that are known."""
+        """Return the incarnation that has each of *rooms*, of those that are known."""
         found = ((room, self._incarnations.get(room)) for room in rooms)
-        return {room: life for room, life in found if life is not None}
+        return {room: incarnation for room, incarnation in found if incarnation is not None}
 
 
 def own_place(sender: str, message: RegisterRank) -> RegisterRank:
@@ -207,13 +207,13 @@ class InstanceRegistry:
 
     def current(self, instance: str) -> str:
         """Return the incarnation that *instance* is in; one of epoch 0 while it is not formed."""
-        return life_name(instance, self.bootstrap.epoch(instance))
+        return incarnation_name(instance, self.bootstrap.epoch(instance))
 
     def alive(self, incarnation: str) -> bool:
         """Return whether *incarnation* is formed, and neither lost nor replaced."""
         instance = instance_of(incarnation)
         epoch = self.bootstrap.epoch(instance)
-        return epoch > 0 and life_name(instance, epoch) == incarnation
+        return epoch > 0 and incarnation_name(instance, epoch) == incarnation
 
     def side(self, instance: str) -> _Side:
         """Return the side that *instance* is on."""
@@ -232,9 +232,9 @@ class InstanceRegistry:
         self.awaited.discard(message.instance)
         mine, theirs = self.current(message.instance), [self.current(name) for name in other.load]
         pairs = [pair for peer in theirs for pair in ((mine, peer), (peer, mine))]
-        return [meet for incarnation, peer in pairs for meet in self._meets(incarnation, peer)]
+        return [message for incarnation, peer in pairs for message in self._connections(incarnation, peer)]
 
-    def _meets(self, incarnation: str, peer: str) -> Iterator[tuple[str, ConnectPeer]]:
+    def _connections(self, incarnation: str, peer: str) -> Iterator[tuple[str, ConnectPeer]]:
         instance = instance_of(incarnation)
         for index in range(self._job.grid(instance).size):
             yield rank_name(instance, index), ConnectPeer(incarnation, peer, self.bootstrap.started(instance, index))
@@ -362,11 +362,11 @@ class Membership:
         if self.registry.bootstrap.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self._process.clock.now
-        for name, meet in self.registry.enroll(message):
-            self._process.send(name, meet)
+        for name, connect in self.registry.enroll(message):
+            self._process.send(name, connect)
 
     def _ready(self, _: str, message: Ready) -> None:
-        if self.registry.link(message.life, message.peer):
+        if self.registry.link(message.incarnation, message.peer):
             self._changed()
         else:
             self._process.ignore()
@@ -394,14 +394,14 @@ class Membership:
 class PeerTable(Protocol):
     """The ranks of the other side that a rank is connected to, by the incarnation of their instance."""
 
-    def __contains__(self, life: str) -> bool:
-        """Return whether *life* is expected to connect."""
+    def __contains__(self, incarnation: str) -> bool:
+        """Return whether *incarnation* is expected to connect."""
 
-    def meet(self, life: str) -> None:
-        """Expect *life*, also if this rank moves no bytes of it."""
+    def expect(self, incarnation: str) -> None:
+        """Expect *incarnation*, also if this rank moves no bytes of it."""
 
-    def drop(self, life: str) -> None:
-        """Forget the ranks of *life*."""
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*."""
 
     def connect(self, message: RegisterPool) -> None:
         """Connect to the rank that sent *message*, or raise what `Endpoint.connect` does or a `MessageError`."""
@@ -424,7 +424,7 @@ class PeerConnector:
 
     def connect_peer(self, incarnation: str) -> None:
         """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
-        self._peers.meet(incarnation)
+        self._peers.expect(incarnation)
         early, self._early = self._early, {}
         for sender, register in early.items():
             self._register(sender, register)
@@ -437,7 +437,7 @@ class PeerConnector:
 
     def _register(self, sender: str, message: RegisterPool) -> None:
         # A rank that is gone is reported to the router; one with a pool of another kind is refused.
-        if message.life != self._process.life or message.instance not in self._peers:
+        if message.incarnation != self._process.incarnation or message.instance not in self._peers:
             kept = self._early.get(sender)  # one of each rank, and of no incarnation that is over for long
             if kept is None or _epochs(kept) <= _epochs(message):  # those of two epochs may come in any order
                 self._early[sender] = message
@@ -453,7 +453,7 @@ class PeerConnector:
 
 
 def _epochs(message: RegisterPool) -> tuple[int, int]:
-    return epoch_of(message.instance), epoch_of(message.life)
+    return epoch_of(message.instance), epoch_of(message.incarnation)
 
 
 class ReadyCount:
@@ -465,28 +465,32 @@ class ReadyCount:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._ready: dict[tuple[str, str], set[int]] = {}  # by `Ready.life` and `Ready.peer`
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by `Ready.incarnation` and `Ready.peer`
         self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
 
     def count(self, rank: int, message: Ready) -> bool:
         """Count *rank*; return whether all are connected now."""
-        ranks = self._ready.setdefault((message.life, message.peer), set())
+        ranks = self._ready.setdefault((message.incarnation, message.peer), set())
         ranks.add(rank)
         return len(ranks) == self._ranks
 
-    def lose(self, life: str) -> None:
-        """Record that *life*, of the other side, is over, and forget which ranks were connected to it."""
-        instance = instance_of(life)
-        self._last_lost[instance] = max(epoch_of(life), self._last_lost.get(instance, 0))
-        self._ready = {lives: ranks for lives, ranks in self._ready.items() if life not in lives}
+    def lose(self, incarnation: str) -> None:
+        """Record that *incarnation* is over, and forget which ranks were connected to it."""
+        instance = instance_of(incarnation)
+        self._last_lost[instance] = max(epoch_of(incarnation), self._last_lost.get(instance, 0))
+        self._ready = {
+            incarnations: ranks for incarnations, ranks in self._ready.items() if incarnation not in incarnations
+        }
 
-    def lost(self, life: str) -> bool:
-        """Return whether *life*, or a later one of its instance, was lost."""
-        return epoch_of(life) <= self._last_lost.get(instance_of(life), -1)
+    def lost(self, incarnation: str) -> bool:
+        """Return whether *incarnation*, or a later one of its instance, was lost."""
+        return epoch_of(incarnation) <= self._last_lost.get(instance_of(incarnation), -1)
 
-    def keep(self, life: str) -> None:
-        """Forget what was counted in other incarnations of this instance than *life*."""
-        self._ready = {lives: ranks for lives, ranks in self._ready.items() if life in lives}
+    def keep(self, incarnation: str) -> None:
+        """Forget what was counted in other incarnations of this instance than *incarnation*."""
+        self._ready = {
+            incarnations: ranks for incarnations, ranks in self._ready.items() if incarnation in incarnations
+        }
 
 
 # --- fences --------------------------------------------------------------------------------------------------------
@@ -559,11 +563,11 @@ class FenceCount:
         self._ranks = ranks
         self._open: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
 
-    def begin(self, life: str, rooms: list[int]) -> Fence:
-        """Return the question to every rank about *life*, whose proof *rooms* wait for."""
+    def begin(self, incarnation: str, rooms: list[int]) -> Fence:
+        """Return the question to every rank about *incarnation*, whose proof *rooms* wait for."""
         self._number += 1
         self._open[self._number] = rooms, set(range(self._ranks))
-        return Fence(self._number, life)
+        return Fence(self._number, incarnation)
 
     def count(self, rank: int, message: Fenced) -> list[int] | None:
         """Count the proof of *rank*; return the rooms that waited for it alone, None if no fence has that number."""

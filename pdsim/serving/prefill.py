@@ -140,11 +140,11 @@ class PrefillRequest:
 class PrefillLeader(Protocol):
     """When a request of a `PrefillScheduler` may start, and when it is over, as far as its KV says."""
 
-    def meet(self, peer: str) -> None:
-        """Expect requests for *peer*, a life of a decode instance."""
+    def connect_peer(self, peer: str) -> None:
+        """Expect requests for *peer*, an incarnation of a decode instance."""
 
-    def drop(self, life: str) -> None:
-        """End what waits for *life*, of a decode instance, which is given up; open requests have failed already."""
+    def drop(self, incarnation: str) -> None:
+        """End what waits for *incarnation*, of a decode instance, which is given up; its requests have failed."""
 
     def stop(self) -> None:
         """Expect no more requests."""
@@ -258,15 +258,15 @@ class PrefillScheduler:
         """Return whether its queue waits for pages in quarantine: they come back, or it gives up."""
         return self._blocked.waiting
 
-    def meet(self, peer: str) -> None:
-        """Expect requests for *peer*, a life of a decode instance."""
-        self.handoff.meet(peer)
+    def connect_peer(self, peer: str) -> None:
+        """Expect requests for *peer*, an incarnation of a decode instance."""
+        self.handoff.connect_peer(peer)
 
-    def drop(self, life: str) -> None:
-        """Give up the rooms that were to go to *life*, of a decode instance."""
-        for room in [room for room in self.rooms.values() if room.request.decode == life]:
+    def drop(self, incarnation: str) -> None:
+        """Give up the rooms that were to go to *incarnation*, of a decode instance."""
+        for room in [room for room in self.rooms.values() if room.request.decode == incarnation]:
             self._give_up(room)
-        self.handoff.drop(life)
+        self.handoff.drop(incarnation)
 
     def stop(self) -> None:
         """Take no more requests."""
@@ -281,7 +281,7 @@ class PrefillScheduler:
     # --- what becomes of a room ---
 
     def _submit(self, _: str, request: Submit) -> None:
-        if request.prefill != self.engine.life:
+        if request.prefill != self.engine.incarnation:
             self.engine.ignore()
             return
         now = self.clock.now
@@ -329,8 +329,8 @@ class PrefillScheduler:
 
     def _abort(self, sender: str, message: Abort) -> None:
         # The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
-        # elsewhere. What another life has written, only that life or the decode side itself can say.
-        if sender != ROUTER and message.life != self.engine.life:
+        # elsewhere. What another incarnation has written, only that incarnation or the decode side itself can say.
+        if sender != ROUTER and message.incarnation != self.engine.incarnation:
             self.engine.ignore()
             return
         room = self.rooms.get(message.room)
@@ -416,7 +416,7 @@ class PrefillScheduler:
         out, back = self.pages.moves()
         layout = self.mover.layout
         page = layout.row_bytes("kv") + layout.row_bytes("index")
-        message = Offload(self.engine.life, out * page, back * page)
+        message = Offload(self.engine.incarnation, out * page, back * page)
         self.engine.send(self.engine.followers, message)
         return self.worker.offload(message)
 
@@ -492,7 +492,7 @@ class PrefillScheduler:
             return None
         seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
         travel = sum([new for _, new in pieces]) if self.job.prefill_time.exchange else 0
-        return Forward(self.engine.life, seconds, tuple(chunks), tuple(cached), travel)
+        return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), travel)
 
     def allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.

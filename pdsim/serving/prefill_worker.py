@@ -37,8 +37,8 @@ class PrefillMover(Mover, Protocol):
 class PrefillWorker:
     """Computes on one prefill rank what the scheduler says, and has the mover move it.
 
-    It is connected by its *mover* to those decode ranks that mean its own life, of lives that the router has told it
-    to meet.
+    Its *mover* connects it to those decode ranks that name its own incarnation, once the router has sent a
+    `ConnectPeer` for theirs.
     """
 
     def __init__(self, engine: EngineRank, mover: PrefillMover) -> None:
@@ -47,35 +47,39 @@ class PrefillWorker:
         self.mover = mover
         self.posts = PostingHost(job.engine.prefill, job.engine.variation, job.seed, f"{engine.instance}.send")
         self.launching: Callable[[float], float] | None = None  # of the rank that schedules
-        self.met: set[str] = set()  # lives of decode instances
+        self.peers: set[str] = set()  # incarnations of decode instances
         self._passed = [0.0] * job.prefill.at(engine.index).pp  # when each earlier stage ends its last forward
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `working` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
-        self._ahead: list[Forward | Abort] = []  # of the scheduler: came before this rank was told of its own life
+        self._ahead: list[
+            Forward | Abort
+        ] = []  # of the scheduler: came before this rank was told of its own incarnation
         engine.handlers |= {
             Forward: self._forward,
             Offload: self._offload,
             Abort: self._abort,
         }
 
-    def meet(self, peer: str) -> None:
-        """Have the mover get connected to *peer*, and forget an earlier life of that instance.
+    def connect_peer(self, peer: str) -> None:
+        """Have the mover get connected to *peer*, and forget an earlier incarnation of that instance.
 
-        Then do what the scheduler has asked for before this rank knew its life.
+        Then do what the scheduler has asked for before this rank knew its incarnation.
         """
-        for life in [life for life in self.met if instance_of(life) == instance_of(peer)]:
-            self.engine.peer_gone(life)
-        self.met.add(peer)
-        self.mover.meet(peer)
+        for incarnation in [
+            incarnation for incarnation in self.peers if instance_of(incarnation) == instance_of(peer)
+        ]:
+            self.engine.peer_gone(incarnation)
+        self.peers.add(peer)
+        self.mover.connect_peer(peer)
         ahead, self._ahead = self._ahead, []
         for message in ahead:
             self.engine.handlers[type(message)]("", message)
 
-    def drop(self, life: str) -> None:
-        """Forget *life*, and its ranks."""
-        self.met.discard(life)
-        self.mover.drop(life)
+    def drop(self, incarnation: str) -> None:
+        """Forget *incarnation*, and its ranks."""
+        self.peers.discard(incarnation)
+        self.mover.drop(incarnation)
 
     def working(self) -> bool:
         """Return whether KV moves or a forward goes on, or has since: on a slow link or rank they take long."""
@@ -153,11 +157,11 @@ class PrefillWorker:
             self.engine.guard(self.mover.computed, chunks, last)
 
     def _forward(self, _: str, message: Forward) -> None:
-        # One of another life is ignored. Before this rank knows its own life it is kept for up to a deadline.
+        # One of another incarnation is ignored. Before this rank knows its own it is kept for up to a deadline.
         engine = self.engine
-        if message.life == engine.life:  # or its leader is gone, and nobody would end what this begins
+        if message.incarnation == engine.incarnation:  # or its leader is gone, and nobody would end what this begins
             self.compute(message)
-        elif not engine.life:  # where nobody reads from this rank, nobody has waited for it either
+        elif not engine.incarnation:  # where nobody reads from this rank, nobody has waited for it either
             if not self._ahead:  # an introduction comes within a deadline, or not at all
                 engine.clock.call_at(engine.clock.now + engine.job.deadline, lambda _: self._ahead.clear(), None)
             self._ahead.append(message)
@@ -165,13 +169,13 @@ class PrefillWorker:
             engine.ignore()
 
     def _offload(self, _: str, message: Offload) -> None:
-        if message.life == self.engine.life:
+        if message.incarnation == self.engine.incarnation:
             self.offload(message)
         else:
             self.engine.ignore()
 
     def _abort(self, _: str, message: Abort) -> None:
-        if self._ahead and not self.engine.life:
+        if self._ahead and not self.engine.incarnation:
             self._ahead.append(message)
         else:
             self.mover.abort(message.room)

@@ -56,7 +56,7 @@ class RankProcess:
     `Deployment.deadline` seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it
     and not this one: it is told why, and not heard any more.
 
-    *ignored* counts messages that came too late to mean anything: those about rooms and lives that are over.
+    *ignored* counts messages that came too late to mean anything: those about rooms and incarnations that are over.
 
     Life: `run` subscribes to messages and starts `watch`, and ends when `ended` is triggered, by `end` or by `fail`;
     its value is `report`.  All handlers run on the clock, one at a time.
@@ -200,11 +200,11 @@ class Mover(Protocol):
     def begin(self) -> None:
         """Begin to listen: the rank has begun to run."""
 
-    def meet(self, peer: str) -> None:
-        """Get connected to *peer*, a life of an instance of the other side."""
+    def connect_peer(self, peer: str) -> None:
+        """Get connected to *peer*, an incarnation of an instance of the other side."""
 
-    def drop(self, life: str) -> None:
-        """Forget *life*, of the other side, which is given up."""
+    def drop(self, incarnation: str) -> None:
+        """Forget *incarnation*, of the other side, which is given up."""
 
     def progressed(self) -> bool:
         """Return whether bytes move, or have arrived since the last call: a slow link is no stalled one."""
@@ -216,11 +216,11 @@ class Mover(Protocol):
 class Worker(Protocol):
     """What an `EngineRank` asks of the part that works with its mover: `PrefillWorker` or `DecodeWorker`."""
 
-    def meet(self, peer: str) -> None:
-        """Have the mover get connected to *peer*, a life of an instance of the other side."""
+    def connect_peer(self, peer: str) -> None:
+        """Have the mover get connected to *peer*, an incarnation of an instance of the other side."""
 
-    def drop(self, life: str) -> None:
-        """Forget *life*, of the other side, which is given up."""
+    def drop(self, incarnation: str) -> None:
+        """Forget *incarnation*, of the other side, which is given up."""
 
     def working(self) -> bool:
         """As `RankProcess.working`."""
@@ -232,11 +232,11 @@ class Leader(Protocol):
     def begin(self) -> None:
         """Begin to schedule: the rank has begun to run."""
 
-    def meet(self, peer: str) -> None:
-        """Expect requests for *peer*, a life of an instance of the other side."""
+    def connect_peer(self, peer: str) -> None:
+        """Expect requests for *peer*, an incarnation of an instance of the other side."""
 
-    def drop(self, life: str) -> None:
-        """End what waits for *life*, of the other side, which is given up."""
+    def drop(self, incarnation: str) -> None:
+        """End what waits for *incarnation*, of the other side, which is given up."""
 
     def stop(self) -> None:
         """Take no more requests; `end_if_drained` follows."""
@@ -255,11 +255,11 @@ class EngineRank(RankProcess):
     """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
 
     *mover*, *worker* and *scheduler* are its parts.  They are given this rank, register in `handlers` the messages
-    that they take, and are set before it runs.  *life* is the name of the instance's life that this rank is part of,
-    once the router has said so.
+    that they take, and are set before it runs.  *incarnation* is that of its instance, once
+    the router has said so.
 
-    Life: enrols when it runs, learns its life with the first `ConnectPeer`, serves, and ends after `Stop`, or with
-    `PeerLost` when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds
+    Enrols when it runs, learns its incarnation with the first `ConnectPeer`, serves, and ends after `Stop`, or with
+    `PeerLost` when its instance is given up.  *started* tells two processes of the same rank apart: nanoseconds
     on the clock when it was made.
     """
 
@@ -270,12 +270,12 @@ class EngineRank(RankProcess):
         super().__init__(rank, job)
         self.instance = instance
         self.index = index
-        self.life = ""
-        self.incarnation = int(rank.clock.now * 1e9)
+        self.incarnation = ""
+        self.started = int(rank.clock.now * 1e9)
         self.scheduler: Leader | None = None
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
-        self.handlers |= {Gone: self._gone, ConnectPeer: self._meet, Stop: self._stop}
+        self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer, Stop: self._stop}
 
     @property
     def traffic(self) -> LinkTraffic:
@@ -288,7 +288,7 @@ class EngineRank(RankProcess):
         if self.scheduler is not None:
             self.scheduler.begin()
         spec = KvSpec(self.job.page_size, self.job.kv_dtype)
-        self.send(ROUTER, RegisterRank(self.instance, self.index, self.incarnation, spec))
+        self.send(ROUTER, RegisterRank(self.instance, self.index, self.started, spec))
         return (yield from super().run())
 
     def report(self) -> dict[str, Any]:
@@ -323,24 +323,24 @@ class EngineRank(RankProcess):
 
         self.rank.endpoint.notifications.listen(hear)
 
-    def peer_gone(self, life: str) -> None:
-        """See to it that nothing waits for *life*, of an instance of the other side, which is given up."""
-        self.worker.drop(life)
+    def peer_gone(self, incarnation: str) -> None:
+        """See to it that nothing waits for *incarnation*, of an instance of the other side, which is given up."""
+        self.worker.drop(incarnation)
         if self.scheduler is not None:
-            self.scheduler.drop(life)
+            self.scheduler.drop(incarnation)
 
     def end(self, *_: Any) -> None:
         """End this rank in order, and those that follow it."""
         self.send(self.followers, Stop())
         super().end()
 
-    def _meet(self, _: str, message: ConnectPeer) -> None:
-        if message.incarnation == self.incarnation:
-            self.life = message.life
+    def _connect_peer(self, _: str, message: ConnectPeer) -> None:
+        if message.started == self.started:
+            self.incarnation = message.incarnation
             if self.scheduler is not None:
-                self.scheduler.meet(message.peer)
-            self.worker.meet(message.peer)
-        else:  # meant for an earlier life of this rank, whose instance is over
+                self.scheduler.connect_peer(message.peer)
+            self.worker.connect_peer(message.peer)
+        else:  # meant for an earlier incarnation of this rank, whose instance is over
             self.ignore()
 
     def _stop(self, sender: str, _: Stop) -> None:
@@ -360,11 +360,11 @@ class EngineRank(RankProcess):
     def _gone(self, _: str, message: Gone) -> None:
         # A rank that was started after the loss is not meant.
         if instance_of(message.instance) != self.instance:
-            if self.life:
+            if self.incarnation:
                 self.peer_gone(message.instance)
-            else:  # meant for an earlier life of this rank: this one has met nobody
+            else:  # meant for an earlier incarnation of this rank: this one is connected to nobody
                 self.ignore()
-        elif self.incarnation <= message.until:
+        elif self.started <= message.until:
             self.fail(PeerLost(f"{self.instance} is given up ({message.reason}), and {self.rank.name} with it"))
         else:
             self.ignore()

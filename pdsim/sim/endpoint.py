@@ -70,7 +70,7 @@ class SimEndpoint:
     ) -> None:
         self.name = name
         self.site = site
-        self.life = fabric.clock.now
+        self.born = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
         self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
         self.inbound_peers = InboundPeers(fabric.clock, clock, DETECTION)
@@ -124,7 +124,7 @@ class SimEndpoint:
     def address(self) -> bytes:
         """Return JSON: this rank's name, its engine and the regions registered so far."""
         self._check_open()
-        return msgspec.json.encode(EndpointAddress(self.name, self.engine, list(self.regions), self.life))
+        return msgspec.json.encode(EndpointAddress(self.name, self.engine, list(self.regions), self.born))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
@@ -138,7 +138,7 @@ class SimEndpoint:
         except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
         remote: SimEndpoint | None = self._fabric.endpoints.get(there.rank)
-        if remote is None or remote.ended is not None or remote.life != there.life:
+        if remote is None or remote.ended is not None or remote.born != there.born:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
@@ -175,7 +175,7 @@ class SimEndpoint:
         return SimWriteSequence(self._clock, self, foresee, peer, batches, notify, label, progress).start()
 
     def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds when no life of *peer* that has connected here can move bytes any more.
+        """Return an event that succeeds when no connected incarnation of *peer* can move bytes any more.
 
         That is `DETECTION` after the end of the last of them; at once if none has connected, or all are over that
         long.
@@ -472,7 +472,7 @@ class Initiator:
 
 
 class InboundPeers:
-    """The lives of peers that have connected to one endpoint and whose end it has not noticed.
+    """The incarnations of peers that have connected to one endpoint and whose end it has not noticed.
 
     Their ends happen on the job's clock *hardware* and are noticed *detection* seconds later; who waits for them
     waits on *clock*, the rank's own.
@@ -482,20 +482,20 @@ class InboundPeers:
         self._hardware = hardware
         self._clock = clock
         self._detection = detection
-        self._lives: dict[str, list[SimEndpoint]] = {}  # by rank
+        self._incarnations: dict[str, list[SimEndpoint]] = {}  # by rank
         self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
 
     def add(self, remote: SimEndpoint) -> None:
         """Take note that *remote* has connected here."""
-        self._lives.setdefault(remote.name, []).append(remote)
+        self._incarnations.setdefault(remote.name, []).append(remote)
 
     def end(self, remote: SimEndpoint) -> None:
         """Notice the end of *remote* later, if it has connected here."""
-        if remote.name in self._lives and remote.ended is not None:
+        if remote.name in self._incarnations and remote.ended is not None:
             self._hardware.call_at(remote.ended + self._detection, self._part, remote.name)
 
     def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds when the end of all lives of *peer* is noticed, at once if there is none."""
+        """Return an event that succeeds when the ends of all incarnations of *peer* are noticed, at once if none."""
         event = self._clock.event()
         self._waiting.setdefault(peer, []).append(event)
         self._part(peer)
@@ -503,11 +503,13 @@ class InboundPeers:
 
     def _part(self, peer: str) -> None:
         now = self._hardware.now
-        lives = [
-            life for life in self._lives.pop(peer, ()) if life.ended is None or now < life.ended + self._detection
+        incarnations = [
+            endpoint
+            for endpoint in self._incarnations.pop(peer, ())
+            if endpoint.ended is None or now < endpoint.ended + self._detection
         ]
-        if lives:
-            self._lives[peer] = lives
+        if incarnations:
+            self._incarnations[peer] = incarnations
             return
         for event in self._waiting.pop(peer, ()):
             event.succeed()

@@ -154,19 +154,19 @@ APART = 1e-9
 class ScheduledArrivals:
     """What comes at times that are known, without an event for each."""
 
-    __slots__ = ("acted", "met", "times")
+    __slots__ = ("acted", "passed", "times")
 
     def __init__(self) -> None:
         self.times: list[float] = []
         """When, in order."""
-        self.met = 0
+        self.passed = 0
         """How many of them the rank has acted upon, or will."""
         self.acted = 0.0
         """When it acts upon the last of those."""
 
 
 class HostLatency:
-    """One life of one rank; a rank that has just started is not idle."""
+    """One incarnation of one rank; a rank that has just started is not idle."""
 
     __slots__ = ("_coming", "_idle_after", "_idle_wake", "_last", "_wake", "instant")
 
@@ -182,7 +182,7 @@ class HostLatency:
     def acts(self, now: float) -> float:
         """Return when it acts upon what comes at *now*; calls are in the order of time."""
         if self._coming:
-            self._meet(now)
+            self._catch_up(now)
         return self._acts_at(now)
 
     def _acts_at(self, now: float) -> float:
@@ -198,31 +198,31 @@ class HostLatency:
 
     def conclude(self, series: ScheduledArrivals, count: int, now: float) -> float:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
-        self._meet(now)
+        self._catch_up(now)
         self._coming.remove(series)
-        while series.met < count:
+        while series.passed < count:
             self._act(series)
         return series.acted
 
-    def _meet(self, now: float) -> None:
+    def _catch_up(self, now: float) -> None:
         waiting, many = [], 0
         for series in self._coming:
-            end, met = bisect_left(series.times, now, series.met), series.met
-            if end > met:
+            end, passed = bisect_left(series.times, now, series.passed), series.passed
+            if end > passed:
                 waiting.append((series, end))
-                many += end - met
+                many += end - passed
         if many > MANY:
             self._skip(waiting)
         if len(waiting) == 1:
             series, end = waiting[0]
-            while series.met < end:
+            while series.passed < end:
                 self._act(series)
             return
         while waiting:
             first, at = None, now
             for series, _ in waiting:
-                if series.met < len(series.times) and series.times[series.met] < at:
-                    first, at = series, series.times[series.met]
+                if series.passed < len(series.times) and series.times[series.passed] < at:
+                    first, at = series, series.times[series.passed]
             if first is None:
                 return
             self._act(first)
@@ -232,29 +232,29 @@ class HostLatency:
         # as it takes to wake from the cold, on the first.
         kept, ends, last = inf, [], -inf  # *last*: of those skipped
         for series, end in waiting:
-            kept = min(kept, series.times[max(end - 2, series.met)])
+            kept = min(kept, series.times[max(end - 2, series.passed)])
         for series, end in waiting:
-            skipped = bisect_left(series.times, kept, series.met, end)
+            skipped = bisect_left(series.times, kept, series.passed, end)
             ends.append((series, skipped))
-            if skipped > series.met:
+            if skipped > series.passed:
                 last = max(last, series.times[skipped - 1])
         if kept - last < APART or last == -inf:
             return
         if self._idle_wake:
             begun = waiting[0][0]
             for series, _ in waiting:
-                if series.times[series.met] < begun.times[begun.met]:
+                if series.times[series.passed] < begun.times[begun.passed]:
                     begun = series
             pause = begun.times[1] - begun.times[0] if len(begun.times) > 1 else inf
-            if pause > self._idle_after or kept - begun.times[begun.met] < self._idle_wake + APART:
+            if pause > self._idle_after or kept - begun.times[begun.passed] < self._idle_wake + APART:
                 return
         for series, end in ends:
-            series.met = end
+            series.passed = end
         self._last = max(self._last, last + self._wake)
 
     def _act(self, series: ScheduledArrivals) -> None:
-        series.acted = self._acts_at(series.times[series.met])
-        series.met += 1
+        series.acted = self._acts_at(series.times[series.passed])
+        series.passed += 1
 
 
 class NotificationInbox:

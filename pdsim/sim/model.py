@@ -361,7 +361,7 @@ class _ModelJob:
         self._end(name, error=f"{type(error).__name__}: {error}")
 
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
-        # A rank that had ended before, and was started again, has the transfers of all its lives.
+        # A rank that had ended before, and was started again, has the transfers of all its incarnations.
         member = self._live.pop(name)
         member.end(by_force)
         if self._groups is not None:

@@ -139,7 +139,7 @@ class Network:
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
         if self.foreseen:
-            self.foreseen.meet(path, size)
+            self.foreseen.interrupt(path, size)
         flow = Flow(path, size, done, tag)
         self._flows += 1
         if size == 0.0 or path.unlimited:
@@ -237,9 +237,9 @@ class Network:
 
     def _change(self, path: Path) -> None:
         if self._alone:
-            met = [other for link in path.live for other in link.active if other in self._alone]
-            if met:
-                self._take_back(met)
+            affected = [other for link in path.live for other in link.active if other in self._alone]
+            if affected:
+                self._take_back(affected)
         self._changed[path] = None
         self._wait()
 
@@ -497,11 +497,11 @@ class Foreseen:
         for _, end in guests:
             if _hits(plan, end):
                 return False
-        met = [other for other in self._beside(links) if _meet(plan, other)]
-        if met:
-            group = list(dict.fromkeys(member for other in met for member in other.group))
+        affected = [other for other in self._beside(links) if _overlap(plan, other)]
+        if affected:
+            group = list(dict.fromkeys(member for other in affected for member in other.group))
             if guests or not self._join(plan, group):
-                self.cut(met)
+                self.cut(affected)
                 return False
         for path, _ in guests:
             self._guests.setdefault(path, []).append(plan)
@@ -569,24 +569,24 @@ class Foreseen:
                 found[link] = found.get(link, 0.0) + nbytes
         return found
 
-    def meet(self, path: Path, size: float) -> None:
-        """Cut the plans that a flow of *size* bytes meets that is about to start over *path*."""
+    def interrupt(self, path: Path, size: float) -> None:
+        """Cut the plans that will share a link with a flow of *size* bytes that starts now over *path*."""
         links, now = path.live, self._network.clock.now
-        met: dict[Plan, None] = {}
+        affected: dict[Plan, None] = {}
         if self._guests:
             for guest in {other for link in links for other in link.active if other in self._guests}:
-                met |= dict.fromkeys(self._guests.pop(guest))  # whatever its rate will be now
+                affected |= dict.fromkeys(self._guests.pop(guest))  # whatever its rate will be now
         plans = self._beside(links)
         if plans:
             level = min((_free(path, link) for link in links), default=inf)
             if path.repeats or self._network.alone_on(links, now) != [] or not 0.0 < level < inf:
-                met |= plans
+                affected |= plans
             else:
                 end = now + size / level
-                met |= {plan: None for plan in plans if _hits(plan, end, now)}
+                affected |= {plan: None for plan in plans if _hits(plan, end, now)}
                 self._guests = {other: found for other, found in self._guests.items() if other.flows}
                 self._guests[path] = list(plans)
-        self.cut(met)
+        self.cut(affected)
 
     def cut(self, plans: Iterable[Plan] | None = None) -> None:
         """Cut *plans*, by default all, and those in lockstep with them.
@@ -630,7 +630,7 @@ def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
     return first < len(plan.begins) and bool(plan.begins[first] <= end)
 
 
-def _meet(plan: Plan, other: Plan) -> bool:
+def _overlap(plan: Plan, other: Plan) -> bool:
     if plan.first > other.last or plan.last < other.first:
         return False
     # the first of the other's that does not end before; there is none for those of the plan that begin last

@@ -285,18 +285,18 @@ class Topology:
 class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `pdsim.sim.endpoint.SimEndpoint.address` says, as JSON.
 
-    An address is good for one life of a rank; whoever connects with an older one gets `PeerLost`.
+    An address is good for one incarnation of a rank; whoever connects with an older one gets `PeerLost`.
     """
 
     rank: str
     engine: str
     regions: list[Region]
-    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
+    born: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
     def __post_init__(self) -> None:
         """Have an address of the start as many bytes from a compiled clock, which begins at 0.0 and not at 0."""
-        if not self.life:
-            msgspec.structs.force_setattr(self, "life", 0)
+        if not self.born:
+            msgspec.structs.force_setattr(self, "born", 0)
 
 
 RATES = 8

@@ -203,7 +203,7 @@ class Remote(Protocol):
 class Connection:
     """From the initiator *owner* to a peer: the peer's endpoint, and the queue of what is posted to it.
 
-    A connection is to one life of the peer: one that is started again is another endpoint, to be connected anew.
+    A connection is to one incarnation of the peer: one that is started again is another endpoint.
     """
 
     __slots__ = ("owner", "remote", "send_queue")

@@ -6,7 +6,7 @@ import pytest
 from pdsim.testing import programs
 from pdsim.testing.programs import MiB
 
-KILL = 2.0  # seconds after the start: long after everyone has met
+KILL = 2.0  # seconds after the start: long after all are connected
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])

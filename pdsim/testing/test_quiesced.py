@@ -4,7 +4,7 @@
 from pdsim.testing import programs
 from pdsim.testing.programs import MiB
 
-KILL = 2.0  # seconds after the start: long after everyone has met
+KILL = 2.0  # seconds after the start: long after all are connected
 
 
 def test_after_the_proof_no_byte_of_a_killed_writer_arrives(job, request):

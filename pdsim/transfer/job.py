@@ -148,7 +148,7 @@ class Target(Protocol):
         """Run *ranks* until all have ended.
 
         *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
-        endpoints of their own; both are name to seconds after the start.  A rank's result is that of its last life.
+        endpoints of their own; both are name to seconds after the start.  Results are of last incarnations.
         """
 
     def using(self, engine: Engine) -> Target:

@@ -135,7 +135,7 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
     end the run: the recorder has it.
 
-    Its life; `pdsim.sim.transfers` and `backends.base.endpoint` use the same names for the transitions::
+    Its states; `pdsim.sim.transfers` and `backends.base.endpoint` use the same names for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐
@@ -313,7 +313,7 @@ def check_sides(rank: str, peer: Peer, batch: Batch, *, write: bool) -> tuple[Re
 class Endpoint(Protocol):
     """One rank's way to move bytes.
 
-    The life of an endpoint: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then
+    In this order: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then
     `write` and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what
     it does by notifications.
 
@@ -395,8 +395,8 @@ class Endpoint(Protocol):
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
 
-        It is about every life of that rank that has connected to this endpoint: each has ended, or has closed its
-        endpoint with nothing under way, and what it had sent has landed or is lost.  With none it succeeds at once.
+        It is about every incarnation of that rank that has connected to this endpoint: each has ended, or has closed
+        its endpoint with nothing under way, and what it sent has landed or is lost.  With none it succeeds at once.
 
         Where a writer is gone and cannot say `Transfer.settled`, this is the owner's only proof that memory may be
         handed out again.  It may never come: silence is no proof, and not every engine can tell what lies in its
@@ -431,7 +431,7 @@ class Channel(Protocol):
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
 
     def refuse(self, sender: str) -> None:
-        """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
+        """Count a message of *sender* as refused and drop its connection: no more of its messages is received."""
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
         """Call *handler*, which must not raise, with every `Message` from now on, instead of `receive`.

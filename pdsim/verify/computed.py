@@ -46,7 +46,7 @@ class ComputedChecker:
         self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
         self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
         self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
-        self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this life
+        self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
 
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""

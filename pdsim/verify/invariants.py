@@ -4,7 +4,7 @@
 They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.sim.faults.Observer`.  The model tells it of messages and
 transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the
 instant at which bytes land (`pdsim.verify.ownership`), what has been computed (`pdsim.verify.computed`), and
-what is left at the end (`pdsim.verify.leaks`).  All of it holds for every life of a rank that is started again.
+what is left at the end (`pdsim.verify.leaks`).  All of it holds for every incarnation of a rank.
 It changes nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job
 has to send.
 """
@@ -97,7 +97,7 @@ class InvariantChecker:
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
         self._preempted: set[int] = set()  # their pages are others than their targets' since
-        self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
+        self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each incarnation of a rank: what it took up
         self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
             Destination: self._on_target,
@@ -125,7 +125,7 @@ class InvariantChecker:
             preemption.preempt = partial(_note, self._preempted, preemption.preempt)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
-        if hasattr(member, "life"):
+        if hasattr(member, "incarnation"):
             self._orders.append((member, order))
         for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
             part = getattr(mover, name, None)
@@ -243,7 +243,7 @@ class InvariantChecker:
         held = 0 if isinstance(target, ReadRequest) else target.held
         if room in self._preempted:
             return  # KV that was computed again or came back from host memory has no contents
-        for name, member in _in_life(self._members, request.decode):
+        for name, member in _in_incarnation(self._members, request.decode):
             contents: Contents = member.mover.receiver.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
@@ -264,7 +264,7 @@ class InvariantChecker:
                     "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
                 )
             elif not incoming.reason:
-                for name, member in _in_life(self._members, incoming.request.decode):
+                for name, member in _in_incarnation(self._members, incoming.request.decode):
                     contents: Contents = member.mover.receiver.contents
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
@@ -272,15 +272,14 @@ class InvariantChecker:
         poll()
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
-        if number in self._targets and self._rooms[number].decode == leader.life:
+        if number in self._targets and self._rooms[number].decode == leader.incarnation:
             self._compare(number, "when decoding begins")
         join(number, *more)
 
     # --- I7 ---
 
     def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
-        # To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may
-        # ask.
+        # To forget a room that it never took up changes nothing; a paused leader of an earlier incarnation may ask.
         original: Callable[[Any], None] = getattr(part, action)
 
         def watch(what: Any) -> None:
@@ -297,7 +296,7 @@ class InvariantChecker:
         # Two ranks are compared up to the end of the shorter list: one of them may have been stopped sooner.
         for number, (member, order) in enumerate(self._orders):
             for other, theirs in self._orders[number + 1 :]:
-                if member.life and member.life == other.life:
+                if member.incarnation and member.incarnation == other.incarnation:
                     one, two = member.rank.name, other.rank.name
                     pairs = zip(order, theirs, strict=False)  # one may have been stopped sooner
                     for mine, its in ((mine, its) for mine, its in pairs if mine != its):
@@ -323,9 +322,9 @@ class InvariantChecker:
         return next(iter(self._members.values())).clock.now if self._members else 0.0
 
 
-def _in_life(members: Mapping[str, Any], life: str) -> Iterator[tuple[str, Any]]:
+def _in_incarnation(members: Mapping[str, Any], incarnation: str) -> Iterator[tuple[str, Any]]:
     for name, member in members.items():
-        if getattr(member, "life", "") == life:
+        if getattr(member, "incarnation", "") == incarnation:
             yield name, member
 
 

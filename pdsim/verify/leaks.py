@@ -8,8 +8,8 @@ no other list of what may be kept, so that nothing which is added to the protoco
 * Nothing may be left of a room, and nothing may have grown,
 * but tables of peers, whose keys are names: once a rank was lost, or if not all pairs were connected when requests
   began, or of a rank without a part in a pair, which nobody waits for, they may hold what they did not before.  They
-  may name only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no
-  more of each than an instance has ranks.
+  may name only ranks and instances that there are, each of them once whichever of its incarnations is meant, and
+  keep no more of each than an instance has ranks.
 * No more memory may be registered than at the start.
 * No tokens may be outstanding at an instance, by the router's account.
 """
@@ -48,7 +48,7 @@ class LeakChecker:
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
         self._regions: dict[str, int] = {}  # by rank
-        self._lost = False  # a rank has ended, or was met later than the first request came
+        self._lost = False  # a rank has ended, or was connected later than the first request came
         self._late: set[str] = set()  # ranks of prefill that nobody reads, or writes from, and that heard of it late
         self._began = False
 
@@ -61,7 +61,7 @@ class LeakChecker:
             self._regions[name] = _regions(member)
 
     def lost(self) -> None:
-        """Take note that a rank has ended: others remember that, and meet it again if it is started again."""
+        """Take note that a rank has ended: others remember that, and connect to it again if it restarts."""
         self._lost = True
 
     def begin(self) -> None:
@@ -73,8 +73,8 @@ class LeakChecker:
                 self._lost |= not all(registry.linked(*pair) for pair in pairs)
                 others = registry.decodes.names
                 workers = {name: getattr(each, "worker", None) for name, each in self._members.items()}
-                met = {name: len(getattr(worker, "met", others)) for name, worker in workers.items()}
-                self._late = {name for name, count in met.items() if count < len(others)}
+                connected = {name: len(getattr(worker, "peers", others)) for name, worker in workers.items()}
+                self._late = {name for name, count in connected.items() if count < len(others)}
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
@@ -98,8 +98,7 @@ class LeakChecker:
         self._check_load(name, member)
 
     def _is_of_peers(self, container: Any) -> bool:
-        # An instance that was lost and has come back is met anew, so what names the life of a peer may be larger
-        # than before.
+        # An instance that was lost and has come back is connected anew, so a container of incarnations may grow.
         named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
         if not all(isinstance(name, str) for names in named for name in names):
             return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose memory is touched: watches pages, state rows, metadata and staging slots for the invariant checker.
 
-At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own life is
-asked whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for nobody hands
-that memory out any more, until the last rank of its life has ended.
+At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own
+incarnation is asked whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for
+nobody hands that memory out any more, until the last rank of its incarnation has ended.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class OwnershipChecker:
         self._report = report
         self._computed = computed
         self._members: dict[str, Any] = {}
-        self._leaders: dict[str, list[Any]] = {}  # of all lives, by the rank's name
+        self._leaders: dict[str, list[Any]] = {}  # of all incarnations, by the rank's name
         self._gathers: dict[int, tuple[Batch, int]] = {}  # copies under way by identity, and their rooms
 
     def joined(self, member: Any) -> None:
-        """Watch *member*, a rank's program, in place of an earlier life of that rank."""
+        """Watch *member*, a rank's program, in place of an earlier incarnation of that rank."""
         name = member.rank.name
         self._members[name] = member
         if getattr(member, "scheduler", None) is not None:
@@ -87,9 +87,9 @@ class OwnershipChecker:
         return watch
 
     def _leader(self, rank: str) -> Any:
-        life = self._members[rank].life
+        incarnation = self._members[rank].incarnation
         known = self._leaders.get(f"{rank.partition('.')[0]}.0", ())
-        return next((leader for leader in known if life and leader.life == life), None)
+        return next((leader for leader in known if incarnation and leader.incarnation == incarnation), None)
 
     def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
         layout = self._members[rank].mover.layout
@@ -98,7 +98,7 @@ class OwnershipChecker:
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
         leader = self._leader(rank)
         if leader is None:
-            self._report("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
+            self._report("I3", f"room {room} {verb} {rank}, which is in no incarnation of its instance")
             return
         if hasattr(leader.mover, "sender"):
             self._check_computed(verb, leader, layout, room, rank, offsets, sizes)

@@ -180,12 +180,12 @@ def test_a_campaign_that_is_told_to_end_while_its_processes_are_started_ends_for
             left.kill()
 
 
-def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_next():
+def test_what_was_meant_for_an_earlier_incarnation_of_a_decode_rank_is_not_kept_by_the_next():
     """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
     trial = FaultTrial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PushDecode, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, life=self.engine.life))
+        original(self, sender, changed(message, incarnation=self.engine.incarnation))
 
     with patched((mutated(takes_any, PushDecode, "_arrive"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
@@ -193,28 +193,28 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
 
 
 def test_a_rank_that_is_ready_for_a_decode_instance_that_was_lost_since_is_not_counted():
-    """D6: four of 20,000 scenarios kept what a follower had said of a life that its leader knew to be over."""
+    """D6: four of 20,000 scenarios kept what a follower said of an incarnation that its leader knew to be over."""
     assert not FaultTrial(11647, 1, 0.4, frozenset(KINDS) - {"delays", "kills", "restarts"}).run().violations
 
 
-def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_started_again():
+def test_a_forward_of_an_earlier_incarnation_begins_nothing_at_a_follower_that_was_started_again():
     """D7: three of 20,000 scenarios kept a room whose leader was gone before its follower had been told of it."""
     trial = FaultTrial(14487, 50, 0.4, SINCE | frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PrefillWorker, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, life=self.engine.life))
+        original(self, sender, changed(message, incarnation=self.engine.incarnation))
 
     with patched((mutated(takes_any, PrefillWorker, "_forward"),)):
         assert trial.run().violations[0].invariant == "I8"  # what is left of the room is found by the probe, too
     assert not trial.run().violations
 
 
-def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_not_kept_by_the_next():
+def test_pages_that_were_reserved_for_an_earlier_incarnation_of_a_prefill_instance_are_not_kept_by_the_next():
     """D8: one of 20,000 scenarios kept where to write a room that its prefill leader would never be given."""
     trial = FaultTrial(18620, 11, 0.4, SINCE | frozenset({"late", "slow", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PushPrefillLeader, sender: str, message: Any) -> None:
-        original(self, sender, changed(message, life=self._engine.life))
+        original(self, sender, changed(message, incarnation=self._engine.incarnation))
 
     with patched((mutated(takes_any, PushPrefillLeader, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
@@ -258,7 +258,7 @@ def test_a_request_ends_when_the_instance_that_is_asked_about_it_is_lost_too():
     assert (done.violations, done.statuses) == ([], {"ok": 4, "PeerLost": 1})
 
 
-def test_a_paused_leader_of_an_earlier_life_may_ask_to_forget_what_the_next_life_never_had():
+def test_a_paused_leader_of_an_earlier_incarnation_may_ask_to_forget_what_the_next_incarnation_never_had():
     kinds = frozenset(KINDS) - {"kills", "late", "pauses", "restarts"}
     assert not FaultTrial(100416, 9, 0.4, kinds).run().violations
 
@@ -366,10 +366,14 @@ def test_every_setting_of_the_protocol_is_drawn_or_named_with_a_reason():
 @pytest.mark.parametrize(
     ("seed", "requests", "kinds"),
     [
-        (2012845, 1, {"layouts", "losses", "pulls", "restarts", "silences"}),  # what a reader counted of a lost life
+        (
+            2012845,
+            1,
+            {"layouts", "losses", "pulls", "restarts", "silences"},
+        ),  # what a reader counted of a lost incarnation
         (2014735, 45, {"aborts", "delays", "kills", "losses", "pulls", "restarts", "scatter", "silences"}),
         (3057851, 50, {"edges", "full", "grows", "hosts", "kills", "nodes", "pulls", "restarts", "together"}),
-    ],  # of two lives of a rank the earlier introduction came later; a router's queue may outlast a lease
+    ],  # of two incarnations of a rank the earlier introduction came later; a router's queue may outlast a lease
 )
 def test_what_the_campaign_of_pulled_handoffs_found_is_mended(seed: int, requests: int, kinds: set[str]):
     assert not FaultTrial(seed, requests, 0.4, frozenset(KINDS) - kinds).run().violations

@@ -35,8 +35,12 @@ def causes(
     **changes: Any,
 ) -> tuple[Causes, Outcome]:
     """Return what explains failures of requests as in *rows*: prefill, begin, decode, end and status of each."""
-    lives = [[end, [[start, 1 + n, p, d]]] for n, (p, start, d, end, _) in enumerate(rows)]
-    value = {"rows": [[p, d, 0, status] for p, _, d, _, status in rows], "lives": lives, "probes": list(probes)}
+    histories = [[end, [[start, 1 + n, p, d]]] for n, (p, start, d, end, _) in enumerate(rows)]
+    value = {
+        "rows": [[p, d, 0, status] for p, _, d, _, status in rows],
+        "histories": histories,
+        "probes": list(probes),
+    }
     ranks = {name: RankResult(name, error="Killed" if name in dead else "") for name in RANKS}
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value), **ranks}, 20.0)
     found = Causes(scenario(**changes))

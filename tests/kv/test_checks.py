@@ -40,12 +40,12 @@ def scheduling() -> Any:
     return SimpleNamespace(pages=pages, handoff=handoff, rooms={})
 
 
-def leader(life: str) -> Any:
-    return member("decode0.0", life=life, mover=SimpleNamespace(layout=LAYOUT), scheduler=scheduling())
+def leader(incarnation: str) -> Any:
+    return member("decode0.0", incarnation=incarnation, mover=SimpleNamespace(layout=LAYOUT), scheduler=scheduling())
 
 
-def follower(life: str) -> Any:
-    return member("decode0.1", life=life, mover=SimpleNamespace(layout=LAYOUT))
+def follower(incarnation: str) -> Any:
+    return member("decode0.1", incarnation=incarnation, mover=SimpleNamespace(layout=LAYOUT))
 
 
 def landed(owners: OwnershipChecker, room: int, offset: int) -> None:
@@ -61,7 +61,7 @@ def found() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
-    """Return the owners of a group whose leader, in its first life, gave page 0 and slot 1 to room 7 and died."""
+    """Return the owners of a group whose leader, in its first incarnation, gave page 0 and slot 1 to room 7."""
     owners = ownership(found)
     first = leader("decode0@1")
     first.scheduler.pages.pool.allocate(7, 1)
@@ -85,10 +85,12 @@ def test_what_it_did_not_own_is_nobodys(owners: OwnershipChecker, found: list[An
     assert found == [("I3", "room 7 landed on kv row 1 of decode0.1, which is nobody's")]
 
 
-def test_a_rank_of_a_new_life_is_not_written_before_it_has_met_anyone(owners: OwnershipChecker, found: list[Any]):
+def test_a_rank_of_a_new_incarnation_is_not_written_before_it_has_met_anyone(
+    owners: OwnershipChecker, found: list[Any]
+):
     owners.joined(follower(""))
     landed(owners, 7, 0)
-    assert found == [("I3", "room 7 landed on decode0.1, which is in no life of its instance")]
+    assert found == [("I3", "room 7 landed on decode0.1, which is in no incarnation of its instance")]
 
 
 @pytest.mark.parametrize("buffer", range(10))
@@ -106,7 +108,7 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     owners = ownership(found)
     sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
     mover = SimpleNamespace(layout=LAYOUT, sender=sender)
-    prefill = member("prefill0.0", life="prefill0@1", mover=mover, scheduler=scheduling())
+    prefill = member("prefill0.0", incarnation="prefill0@1", mover=mover, scheduler=scheduling())
     prefill.scheduler.pages.pool.allocate(7, 1)
     owners.joined(prefill)
     pool, block = (
@@ -154,7 +156,7 @@ def test_a_table_of_peers_may_have_grown_once_one_was_lost_and_not_before(table:
 @pytest.mark.parametrize(
     "table",
     [{"decode0@1", "decode0@2"}, {"decode2@1"}, {"decode0@1": [1, 2, 3]}, [3.5], {("prefill0", "decode7")}],
-    ids=["two lives of one instance", "nobody", "more than it has ranks", "no names", "a pair with nobody"],
+    ids=["two incarnations of one instance", "nobody", "more than it has ranks", "no names", "a pair with nobody"],
 )
 def test_what_is_no_table_of_peers_may_not(table: Any):
     assert left(table) == [f"prefill0.0.table still has {len(table)} entries when all is over"]

@@ -40,6 +40,7 @@ from tests.mutants.defects import (
     Change,
     complete_with_the_first,
     concluded_once,
+    connects_as_another,
     counted_as_done,
     counted_by_tp,
     counted_for_ever,
@@ -60,7 +61,6 @@ from tests.mutants.defects import (
     knows_no_abort,
     lose_unnoticed,
     maximum,
-    meets_as_another,
     mutated,
     not_waited_for,
     nothing,
@@ -284,8 +284,8 @@ MUTANTS = (
            (mutated(counted_for_ever, router.OutstandingTokens, "uncount"),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
-    Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
-           (mutated(meets_as_another, EngineRank, "_meet"),), both_back),
+    Mutant("O6", "a rank takes an introduction that is meant for the incarnation before it", "I9",
+           (mutated(connects_as_another, EngineRank, "_connect_peer"),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
            (mutated(sends_incomplete_pages, PrefillScheduler, "_chunk"),)),
     Mutant("S2", "the last token of a request is never computed", "I10",
@@ -341,10 +341,10 @@ IMPOSSIBLE = {
 """Hazards that cannot be written down as a change of our code, and why."""
 
 BY_TEST = {
-    "S9": ("an end-of-room message for an earlier life is counted",
-           "tests/serving/test_stale_destinations.py::test_an_arrival_for_an_earlier_life_is_not_counted",
-           "it has to be sent between the end of one life and the news of it, to a rank that is back by then; 2,000 "
-           "scenarios with ranks that are back at once show none"),
+    "S9": ("an end-of-room message for an earlier incarnation is counted",
+           "tests/serving/test_stale_destinations.py::test_an_arrival_for_an_earlier_incarnation_is_not_counted",
+           "it has to be sent between an incarnation's end and the news of it, to a rank that is back by then: "
+           "2,000 scenarios with ranks that are back at once show none"),
     "S14": ("a forgotten room is scattered",
             "tests/kv/test_landing.py::test_a_forgotten_room_keeps_its_slot_until_it_is_returned_and_is_not_scattered",
             "decode forgets a room when it is proven that no write of it moves, so none arrives later"),

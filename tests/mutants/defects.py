@@ -36,12 +36,12 @@ from pdsim.transfer import Transfer
 Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
 
 
-# --- lives ---------------------------------------------------------------------------------------------------------
+# --- incarnations --------------------------------------------------------------------------------------------------
 
 
-def meets_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
-    """Take an introduction for one's own, whichever life of this rank it is meant for."""
-    original(self, sender, changed(message, incarnation=self.incarnation))
+def connects_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
+    """Take an introduction for one's own, whichever incarnation of this rank it is meant for."""
+    original(self, sender, changed(message, started=self.started))
 
 
 # --- statuses and counting -----------------------------------------------------------------------------------------
@@ -295,17 +295,17 @@ class Unraised(Exception):
 
 def counts_messages(self: Any, _: int, message: Any) -> None:
     """A rank that says twice that it is ready stands for another one that is not."""
-    ready = self.readiness._ready.setdefault((message.life, message.peer), set())
+    ready = self.readiness._ready.setdefault((message.incarnation, message.peer), set())
     ready.add(len(ready))
     if len(ready) == self._scheduler.job.prefill.size:
         self._engine.send(ROUTER, message)
 
 
-def gone_by_prefix(self: PrefillScheduler, life: str) -> None:
-    """Give up the rooms of every instance whose name begins like that of *life*."""
-    for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(life))]:
+def gone_by_prefix(self: PrefillScheduler, incarnation: str) -> None:
+    """Give up the rooms of every instance whose name begins like that of *incarnation*."""
+    for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(incarnation))]:
         self._give_up(room)
-    self.handoff.drop(life)
+    self.handoff.drop(incarnation)
 
 
 def kills_the_second(seed: int, ranks: list[str], span: float) -> dict[str, float]:
@@ -336,7 +336,7 @@ SLOW_WIRE = (
 
 
 def overtaken(self: Any, rank: int, message: Any) -> None:
-    if message.peer not in self._scheduler.worker.met:
+    if message.peer not in self._scheduler.worker.peers:
         self._engine.ignore()
     else:
         COUNT_READY(self, rank, message)

@@ -1,4 +1,4 @@
-"""Changes of our code that an earlier trial did not see: incomplete pages, lost failures, leaks, lives mixed up."""
+"""Changes that an earlier trial did not see: incomplete pages, lost failures, leaks, mixed-up incarnations."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
 
 
 def never_ready_again(original: Any, self: PushPrefillLeader, rank: int, message: Any) -> None:
-    """Do not become ready in a second life."""
-    if epoch_of(message.life) < 2:
+    """Do not become ready in a second incarnation."""
+    if epoch_of(message.incarnation) < 2:
         original(self, rank, message)
 
 

@@ -145,7 +145,7 @@ def test_an_instance_that_starts_again_serves_again(instance: str, later: float)
     outcome = serve(requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, **side)
     found = statuses(outcome)
     assert found[:9] == ["ok"] * 9
-    assert found[-10:] == ["ok"] * 10  # served by the new life
+    assert found[-10:] == ["ok"] * 10  # served by the new incarnation
     assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
@@ -156,13 +156,13 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     lost = [status for status in statuses(outcome) if status != "ok"]
     assert set(lost) <= {"PeerLost: prefill0.0 was started again", "PeerLost: no connected instance is left",
                          "PeerLost: no prefill instance is left"}  # fmt: skip
-    # met anew when the decode rank's proof is there, `DETECTION` after the kill
+    # connected anew when the decode rank's proof is there, `DETECTION` after the kill
     again = [row for row in rows(outcome) if row["status"] == "ok" and row["reserved"] > 0.5]
     assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
 
 
-# the side that is a little behind is there, but has not enrolled, when the router has the other one meet its dead
-# life
+# the side that is a little behind is there, but has not enrolled, when the router has the other connect to its dead
+# incarnation
 @pytest.mark.parametrize("first", ["prefill0", "decode0", ""])
 @pytest.mark.parametrize("deadline", [0.5, 2.0])  # the loss is noticed by silence, or by the enrolling
 @pytest.mark.parametrize("tp", [1, 2])
@@ -293,8 +293,8 @@ def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63wha
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> RegisterRank:
-    return RegisterRank(instance, index, incarnation, KvSpec(page_size, "bf16"))
+def enroll(instance: str, index: int, started: int = 0, page_size: int = 16) -> RegisterRank:
+    return RegisterRank(instance, index, started, KvSpec(page_size, "bf16"))
 
 
 def test_an_instance_is_formed_when_every_place_is_taken():
@@ -305,11 +305,11 @@ def test_an_instance_is_formed_when_every_place_is_taken():
 
 def test_a_rank_that_enrols_again_counts_once():
     table = Bootstrap({"prefill0": 2})
-    assert not any(table.enroll(enroll("prefill0", 0, incarnation)) for incarnation in (0, 0, 5, 9, 5))
+    assert not any(table.enroll(enroll("prefill0", 0, started)) for started in (0, 0, 5, 9, 5))
     assert table.enroll(enroll("prefill0", 1))
 
 
-def test_a_newer_life_replaces_and_an_older_does_not():
+def test_a_newer_incarnation_replaces_and_an_older_does_not():
     table = Bootstrap({"prefill0": 1})
     table.enroll(enroll("prefill0", 0, 5))
     assert [table.replaces(enroll("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]

@@ -166,7 +166,7 @@ def test_an_instance_that_starts_again_serves_again(instance: str, later: float)
     )
     found = statuses(outcome)
     assert found[:9] == ["ok"] * 9
-    assert found[-10:] == ["ok"] * 10  # served by the new life
+    assert found[-10:] == ["ok"] * 10  # served by the new incarnation
     assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 

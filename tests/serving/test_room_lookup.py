@@ -18,7 +18,7 @@ from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 
 
 class Bench:
-    """A finder whose questions are answered *after* some seconds from what *lives* says then."""
+    """A finder whose questions are answered *after* some seconds from what *incarnations* says then."""
 
     def __init__(self, after: float = 0.25) -> None:
         self.clock = Clock()
@@ -44,8 +44,8 @@ class Bench:
     def add(self, at: float, room: int) -> None:
         self.clock.call_at(at, self.lookup.add, Submit(room, 10, 5, "", "decode0@1"))
 
-    def take(self, at: float, room: int, life: str) -> None:
-        self.clock.call_at(at, lambda _: self.directory.took(room, life), None)
+    def take(self, at: float, room: int, incarnation: str) -> None:
+        self.clock.call_at(at, lambda _: self.directory.took(room, incarnation), None)
 
 
 def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():

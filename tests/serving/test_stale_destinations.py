@@ -1,7 +1,7 @@
 """Where to write is taken from the first `Destination` of a room that waits for one, and from no other.
 
 What comes for a room that has one, that was given up or that is over must neither turn its writes elsewhere nor
-bring it back to life (the stale-metadata guard of SGLang's MORI backend).
+revive it (the stale-metadata guard of SGLang's MORI backend).
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatc
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-def test_an_arrival_for_an_earlier_life_is_not_counted():
+def test_an_arrival_for_an_earlier_incarnation_is_not_counted():
     """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
     counted: list[Arrival] = []
     receiver = SimpleNamespace(take=counted.append)
-    mover = SimpleNamespace(engine=SimpleNamespace(life="decode0@2"), receiver=receiver)
-    stale, mine = (Arrival(life, 1, 0, 1, 4, 0.0, 0.0, 0.0) for life in ("decode0@1", "decode0@2"))
+    mover = SimpleNamespace(engine=SimpleNamespace(incarnation="decode0@2"), receiver=receiver)
+    stale, mine = (Arrival(incarnation, 1, 0, 1, 4, 0.0, 0.0, 0.0) for incarnation in ("decode0@1", "decode0@2"))
     PushDecode._arrive(mover, "prefill0.0", stale)  # type: ignore[arg-type]
     PushDecode._arrive(mover, "prefill0.0", mine)  # type: ignore[arg-type]
     assert counted == [mine]
 
 
 def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
-    """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
+    """D10: a rank that was back, and in no incarnation yet, kept messages of the one before for ever."""
     clock, kept = Clock(), []
-    engine = SimpleNamespace(life="", clock=clock, job=SimpleNamespace(deadline=2.0))
+    engine = SimpleNamespace(incarnation="", clock=clock, job=SimpleNamespace(deadline=2.0))
     worker = SimpleNamespace(engine=engine, _ahead=kept)
     for _ in range(2):
         PrefillWorker._forward(worker, "prefill0.0", Forward("prefill0@1", 0.5, ()))  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def phoenix(rank):
 
 
 def friend(rank):
-    """Connect to both lives of the phoenix; the first address leads nowhere once it is over."""
+    """Connect to both incarnations of the phoenix; the first address leads nowhere once it is over."""
     region = rank.endpoint.register(rank.device.allocate(100), "kv")
     _, before = yield rank.channel.receive()
     old = rank.endpoint.connect(before)

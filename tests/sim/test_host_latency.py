@@ -37,7 +37,7 @@ def test_nothing_overtakes_what_came_before():
     assert first < second < third == pytest.approx(16.0)
 
 
-def test_it_is_warm_when_its_life_begins():
+def test_it_is_warm_when_it_starts():
     assert HostLatency(HOST, now=100.0).acts(105.0) == 106.0
 
 

@@ -155,7 +155,7 @@ class Check:
             value["rows"] if value else [["", "", 0, f"PeerLost: {ROUTER}"]] * len(self._plan.requests)
         )
         for number, row in enumerate(rows):
-            self._request(number, row, value["lives"][number] if value else [0.0, []])
+            self._request(number, row, value["histories"][number] if value else [0.0, []])
         probes: list[list[str]] = value["probes"] if value else []
         for prefill, decode, status in probes:
             if status != "ok" and not self._over(prefill) and not self._over(decode):
@@ -236,8 +236,8 @@ class Check:
         if value["used_pages"] or (value["open_rooms"] and not value["quarantined_pages"]):
             self._note("leaks", f"{name}: {value}")
 
-    def _request(self, number: int, row: list[Any], life: list[Any]) -> None:
-        status, (ended, tries) = row[3], life
+    def _request(self, number: int, row: list[Any], history: list[Any]) -> None:
+        status, (ended, tries) = row[3], history
         kind = status.partition(":")[0]
         if status == "ok":
             pages = -(-self._plan.requests[number].input // PAGE)

@@ -41,7 +41,7 @@ from pdsim.kv.pull import KvReader, KvSource, first
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.decode_steps import DecodeRequest
-from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of, leader, life_name
+from pdsim.serving.deployment import ROUTER, epoch_of, incarnation_name, index_of, instance_of, leader
 from pdsim.serving.membership import FenceCount, PeerConnector, PeerFence, ReadyCount
 from pdsim.serving.prefill import PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, Handler
@@ -81,8 +81,8 @@ class Pull:
 class PullPrefill:
     """Keeps what a prefill rank computes, and makes its pool known to the decode ranks that read from it.
 
-    It does so to a new life of a decode instance only once it is proven that no earlier one reads here any more.  So
-    a `Fence` about a life is never held up by the reads of the next.
+    It does so to a new incarnation of a decode instance only once it is proven that no earlier one reads here any
+    more.  So a `Fence` about an incarnation is never held up by the reads of the next.
     """
 
     def __init__(self, engine: EngineRank) -> None:
@@ -119,11 +119,11 @@ class PullPrefill:
         """Return False: those who read know whether they do."""
         return False
 
-    def meet(self, peer: str) -> None:
-        """Make this rank's pool known to *peer*, once no earlier life of it reads here."""
-        self.proof.introduce(peer, lambda: self.sender.register(self.engine.life, peer))
+    def connect_peer(self, peer: str) -> None:
+        """Make this rank's pool known to *peer*, once no earlier incarnation of it reads here."""
+        self.proof.introduce(peer, lambda: self.sender.register(self.engine.incarnation, peer))
 
-    def drop(self, life: str) -> None:
+    def drop(self, incarnation: str) -> None:
         """Do nothing: its ranks connect to this one."""
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
@@ -162,7 +162,7 @@ class PullPrefillLeader:
         self._lent: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
         self._moved: list[ReadDone] = []  # what decode hears with the next look
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
-        self._fences = FenceCount(engine.incarnation, scheduler.job.prefill.size)
+        self._fences = FenceCount(engine.started, scheduler.job.prefill.size)
         handlers: dict[type[KvMessage], Handler] = {
             ReadDone: self._collected,
             Renew: self._renew,
@@ -175,22 +175,22 @@ class PullPrefillLeader:
         """0: it waits for nobody before a room runs."""
         return 0
 
-    def meet(self, peer: str) -> None:
+    def connect_peer(self, peer: str) -> None:
         """Do nothing: decode says when it is connected."""
 
-    def drop(self, life: str) -> None:
-        """Revoke what *life* was to read, and wait for the proof that it reads nothing more."""
-        rooms = [number for number, room in self._lent.items() if room.request.decode == life]
+    def drop(self, incarnation: str) -> None:
+        """Revoke what *incarnation* was to read, and wait for the proof that it reads nothing more."""
+        rooms = [number for number, room in self._lent.items() if room.request.decode == incarnation]
         for number in rooms:
             self._end_lease(number)
-        self._begin_fence(life, rooms)
+        self._begin_fence(incarnation, rooms)
         self._scheduler.wake()
 
     def stop(self) -> None:
         """Wait for the proof about revoked rooms: a reader may end before it answers."""
         revoked = {number: room.request.decode for number, room in self._lent.items() if room.state == "revoked"}
-        for life in dict.fromkeys(revoked.values()):
-            self._begin_fence(life, [number for number, decode in revoked.items() if decode == life])
+        for incarnation in dict.fromkeys(revoked.values()):
+            self._begin_fence(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
 
     def accept(self, room: PrefillRequest) -> None:
         """Have *room* wait for its first forward."""
@@ -210,7 +210,7 @@ class PullPrefillLeader:
         if given is None:
             return False
         pages, state = given
-        kept = Destination(self._engine.life, room.request.room, room.request.input, pages, 0, state)
+        kept = Destination(self._engine.incarnation, room.request.room, room.request.input, pages, 0, state)
         room.start(self._scheduler.clock.now, kept, pages, state, 0)
         return True
 
@@ -221,7 +221,7 @@ class PullPrefillLeader:
         once a step, when that is launched.
         """
         for message in self._moved:
-            self._engine.send(leader(message.life), message)
+            self._engine.send(leader(message.incarnation), message)
         self._moved.clear()
 
     def complete(self, room: PrefillRequest) -> None:
@@ -260,7 +260,7 @@ class PullPrefillLeader:
         assert destination is not None
         self._leases.add(number)
         times = room.noticed, room.started, room.ended
-        done = PrefillDone(number, self._engine.life, destination.pages, destination.state, *times)
+        done = PrefillDone(number, self._engine.incarnation, destination.pages, destination.state, *times)
         self._engine.send(ROUTER, done)
 
     def _lease_ends(self, number: int) -> None:
@@ -274,7 +274,7 @@ class PullPrefillLeader:
         if room.state != "revoked":
             self._end_lease(number)
             decode = room.request.decode
-            self._engine.send(leader(decode), Revoked(decode, number, self._engine.life))
+            self._engine.send(leader(decode), Revoked(decode, number, self._engine.incarnation))
             self._scheduler.wake()  # pages in quarantine may be in the way
 
     def _end_lease(self, number: int) -> None:
@@ -283,7 +283,7 @@ class PullPrefillLeader:
         self._leases.drop(number)
 
     def _renew(self, _: str, message: Renew) -> None:
-        if message.life != self._engine.life:
+        if message.incarnation != self._engine.incarnation:
             self._engine.ignore()
             return
         for number in message.rooms:
@@ -293,7 +293,7 @@ class PullPrefillLeader:
 
     def _collected(self, _: str, message: ReadDone) -> None:
         room = self._lent.get(message.room)
-        if room is None or message.life != self._engine.life:
+        if room is None or message.incarnation != self._engine.incarnation:
             self._engine.ignore()
             return
         if room.state != "revoked":
@@ -303,8 +303,8 @@ class PullPrefillLeader:
             self._scheduler.wake()
         self._return(room)
 
-    def _begin_fence(self, life: str, rooms: list[int]) -> None:
-        fence = self._fences.begin(life, rooms)
+    def _begin_fence(self, incarnation: str, rooms: list[int]) -> None:
+        fence = self._fences.begin(incarnation, rooms)
         self._engine.send(self._engine.followers, fence)
         self._mover.proof.prove(fence)
 
@@ -327,7 +327,7 @@ class PullPrefillLeader:
 class PullDecode:
     """Reads the KV of each request for a decode rank when its leader says so.
 
-    It connects to those prefill ranks that mean its own life, of lives that the router has told it to meet.
+    It connects to those prefill ranks that name its own incarnation, once the router has sent a `ConnectPeer`.
     """
 
     def __init__(self, engine: EngineRank) -> None:
@@ -372,26 +372,26 @@ class PullDecode:
         """Return whether a read goes on, or has succeeded since: over a slow link one takes long."""
         return self.receiver.progressed()
 
-    def meet(self, peer: str) -> None:
-        """Read from *peer* from now on, and from no earlier life of it."""
+    def connect_peer(self, peer: str) -> None:
+        """Read from *peer* from now on, and from no earlier incarnation of it."""
         for older in range(1, epoch_of(peer)):
-            self.receiver.drop(life_name(instance_of(peer), older))
+            self.receiver.drop(incarnation_name(instance_of(peer), older))
         self._connector.connect_peer(peer)
 
-    def drop(self, life: str) -> None:
-        """Forget the ranks of *life*."""
-        self._connector.disconnect_peer(life)
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*."""
+        self._connector.disconnect_peer(incarnation)
 
     def forget(self, room: int) -> None:
         """Give *room* up."""
         self.receiver.forget(room)
 
-    def _connected(self, life: str) -> None:
-        if self.receiver.connected(life):
-            self.engine.tell_leader(Ready(life, self.engine.life))
+    def _connected(self, incarnation: str) -> None:
+        if self.receiver.connected(incarnation):
+            self.engine.tell_leader(Ready(incarnation, self.engine.incarnation))
 
     def _fetch(self, _: str, message: ReadRequest) -> None:
-        if message.life == self.engine.life:
+        if message.incarnation == self.engine.incarnation:
             self.receiver.read(message)
 
 
@@ -401,7 +401,7 @@ class PullDecodeLeader:
     Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes
     there.
 
-    Life of a room: `Submit` from the router (prefill has answered); pages, and a `ReadRequest` to all ranks;
+    States of a room: `Submit` from the router (prefill has answered); pages, and a `ReadRequest` to all ranks;
     `TransferDone` from every rank; `ReadDone` to prefill, which may then reuse its pages.  Until then its
     lease is renewed by
     heartbeats.
@@ -421,7 +421,9 @@ class PullDecodeLeader:
         self._beats = False  # whether a heartbeat is due
         handlers: dict[type[KvMessage], Handler] = {
             Revoked: self._revoked,
-            ReadDone: lambda _, message: self._take_up(message.room if message.life == engine.life else 0),
+            ReadDone: lambda _, message: self._take_up(
+                message.room if message.incarnation == engine.incarnation else 0
+            ),
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             TransferDone: lambda sender, message: self._count_read(index_of(sender), message),
         }
@@ -432,18 +434,18 @@ class PullDecodeLeader:
         """How many rooms prefill still keeps for this side, wait for pages, or are being read."""
         return len(self._sources) + len(self._asked) + len(self._nbytes)
 
-    def meet(self, peer: str) -> None:
-        """Forget what ranks of earlier lives, of either side, were ready for."""
-        self.readiness.keep(self._engine.life)
+    def connect_peer(self, peer: str) -> None:
+        """Forget what ranks of earlier incarnations, of either side, were ready for."""
+        self.readiness.keep(self._engine.incarnation)
         for older in range(1, epoch_of(peer)):
-            self._engine.peer_gone(life_name(instance_of(peer), older))
+            self._engine.peer_gone(incarnation_name(instance_of(peer), older))
 
-    def drop(self, life: str) -> None:
-        """Fail the rooms that are read from *life*; their pages come back when those reads have settled."""
-        self.readiness.lose(life)
-        for room in [room for room in self._scheduler.rooms.values() if room.request.prefill == life]:
+    def drop(self, incarnation: str) -> None:
+        """Fail the rooms that are read from *incarnation*; their pages come back when those reads have settled."""
+        self.readiness.lose(incarnation)
+        for room in [room for room in self._scheduler.rooms.values() if room.request.prefill == incarnation]:
             self._scheduler.fail(room)
-        for number in [number for number, room in self._unseen.items() if room.request.prefill == life]:
+        for number in [number for number, room in self._unseen.items() if room.request.prefill == incarnation]:
             self._take_up(number)
 
     def stop(self) -> None:
@@ -473,11 +475,13 @@ class PullDecodeLeader:
         request, engine = room.request, self._engine
         number, lent = request.room, self._sources[request.room]
         room.asked = self._asked.pop(number)
-        room.stamps = Arrival(engine.life, number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
+        room.stamps = Arrival(engine.incarnation, number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
         self._nbytes[number] = 0
         source = after(lent.pages, held)
         into = first(pages, source)
-        fetch = ReadRequest(engine.life, number, request.input, request.prefill, source, into, lent.state, state)
+        fetch = ReadRequest(
+            engine.incarnation, number, request.input, request.prefill, source, into, lent.state, state
+        )
         engine.send(engine.followers, fetch)
         self._mover.receiver.read(fetch)
 
@@ -519,7 +523,7 @@ class PullDecodeLeader:
     # --- what comes in ---
 
     def _revoked(self, _: str, message: Revoked) -> None:
-        if message.life != self._engine.life:
+        if message.incarnation != self._engine.incarnation:
             self._engine.ignore()
             return
         room = self._scheduler.rooms.get(message.room)
@@ -532,7 +536,7 @@ class PullDecodeLeader:
 
     def _count_ready(self, rank: int, message: Ready) -> None:
         engine = self._engine
-        if self.readiness.lost(message.life) or (engine.life and message.peer != engine.life):
+        if self.readiness.lost(message.incarnation) or (engine.incarnation and message.peer != engine.incarnation):
             engine.ignore()
         elif self.readiness.count(rank, message):
             engine.send(ROUTER, message)
@@ -578,6 +582,6 @@ class PullDecodeLeader:
         rooms: dict[str, list[int]] = {}
         for number, lent in self._sources.items():
             rooms.setdefault(lent.instance, []).append(number)
-        for life, numbers in rooms.items():
-            self._engine.send(leader(life), Renew(life, tuple(numbers)))
+        for incarnation, numbers in rooms.items():
+            self._engine.send(leader(incarnation), Renew(incarnation, tuple(numbers)))
         self._beat()

@@ -113,20 +113,20 @@ class RoomLookup:
         self._fresh.pop(room, None)
         return self._open.pop(room, None) is not None
 
-    def answer(self, lives: Mapping[int, str]) -> None:
+    def answer(self, incarnations: Mapping[int, str]) -> None:
         """Take note of where the rooms of the last question are.
 
-        Those that are not in *lives* are not known yet: they are asked for again after `RETRY` seconds, and lost
-        after `PATIENCE`.  The next question is asked at once, if rooms have come meanwhile.
+        Those that are not in *incarnations* are not known yet: they are asked for again after `RETRY` seconds, and
+        lost after `PATIENCE`.  The next question is asked at once, if rooms have come meanwhile.
         """
         asked, self._asked = self._asked, ()
         for room in asked:
             request = self._open.get(room)
             if request is None:
                 continue
-            if room in lives:
+            if room in incarnations:
                 self.drop(room)
-                self._found(replace(request, prefill=lives[room]))
+                self._found(replace(request, prefill=incarnations[room]))
             elif self._clock.now >= self._until[room]:
                 self.drop(room)
                 self._lost(request)
@@ -173,7 +173,7 @@ class Push:
 class PushPrefill:
     """Writes what a prefill rank computes to the decode ranks that need it.
 
-    It connects to those that mean its own life, of lives that the router has told it to meet.
+    It connects to those that name its own incarnation, once the router has sent a `ConnectPeer` for theirs.
     """
 
     def __init__(self, engine: EngineRank) -> None:
@@ -213,13 +213,13 @@ class PushPrefill:
         """Return whether a write is under way, or has succeeded since the last call."""
         return self.sender.progressed()
 
-    def meet(self, peer: str) -> None:
+    def connect_peer(self, peer: str) -> None:
         """Connect to the ranks of *peer* that make themselves known."""
         self._connector.connect_peer(peer)
 
-    def drop(self, life: str) -> None:
-        """Forget the ranks of *life*."""
-        self._connector.disconnect_peer(life)
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*."""
+        self._connector.disconnect_peer(incarnation)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Take note of *chunks*, whose forward is asked for."""
@@ -247,9 +247,9 @@ class PushPrefill:
         """Give *room* up."""
         self.sender.abort(room)
 
-    def _connected(self, life: str) -> None:
-        if self.sender.links.connected(life, self.engine.job.decode):
-            self.engine.tell_leader(Ready(self.engine.life, life))
+    def _connected(self, incarnation: str) -> None:
+        if self.sender.links.connected(incarnation, self.engine.job.decode):
+            self.engine.tell_leader(Ready(self.engine.incarnation, incarnation))
 
 
 class PushPrefillLeader:
@@ -279,13 +279,13 @@ class PushPrefillLeader:
         """How many rooms wait for pages at decode, and not for ever."""
         return len(self._timers)
 
-    def meet(self, peer: str) -> None:  # noqa: ARG002 a protocol
-        """Forget what ranks of an earlier life of this instance were ready for."""
-        self.readiness.keep(self._engine.life)
+    def connect_peer(self, peer: str) -> None:  # noqa: ARG002 a protocol
+        """Forget what ranks of an earlier incarnation of this instance were ready for."""
+        self.readiness.keep(self._engine.incarnation)
 
-    def drop(self, life: str) -> None:
-        """Forget which ranks were connected to *life*."""
-        self.readiness.lose(life)
+    def drop(self, incarnation: str) -> None:
+        """Forget which ranks were connected to *incarnation*."""
+        self.readiness.lose(incarnation)
 
     def stop(self) -> None:
         """Do nothing: what moves ends by itself."""
@@ -297,7 +297,7 @@ class PushPrefillLeader:
         """Have *room* wait for its pages on the other side, unless they are known."""
         number = room.request.room
         if self._scheduler.job.query_dp:
-            self._engine.send(ROUTER, RoomRegistered(number, self._engine.life))
+            self._engine.send(ROUTER, RoomRegistered(number, self._engine.incarnation))
         self._timers.add(number)
         destination = self._destinations.pop(number)
         if destination is not None:
@@ -356,7 +356,7 @@ class PushPrefillLeader:
         # One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
         room = self._scheduler.rooms.get(message.room)
         late = message.room in self._over or (room is not None and room.state != "waiting")
-        if late or message.life != self._engine.life:
+        if late or message.incarnation != self._engine.incarnation:
             self._engine.ignore()
             return
         if room is None:
@@ -376,25 +376,25 @@ class PushPrefillLeader:
         self._scheduler.fail(self._scheduler.rooms[number], reason)
 
     def _count_ready(self, rank: int, message: Ready) -> None:
-        # A rank may be told to meet that instance before this one is: what counts is that neither life is over.
+        # A rank may be connected to that instance before this one is: neither incarnation may be over.
         engine = self._engine
-        if self._is_over(message.peer) or (engine.life and message.life != engine.life):
+        if self._is_over(message.peer) or (engine.incarnation and message.incarnation != engine.incarnation):
             engine.ignore()
         elif self.readiness.count(rank, message):
             engine.send(ROUTER, message)
 
-    def _is_over(self, life: str) -> bool:
-        if self.readiness.lost(life):
+    def _is_over(self, incarnation: str) -> bool:
+        if self.readiness.lost(incarnation):
             return True
-        later = (other for other in self._scheduler.worker.met if instance_of(other) == instance_of(life))
-        return any(epoch_of(other) > epoch_of(life) for other in later)
+        later = (other for other in self._scheduler.worker.peers if instance_of(other) == instance_of(incarnation))
+        return any(epoch_of(other) > epoch_of(incarnation) for other in later)
 
 
 class PushDecode:
     """Notices the KV that arrives at a decode rank, and proves when nothing more can.
 
-    It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
-    moves here any more.  So what writes here is always of one life.
+    It makes its pool known to a new incarnation of a prefill instance only once it is proven that nothing of an
+    earlier one moves here any more.  So what writes here is always of one incarnation.
     """
 
     def __init__(self, engine: EngineRank) -> None:
@@ -452,29 +452,29 @@ class PushDecode:
         """Return False: those who write know whether they do."""
         return False
 
-    def meet(self, peer: str) -> None:
-        """Make this rank's pool known to *peer*, once nothing of an earlier life of it moves here."""
-        self.proof.introduce(peer, lambda: self.receiver.register(self.engine.life, peer))
+    def connect_peer(self, peer: str) -> None:
+        """Make this rank's pool known to *peer*, once nothing of an earlier incarnation of it moves here."""
+        self.proof.introduce(peer, lambda: self.receiver.register(self.engine.incarnation, peer))
 
-    def drop(self, life: str) -> None:
-        """Do nothing: the leader asks for the proof about *life*."""
+    def drop(self, incarnation: str) -> None:
+        """Do nothing: the leader asks for the proof about *incarnation*."""
 
     def forget(self, room: int) -> None:
         """Give *room* up, of which nothing is written any more."""
         self.receiver.forget(room)
 
     def _reserve(self, _: str, message: Destination) -> None:
-        if message.life == self.engine.life:
+        if message.incarnation == self.engine.incarnation:
             self.receiver.reserve(message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         if (
-            message.life == self.engine.life
-        ):  # or it was on the way to a life that is over: nobody ends its rooms here
+            message.incarnation == self.engine.incarnation
+        ):  # or it was on the way to an incarnation that is over: nobody ends its rooms here
             self.receiver.take(message)
 
     def _ask(self, sender: str, message: StagingRequest) -> None:
-        if message.life == self.engine.life:
+        if message.incarnation == self.engine.incarnation:
             self.receiver.ask(sender, message)
 
 
@@ -491,7 +491,7 @@ class PushDecodeLeader:
         self._scheduler = scheduler
         self._mover = mover
         self._engine = engine
-        self._fences = FenceCount(engine.incarnation, scheduler.job.decode.size)
+        self._fences = FenceCount(engine.started, scheduler.job.decode.size)
         self._lookup = RoomLookup(engine.clock, self._ask_where, scheduler.queue, self._unknown)
         mover.receiver.report = self._arrived_here
         handlers: dict[type[KvMessage], Handler] = {
@@ -507,31 +507,33 @@ class PushDecodeLeader:
         """How many rooms have a prefill instance that is not known yet."""
         return len(self._lookup)
 
-    def meet(self, peer: str) -> None:
+    def connect_peer(self, peer: str) -> None:
         """Do nothing: the router says when *peer* can be reached."""
 
-    def drop(self, life: str) -> None:
-        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more.
+    def drop(self, incarnation: str) -> None:
+        """Fail the rooms that *incarnation* was to write, and wait for the proof that it writes no more.
 
         The router has asked for most of them already.  It is told of those of which all was written, as far as it
         knows, and whose arrival not every rank here has reported yet.
         """
         scheduler = self._scheduler
-        rooms = [room for room in scheduler.rooms.values() if room.request.prefill == life]
+        rooms = [room for room in scheduler.rooms.values() if room.request.prefill == incarnation]
         rooms = [room for room in rooms if room.waits or room.failed]
         for room in rooms:
             number = room.request.room
             if scheduler.quarantine(room):
-                reason = f"PeerLost: {life} is gone before all of its KV was known to be here"
+                reason = f"PeerLost: {incarnation} is gone before all of its KV was known to be here"
                 self._engine.send(ROUTER, TransferDone(number, reason=reason))
             scheduler.timers.drop(number)
-        self._begin_fence(life, [room.request.room for room in rooms])
+        self._begin_fence(incarnation, [room.request.room for room in rooms])
 
     def stop(self) -> None:
         """Ask for the proof about rooms that failed: their prefill leader may end before it answers."""
         rooms = self._scheduler.rooms
-        for life in dict.fromkeys(room.request.prefill for room in rooms.values() if room.failed):
-            self._begin_fence(life, [number for number, room in rooms.items() if room.request.prefill == life])
+        for incarnation in dict.fromkeys(room.request.prefill for room in rooms.values() if room.failed):
+            self._begin_fence(
+                incarnation, [number for number, room in rooms.items() if room.request.prefill == incarnation]
+            )
 
     def submitted(self, request: Submit) -> bool:  # noqa: ARG002 a protocol
         """Return True: its KV comes by itself."""
@@ -554,7 +556,7 @@ class PushDecodeLeader:
         slot = self.slots.allocate(request.room)
         assert slot is not None
         if engine.rank.device.holds_bytes:
-            reserve = Destination(engine.life, request.room, request.input, pages, slot, state, held)
+            reserve = Destination(engine.incarnation, request.room, request.input, pages, slot, state, held)
             engine.send(engine.followers, reserve)
             self._mover.receiver.reserve(reserve)
         there = Destination(request.prefill, request.room, request.input, pages, slot, state, held)
@@ -580,8 +582,8 @@ class PushDecodeLeader:
 
     def failed(self, room: DecodeRequest) -> None:
         """Have prefill give *room* up; its answer, or the proof that it is gone, frees the pages."""
-        life = room.request.prefill
-        self._engine.send(leader(life), Abort(room.request.room, life))
+        incarnation = room.request.prefill
+        self._engine.send(leader(incarnation), Abort(room.request.room, incarnation))
 
     def forget(self, number: int) -> None:
         """Give the row for its metadata back."""
@@ -619,8 +621,8 @@ class PushDecodeLeader:
             self._engine.send(self._engine.followers, Abort(number))
             self._mover.forget(number)
 
-    def _begin_fence(self, life: str, rooms: list[int]) -> None:
-        fence = self._fences.begin(life, rooms)
+    def _begin_fence(self, incarnation: str, rooms: list[int]) -> None:
+        fence = self._fences.begin(incarnation, rooms)
         self._engine.send(self._engine.followers, fence)
         self._mover.proof.prove(fence)
         self._scheduler.wake()
@@ -634,10 +636,10 @@ class PushDecodeLeader:
             self._release(number)
 
     def _ask_where(self, rooms: tuple[int, ...]) -> None:
-        self._engine.send(ROUTER, RoomQuery(rooms, self._engine.life))
+        self._engine.send(ROUTER, RoomQuery(rooms, self._engine.incarnation))
 
     def _located(self, _: str, message: RoomReply) -> None:
-        if message.life == self._engine.life:
+        if message.incarnation == self._engine.incarnation:
             self._lookup.answer(message.instances)
         else:
             self._engine.ignore()

@@ -47,7 +47,7 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, 64 * times, None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     for _ in range(times):
         yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, pattern(1, 64 * times))
@@ -64,7 +64,7 @@ def close_twice(rank: Rank, peer: str) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, 4096, 1)
     mine = rank.endpoint.register(buffer, "mine")
-    partner = (yield from mail.meet(peer))[peer]
+    partner = (yield from mail.connect(peer))[peer]
     sink = filled(rank, 4096, None)
     rank.endpoint.register(sink, "sink")
     rank.channel.send(peer, rank.endpoint.address())

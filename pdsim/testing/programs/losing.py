@@ -33,7 +33,7 @@ def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(rank.device.allocate(size), "mine")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     theirs = peer.regions["theirs"]
     done, error, started = 0, "ok", 0.0
     while error == "ok":
@@ -75,7 +75,7 @@ def be_lost(rank: Rank, by: str, size: int) -> Program:
     """Register memory and wait to be killed; return "survived" if nobody does within a minute."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "theirs")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield rank.clock.timeout(60 * PATIENCE)
     return "survived"
 
@@ -87,7 +87,7 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
-    peers = yield from mail.meet()
+    peers = yield from mail.connect()
     yield rank.clock.timeout(wait * PATIENCE - rank.clock.now)
     errors = {}
     for turn in "1", "2":
@@ -102,7 +102,7 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
 def be_victim(rank: Rank) -> Program:
     """Register memory and wait to be killed, with the rank "writer" as the only peer."""
     rank.endpoint.register(rank.device.allocate(4096), "sink")
-    yield from Mail(rank).meet("writer")
+    yield from Mail(rank).connect("writer")
     yield rank.clock.timeout(60 * PATIENCE)
 
 
@@ -110,7 +110,7 @@ def be_other(rank: Rank) -> Program:
     """Take two writes and return their notifications, whatever becomes of the other peer."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "sink")
-    yield from mail.meet("writer")
+    yield from mail.connect("writer")
     found = []
     for _ in range(2):
         notification = yield rank.endpoint.notifications.get()
@@ -134,7 +134,7 @@ def be_late(rank: Rank, to: str, size: int) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), timeout=1e-5)
     error = yield from outcome_of(transfer)
     settled = transfer.settled.triggered
@@ -155,7 +155,7 @@ def be_target(rank: Rank, by: str, size: int) -> Program:
     """Register memory, and wait until *by* is done with it."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield from mail.wait_for(by)
 
 
@@ -168,7 +168,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     pid = int((yield from mail.receive(to)))
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 1), b"warm")
     os.kill(pid, signal.SIGSTOP)
@@ -202,7 +202,7 @@ def be_stopped(rank: Rank, by: str, size: int) -> Program:
     """Tell *by* the number of this process, which it stops."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     rank.channel.send(by, str(os.getpid()).encode())
     yield from mail.wait_for(by)
 
@@ -214,7 +214,7 @@ def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     under_way: deque[Transfer] = deque()
     while True:
         under_way.append(rank.endpoint.write(peer, one(mine, peer.regions["sink"], size)))
@@ -234,7 +234,7 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
     rank.endpoint.register(buffer, "sink")
     stranger = rank.endpoint.quiesced(writer)
     yield stranger
-    yield from mail.meet(writer)
+    yield from mail.connect(writer)
     yield rank.clock.timeout(PATIENCE)
     event = rank.endpoint.quiesced(writer)
     yield rank.clock.timeout(0.1 * PATIENCE)
@@ -256,7 +256,7 @@ def write_and_close(rank: Rank, to: str, size: int) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], size))
     yield rank.clock.timeout(1.5 * PATIENCE)
     rank.endpoint.close()

@@ -33,7 +33,7 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, region, seed), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     batch = Batch(mine, peer.regions["sink"], *scattered(count, size, region, seed))
     record = yield rank.endpoint.write(peer, batch, b"written", label="blocks")
     yield from mail.wait_for(to)
@@ -56,7 +56,7 @@ def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: in
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     notification = yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, moved(count, size, region, seed))
     yield from mail.wait_for(by)
@@ -68,7 +68,7 @@ def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: i
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     mine = rank.endpoint.register(buffer, "sink")
-    peer = (yield from mail.meet(of))[of]
+    peer = (yield from mail.connect(of))[of]
     batch = Batch(peer.regions["source"], mine, *scattered(count, size, region, seed))
     record = yield rank.endpoint.read(peer, batch)
     found = wrong(rank, buffer, moved(count, size, region, seed))
@@ -81,7 +81,7 @@ def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, region, seed)
     rank.endpoint.register(buffer, "source")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield from mail.wait_for(by)
     return {"wrong": wrong(rank, buffer, pattern(seed, region)), "notifications": len(rank.endpoint.notifications)}
 
@@ -95,7 +95,7 @@ def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other:
     mine = rank.endpoint.register(filled(rank, count * size, seed), "out")
     sink = filled(rank, count * size, None)
     rank.endpoint.register(sink, "in")
-    partner = (yield from mail.meet(peer))[peer]
+    partner = (yield from mail.connect(peer))[peer]
     transfers = [
         rank.endpoint.write(partner, one(mine, partner.regions["in"], size, i * size, (count - 1 - i) * size))
         for i in range(count)
@@ -110,7 +110,7 @@ def write_to_many(rank: Rank, size: int) -> Program:
     """Write a part of one region to each peer, all at once, with its name as notification."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "source")
-    peers = yield from mail.meet()
+    peers = yield from mail.connect()
     transfers = []
     for index, (name, peer) in enumerate(sorted(peers.items())):
         batch = one(mine, peer.regions["sink"], size, source_offset=index * size)
@@ -125,7 +125,7 @@ def be_one_of_many(rank: Rank, index: int, size: int, of: int) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, size, None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet("hub")
+    yield from mail.connect("hub")
     notification = yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
     yield from mail.wait_for("hub")
@@ -136,7 +136,7 @@ def write_to_hub(rank: Rank, size: int, seed: int, offset: int) -> Program:
     """Write the pattern of *seed* to *offset* of the hub's region, with this rank's name as notification."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, seed), "source")
-    hub = (yield from mail.meet("hub"))["hub"]
+    hub = (yield from mail.connect("hub"))["hub"]
     yield rank.endpoint.write(hub, one(mine, hub.regions["sink"], size, target_offset=offset), rank.name.encode())
     yield from mail.wait_for("hub")
 
@@ -146,7 +146,7 @@ def be_hub(rank: Rank, size: int) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, size * len(rank.peers), None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet()
+    yield from mail.connect()
     received = []
     for _ in rank.peers:
         received.append((yield rank.endpoint.notifications.get()))  # noqa: PERF401 a yield cannot stand in a list
@@ -160,7 +160,7 @@ def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
     """Write once for each payload (hexadecimal), each after the one before is complete."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     for payload in payloads:
         yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64), bytes.fromhex(payload))
     yield from mail.wait_for(to)
@@ -173,7 +173,7 @@ def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = F
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     batches = [one(mine, peer.regions["sink"], size, i * size, i * size) for i in range(count)]
     reported: list[tuple[int, int]] = []
 
@@ -200,7 +200,7 @@ def be_written_in_sequence(rank: Rank, by: str, count: int, size: int) -> Progra
     mail = Mail(rank)
     buffer = filled(rank, count * size, None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     payloads: list[str] = []
     while len(payloads) < count:
         notification: Notification = yield rank.endpoint.notifications.get()
@@ -217,7 +217,7 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     transfers = []
     for i in range(count):
         batch = one(mine, peer.regions["sink"], size, i * size, i * size)
@@ -235,7 +235,7 @@ def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, max(size * count, 64), None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     expected, early, payloads = pattern(2, size * count), 0, []
     for _ in range(count):
         notification: Notification = yield rank.endpoint.notifications.get()
@@ -252,7 +252,7 @@ def write_silently(rank: Rank, to: str) -> Program:
     """Write once without a notification, and give one that should not come time to arrive."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64))
     yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)

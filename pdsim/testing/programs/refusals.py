@@ -41,7 +41,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
     mail = Mail(rank)
     size = 4096
     mine = rank.endpoint.register(filled(rank, size, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     sink = peer.regions["sink"]
     stranger = Region(rank.name, "stranger", size, mine.address, mine.device)
     phantom = Region(to, "phantom", size, sink.address, sink.device)
@@ -75,7 +75,7 @@ def be_spared(rank: Rank, by: str) -> Program:
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
     rank.endpoint.register(buffer, "sink")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield from mail.wait_for(by)
     return {
         "wrong": wrong(rank, buffer, np.full(4096, GUARD, np.uint8)),
@@ -124,7 +124,7 @@ def withdraw_own_region(rank: Rank, to: str) -> Program:
     """Return how a write from a region is refused that this rank has deregistered."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     rank.endpoint.deregister(mine)
     found = refusal(lambda: rank.endpoint.write(peer, one(mine, peer.regions["sink"], 8), b"withdrawn"))
     yield rank.clock.timeout(0.05 * PATIENCE)
@@ -140,7 +140,7 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     before = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["sink"], 2048)))
     rank.channel.send(to, b"withdraw")
     yield from mail.receive(to)
@@ -161,7 +161,7 @@ def withdraw(rank: Rank, by: str) -> Program:
     buffer = filled(rank, 4096, None)
     region = rank.endpoint.register(buffer, "sink")
     rank.endpoint.register(rank.device.allocate(4096), "kept")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield from mail.receive(by)
     rank.endpoint.deregister(region)
     rank.channel.send(by, b"withdrawn")
@@ -180,7 +180,7 @@ def write_to_latecomer(rank: Rank, to: str) -> Program:
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.meet(to))[to]
+    peer = (yield from mail.connect(to))[to]
     known_before = sorted(peer.regions)
     rank.channel.send(to, b"register another")
     newer = rank.endpoint.connect((yield from mail.receive(to)))
@@ -193,7 +193,7 @@ def register_late(rank: Rank, by: str) -> Program:
     """Register a region after *by* has connected, and send it the new address."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "early")
-    yield from mail.meet(by)
+    yield from mail.connect(by)
     yield from mail.receive(by)
     buffer = filled(rank, 4096, None)
     rank.endpoint.register(buffer, "late")

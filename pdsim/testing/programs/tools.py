@@ -40,7 +40,7 @@ class Mail:
             self.kept[name].append(payload)
         return self.kept[sender].popleft()
 
-    def meet(self, *names: str) -> Steps:
+    def connect(self, *names: str) -> Steps:
         """Exchange addresses with *names*, or with all; return their `Peer`s by name."""
         names = names or self.rank.peers
         for name in names:
