@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from pdsim.version import __version__
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from pdsim.results.kept import KeptRun
 
 __all__ = ["__version__", "load", "simulate"]
 
 
-def simulate(*words: str, **choices: object) -> KeptRun:
+def simulate(*words: str | DictConfig, **choices: object) -> KeptRun:
     """Run one configuration, as ``pdsim run`` does, keep its results, and return them.
 
     *words* are overrides as on the command line, ``"workload.rate=2"``; *choices* are the same with values of
@@ -23,15 +25,24 @@ def simulate(*words: str, **choices: object) -> KeptRun:
     True})``. A key set twice has its last value, *choices* after *words*.  The results are kept in the folder
     ``output``.
 
+    Instead of *words* and *choices* it takes a configuration that Hydra composed, of ``pkg://conf`` or of an
+    application with pdsim's groups in its defaults list: ``simulate(cfg)``.  Keys of the application itself go below
+    ``app``.
+
     Raise a `ConfigError` for what cannot be run, in the words of the command line, and what the experiment
     raises. Requests that failed raise nothing: see ``failures``.
     """
-    from pdsim.config.compose import compose
+    from pdsim.config import compose
+    from pdsim.core.errors import ConfigError
     from pdsim.results.kept import KeptRun
     from pdsim.run import run
 
-    asked = [*words, *(f"{key}={_written(value)}" for key, value in choices.items())]
-    _, folder = run(compose(asked), asked, quiet=True)
+    asked = [word for word in words if isinstance(word, str)]
+    asked += [f"{key}={_written(value)}" for key, value in choices.items()]
+    composed = [word for word in words if not isinstance(word, str)]
+    if composed and (asked or len(composed) > 1):
+        raise ConfigError(f"{(*asked, 'another')[0]} beside a composed configuration; compose that with it")
+    _, folder = run(compose.typed(composed[0]) if composed else compose.compose(asked), asked, quiet=True)
     return KeptRun(folder)
 
 

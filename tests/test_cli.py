@@ -146,10 +146,10 @@ REFUSALS = [
     (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
     (("run", "--config-dir", "nowhere"), "--config-dir nowhere is not a folder; name one that has"),
     (("run", "--config-path", "/nowhere"), "--config-path /nowhere is not a folder; name one that has"),
-    (("run", "--cfg", "hydra"), "--cfg hydra is not known; --cfg job prints what the run will use"),
+    (("run", "--cfg", "jobs"), "--cfg jobs is not known; --cfg job prints what the run will use"),
     (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
     (("run", "executor=ray"), "executor=ray is about many points; use pdsim sweep, or leave it out"),
-    (("run", "hydra/launcher=joblib"), "hydra/launcher=joblib is not an option of pdsim, which composes without"),
+    (("sweep", "hydra/launcher=joblib"), "hydra/launcher=joblib is for pdsim run, which then is a job of Hydra's"),
     (("sweep", "hw=8xh20,8xh200", "executor=loca"), "executor=loca does not exist; did you mean executor=local?"),
     (
         ("sweep", "hw=8xh20,8xh200", "executor.worker=1"),

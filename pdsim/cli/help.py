@@ -77,8 +77,10 @@ Set any key below them, sizes, rates and times with their units:
 
 Options:
   --cfg job            print what the run will use, every key that there is, calibrations applied, and stop
-  -m, --multirun       the same as pdsim sweep
+  -m, --multirun       the same as pdsim sweep; with hydra/launcher=NAME or hydra/sweeper=NAME, Hydra's own
   --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
+  --config-name NAME   start from DIR/NAME.yaml instead of pdsim's config.yaml
+  hydra.KEY=VALUE      and --info, --hydra-help: a job of Hydra's, with results in its folder
   --json               print one JSON object instead of a dozen lines
   -v, --verbose        print every number with its definition, and everything that it rests on
   --quiet, -q          print nothing but errors

@@ -32,6 +32,8 @@ from pdsim.core.errors import ConfigError, PdsimError, instead
 from pdsim.core.repository import data
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from pdsim.config import Config
 
 __all__ = ["main"]
@@ -128,6 +130,8 @@ def _run(words: Sequence[str]) -> int:
     # Raise a `ConfigError` for a run that cannot start, before anything is written. Raise what the experiment
     # raises.
     rest, json, quiet = _speaking(words)
+    if any(map(_is_of_hydra, rest)) or ("--cfg" in rest and {"hydra", "all"} & set(rest)):
+        return _job_of_hydra(rest)
     if {"-m", "--multirun"} & set(rest):
         return _sweep([word for word in words if word not in ("-m", "--multirun")])
     from pdsim.config import compose
@@ -149,6 +153,47 @@ def _run(words: Sequence[str]) -> int:
             with suppress(SystemExit):  # rich's answer to a reader, such as head, that has seen enough
                 terminal.show(folder, out, verbose=_is_verbose(rest))
     return 1 if result.failures else 0
+
+
+def _is_of_hydra(word: str) -> bool:
+    name = word.partition("=")[0]
+    return word.lstrip("+~").startswith(("hydra.", "hydra/")) or name in (
+        *("--info", "-i", "--hydra-help", "--package", "-p", "--resolve"),
+    )
+
+
+def _job_of_hydra(words: Sequence[str]) -> int:
+    # With keys and options of Hydra's own the command is one of its applications: launchers and sweepers, folders,
+    # logs and options are what they are in others.  Results are in the folder of the job, unless output= is set, and
+    # a sweeper gets the goodput per GPU.
+    import hydra
+
+    from pdsim.config import compose
+    from pdsim.config.compose import CommandLine
+
+    failures: list[str] = []
+
+    def job(values: DictConfig) -> float | None:
+        from hydra.core.hydra_config import HydraConfig
+
+        about = HydraConfig.get()
+        if not any(word.lstrip("+").startswith("output=") for word in about.overrides.task):
+            values.output = about.runtime.output_dir
+        run = pdsim.simulate(values)
+        _say(str(run))
+        failures.extend(run.failures)
+        goodput = run.metrics.get("goodput")
+        return None if goodput is None else goodput / run.config["hw.nodes"] / max(1, run.config["hw.gpus"])
+
+    options = [word for word in words if word.startswith("-") or "=" not in word]
+    overrides = [word for word in words if word not in options]
+    hydras = [word for word in overrides if _is_of_hydra(word)]
+    ready = compose.ready([word for word in overrides if word not in hydras])
+    sys.argv = ["pdsim", *options, "--", *ready, *hydras, *compose.places(CommandLine())]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be explained
+    begun()
+    hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
+    return 1 if failures else 0
 
 
 def _show_configuration(config: Config) -> int:

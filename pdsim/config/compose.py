@@ -36,12 +36,14 @@ __all__ = [
     "initialized",
     "leaves",
     "load",
+    "places",
     "plain",
     "raw",
     "read",
     "ready",
     "resolved",
     "set_keys",
+    "typed",
 ]
 
 _FLAGS = {
@@ -70,6 +72,13 @@ class CommandLine:
         """The folders of one's own that have groups."""
         return (Path(self.folder),) if self.folder else ()
 
+    @property
+    def home(self) -> Path | None:
+        """The folder of the primary configuration; None: pdsim's own."""
+        named = self.name != "config" and self.folder and (Path(self.folder) / f"{self.name}.yaml").is_file()
+        place = self.path or (self.folder if named else "")
+        return Path(place).resolve() if place else None
+
 
 # --- compose -------------------------------------------------------------------------------------------------------
 
@@ -87,9 +96,40 @@ def compose(words: Sequence[str]) -> Config:
 
 def composed(line: CommandLine) -> Config:
     """Return the typed configuration that *line* asks for.  Raise a `ConfigError`, also for what Hydra refuses."""
+    with _explained(), initialized(line):
+        return load(plain(line, line.words), line.words)
+
+
+def typed(values: DictConfig) -> Config:
+    """Return the typed configuration of *values*, which Hydra composed for an application of one's own.
+
+    The keys ``hydra`` and ``app`` are the application's.  Numbers of machine, backend, model, engine and collective
+    that differ from what these are by name count as set by hand: no calibration replaces them, and they are assumed.
+    Raise a `ConfigError`.
+    """
+    with _explained():
+        own = {key: value for key, value in resolved(values).items() if key not in ("hydra", "app")}
+        names = {group: part.get("name") for group in _NAMED if isinstance(part := own.get(group), Mapping)}
+        chosen = [f"{group}={name}" for group, name in names.items() if name in plugins.options(group)]
+        with initialized(line := CommandLine()):
+            base = plain(line, chosen)
+        changed = [key for group in _NAMED for key in _changed(base.get(group), own.get(group), group)]
+        return load(own, [f"{key}=" for key in changed])
+
+
+_NAMED = ("hw", "backend", "model", "engine", "collective", "experiment")
+
+
+def _changed(base: Any, own: Any, at: str) -> list[str]:
+    if isinstance(base, Mapping) and isinstance(own, Mapping):
+        return [key for name in own for key in _changed(base.get(name), own[name], f"{at}.{name}")]
+    return [] if base == own or at.endswith((".source", ".sources")) else [at]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        with initialized(line):
-            return load(plain(line, line.words), line.words)
+        yield
     except ConfigError:
         raise
     except Exception as error:
@@ -102,17 +142,21 @@ def composed(line: CommandLine) -> Config:
 def initialized(line: CommandLine) -> Iterator[None]:
     """Tell Hydra where the configuration of *line* is, for all compositions within the block."""
     import hydra
-    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
 
-    from pdsim.config import loading
+    import conf  # noqa: F401  has the defaults of all keys, also for a primary configuration from elsewhere
 
-    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
-    if line.path:
-        with hydra.initialize_config_dir(str(Path(line.path).resolve()), version_base="1.3"):
+    here = GlobalHydra.instance()
+    outer, here.hydra = here.hydra, None  # of an application of Hydra's, within whose job this may be
+    try:
+        with (
+            hydra.initialize_config_dir(str(line.home), version_base="1.3")
+            if line.home
+            else hydra.initialize_config_module("conf", version_base="1.3")
+        ):
             yield
-    else:
-        with hydra.initialize_config_module("conf", version_base="1.3"):
-            yield
+    finally:
+        here.hydra = outer
 
 
 def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:
@@ -124,13 +168,17 @@ def raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
     """Return the composition of *words* as Hydra made it, within `initialized`."""
     import hydra
 
-    given = ready(words, line.folders)
-    places = [f"file://{folder.resolve()}" for folder in line.folders]
-    places += [f"pkg://{package}" for package in plugins.folders() if package != "conf"]
-    if places:
-        quoted = ",".join("'{}'".format(place.replace("\\", "\\\\").replace("'", "\\'")) for place in places)
-        given.insert(0, f"hydra.searchpath=[{quoted}]")
-    return hydra.compose(line.name, given)
+    return hydra.compose(line.name, [*places(line), *ready(words, line.folders)])
+
+
+def places(line: CommandLine) -> list[str]:
+    """Return the override that tells Hydra where groups are beside the primary configuration; none if nowhere."""
+    found = [f"file://{folder.resolve()}" for folder in line.folders if folder.resolve() != line.home]
+    found += [
+        f"pkg://{package}" for package in plugins.folders() if package != "conf" or (line.home and not line.path)
+    ]
+    quoted = ("'{}'".format(place.replace("\\", "\\\\").replace("'", "\\'")) for place in found)
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if found else []
 
 
 def resolved(values: DictConfig) -> dict[str, Any]:
@@ -246,7 +294,7 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
     if key.lstrip("~").startswith("hydra"):
-        raise ConfigError(f"{word} is not an option of pdsim, which composes without Hydra's jobs; leave it out")
+        raise ConfigError(f"{word} is for pdsim run, which then is a job of Hydra's; leave it out")
     if word.startswith("~") or "@" in key:
         return word
     if not equals:

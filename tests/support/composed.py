@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from pdsim.config import Config, loading
@@ -16,7 +15,6 @@ __all__ = ["composed"]
 @cache
 def composed(*words: str) -> Config:
     """Return the configuration that *words* choose."""
-    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
     with initialize_config_module("conf", version_base="1.3"):
         values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
     return loading.load(values)
