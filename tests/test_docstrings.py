@@ -34,7 +34,7 @@ MODULES = (
         "experiments.transfer.transfer_points",
         "experiments.transfer.rank_places",
     ),
-    *("pdsim.validation.verdicts"),
+    "pdsim.validation.verdicts",
     *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.prefix_pages"),
     *("pdsim.kv.pull", "pdsim.kv.staging.ring"),
     *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.rooms"),
