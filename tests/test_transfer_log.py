@@ -95,7 +95,7 @@ def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path
 
 
 def test_records_that_wait_for_their_columns_are_read_with_the_others(monkeypatch: Any):
-    monkeypatch.setattr(transfer_log, "NEW", 4)
+    monkeypatch.setattr(transfer_log, "KEPT", 4)
     log = TransferLog(RECORDS[:3])
     assert len(log) == 3
     assert log[2] == RECORDS[2]

@@ -3,19 +3,19 @@
 
 What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
 they are a *run* (`RecordRun`).  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of
-millions of transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may
-leave them in a file (`Spill`), as blocks of runs (`LogBlock`).
+millions of transfers; as objects each takes 330 bytes, in a block (`LogBlock`) 40 and a share of its run, and
+nothing where a log may leave its blocks in a file (`Spill`).  Blocks are msgpack: Arrow's IPC stream cannot be read
+at a place while it is written, and to import pyarrow takes longer than a small run.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from operator import eq
 from struct import pack
 from typing import Any, NamedTuple, overload
@@ -33,7 +33,6 @@ __all__ = [
     "Kind",
     "LogBlock",
     "RecordRun",
-    "Runs",
     "TransferLog",
     "TransferShape",
     "joined",
@@ -158,7 +157,7 @@ TIMES = ("submitted", "prepared", "posted", "completed", "seen")
 class Kind(NamedTuple):
     """What few values of a `TransferRecord` are the same in nearly all of a rank.
 
-    A rank has a handful of them, and a log keeps each once: its runs have their numbers, in 16 bits.
+    A rank has a handful of them, and a log keeps each once: its runs have their codes, in 16 bits.
     """
 
     engine: str
@@ -194,360 +193,242 @@ class TransferShape(NamedTuple):
 
 
 class LogBlock(msgspec.Struct, array_like=True, gc=False):
-    """Records of *rank* that are kept together: arrays as bytes, in the order of this machine."""
+    """Consecutive records of *rank*: runs, and the times of each record, as bytes in the order of this machine."""
 
     rank: str
     kinds: list[Kind]
-    of: bytes  # by run: uint16, its kind
+    codes: bytes  # by run: uint16, its kind
     labels: list[str]
     nbytes: bytes  # int64
     descriptors: bytes  # int64
-    ends: bytes  # int64: how many records of the block there are up to its end
+    counts: bytes  # int64: records of the run
     times: list[bytes]  # of `TIMES`: float64
 
-    @classmethod
-    def unpack(cls, payload: bytes) -> LogBlock:
-        """Return what `pack` was made of."""
-        return _decode(payload)
+    def runs(self) -> Iterator[tuple[int, str, int, int, int]]:
+        """Yield the kind's code, label, bytes, descriptors and number of records of each run."""
+        numbers = (array("q", part) for part in (self.nbytes, self.descriptors, self.counts))
+        return zip(array("H", self.codes), self.labels, *numbers, strict=True)
 
-    def pack(self) -> bytes:
-        """Return the block as bytes."""
-        return _encode(self)
-
-
-class Runs(NamedTuple):
-    """Records one after the other, as arrays: runs, and the times of each record."""
-
-    of: Sequence[int]
-    labels: Sequence[str]
-    nbytes: Sequence[int]
-    descriptors: Sequence[int]
-    ends: Sequence[int]
-    times: Sequence[Sequence[float]]
-
-    @classmethod
-    def read(cls, payload: bytes) -> Runs:
-        """Return those of a packed block."""
-        return cls.of_block(LogBlock.unpack(payload))
-
-    @classmethod
-    def of_block(cls, block: LogBlock) -> Runs:
-        """Return those of *block*."""
-        nbytes, descriptors, ends = (_array("q", part) for part in (block.nbytes, block.descriptors, block.ends))
-        times = [_array("d", part) for part in block.times]
-        return cls(_array("H", block.of), block.labels, nbytes, descriptors, ends, times)
-
-    def columns(self, kinds: Sequence[Kind], first: int, end: int) -> dict[str, ArrayColumn]:
-        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log.
+    def columns(self, kinds: Sequence[Kind], rows: int) -> Iterator[dict[str, ArrayColumn]]:
+        """Yield the columns of the records, of at most so many *rows* at a time; *kinds* are those of the log.
 
         Columns that few values fill are codes and their words, as Arrow's dictionaries, so that no string is made
         for a record.
         """
-        low = bisect_right(self.ends, first)
-        high = bisect_left(self.ends, end) + 1
-        ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
-        counts = ends - np.concatenate(([first], ends[:-1]))
-        codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
-        columns = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
-        columns["label"] = ArrayColumn(
-            np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high]
-        )
-        columns["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
-        columns["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
-        times = zip(TIMES, self.times, strict=True)
-        return columns | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
-
-
-def _array(kind: str, content: bytes) -> array[Any]:
-    values: array[Any] = array(kind)
-    values.frombytes(content)
-    return values
+        codes, counts = np.frombuffer(self.codes, np.uint16), np.frombuffer(self.counts, np.int64)
+        numbers = {name: np.frombuffer(getattr(self, name), np.int64) for name in ("nbytes", "descriptors")}
+        times = {name: np.frombuffer(part, np.float64) for name, part in zip(TIMES, self.times, strict=True)}
+        run_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        for first in range(0, len(run_of), rows):
+            at = run_of[first : first + rows]
+            words = codes[at].astype(np.int32)
+            found = {name: ArrayColumn(words, [kind[n] for kind in kinds]) for n, name in enumerate(Kind._fields)}
+            found["label"] = ArrayColumn(at - at[0], self.labels[at[0] : at[-1] + 1])
+            found |= {name: ArrayColumn(column[at]) for name, column in numbers.items()}
+            yield found | {name: ArrayColumn(column[first : first + rows]) for name, column in times.items()}
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LogBlock).decode
 
 
-NEW = 64
-"""Records that are appended before they are put into columns."""
-
-KEPT = 4096
-"""Records in memory of a log that leaves the others elsewhere."""
+KEPT = 2048
+"""Records, or runs of them, from which on a log puts them into a block."""
 
 
 class _RecordSequence(Sequence[TransferRecord]):
-    """What sequences of records have in common: places from the end, slices, and that equal ones compare equal.
-
-    A subclass says how many records there are, yields them, and returns the one at a place.
-    """
-
-    @abstractmethod
-    def record(self, number: int) -> TransferRecord: ...
+    """A sequence by its iterator and its length: records are made as they are read, a place takes all before it."""
 
     @overload
     def __getitem__(self, index: int) -> TransferRecord: ...
     @overload
     def __getitem__(self, index: slice) -> list[TransferRecord]: ...
     def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
-        if isinstance(index, slice):
-            return [self.record(i) for i in range(*index.indices(len(self)))]
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"record {index} is not one of {len(self)}")
-        return self.record(number)
+        return list(self)[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # records are appended
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} transfer records>"
+
 
 class TransferLog(_RecordSequence):
     """Records in the order in which they were appended; equal to any sequence of equal records.
 
-    With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they
-    are needed.  *rank* is who made them.
-
-    A log is a `pdsim.transfer.Recorder`'s list: `append` takes a record, `extend_run` many at once.  Reading it
-    as a sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  A place in the log is
-    found by bisection, once over the parts and once over the runs.
+    A log is a `pdsim.transfer.Recorder`'s list: `append` takes a record, `extend_run` many at once.  Reading it as a
+    sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  With *spill*, blocks are left
+    there and read again when they are needed.  *rank* is who made the records.
     """
 
     def __init__(
         self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None
     ) -> None:
-        self._kinds: list[Kind] = []
-        self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
         self._rank = rank
         self._spill = spill
-        self._new: list[TransferRecord] = []  # appended, not in the columns yet
-        self._parts: list[int] = []  # where records are that are not in memory
-        self._before: list[int] = [0]  # how many there are before each part, and before those in memory
-        self._clear()
+        self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
+        self._new: list[TransferRecord | tuple[RecordRun, list[bytes]]] = []  # in no block yet
+        self._waiting = 0  # how many records the runs among them have
+        self._blocks: list[LogBlock | int] = []  # or where in *spill* it is
+        self._count = 0  # records in blocks
         for record in records:
             self.append(record)
 
     @classmethod
     def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
-        """Return what *journal* has of the records of each rank, all in memory.
+        """Return what *journal* has of the records of each rank of a run that was killed, for reading.
 
-        *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.  Used for a
-        run that was killed.
+        *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.
         """
-        logs: dict[str, TransferLog] = {}
+        found: dict[str, TransferLog] = {}
         for payload in journal:
-            block = LogBlock.unpack(payload)
-            log = logs.setdefault(block.rank, cls(rank=block.rank))
-            runs = Runs.of_block(block)
-            before = 0
-            times = [np.frombuffer(part, np.float64) for part in block.times]
-            for code, label, nbytes, descriptors, end in zip(*runs[:5], strict=True):
-                run = RecordRun(Kind(*block.kinds[code]), label, nbytes, descriptors, end - before)
-                log.extend_run(run, *(column[before:end] for column in times))
-                before = end
-        return logs
+            block = _decode(payload)
+            found.setdefault(block.rank, cls(rank=block.rank)).take(block)
+        return found
 
-    def _clear(self) -> None:
-        self._of: array[int] = array("H")  # by run: its kind
-        self._labels: list[str] = []
-        self._nbytes: array[int] = array("q")
-        self._descriptors: array[int] = array("q")
-        self._ends: array[int] = array("q")  # by run: how many records in memory there are up to its end
-        self._times: tuple[array[float], ...] = tuple(array("d") for _ in TIMES)
+    def take(self, block: LogBlock) -> None:
+        """Add the records of *block*, the next one of a log that nobody appends to."""
+        self._blocks.append(block)
+        self._count += sum(array("q", block.counts))
+        self._codes = {kind: code for code, kind in enumerate(block.kinds)}  # a later block has those before it
 
     def append(self, record: TransferRecord) -> None:
         """Add *record*."""
         self._new.append(record)
-        if len(self._new) >= NEW:
-            self._sort_in()
-
-    def _sort_in(self) -> None:
-        while self._new:
-            before = self._room()
-            new = self._new if self._spill is None else self._new[: KEPT - before]
-            self._new = self._new[len(new) :]
-            engine, operation, source, target, nbytes, descriptors, *times, status, labels = zip(*new, strict=True)
-            kinds = zip(engine, operation, source, target, status, strict=True)
-            self._labels.extend(labels)
-            _extend(self._of, [self._code(kind) for kind in kinds])
-            _extend(self._nbytes, nbytes)
-            _extend(self._descriptors, descriptors)
-            _extend(self._ends, range(before + 1, before + len(new) + 1))
-            for column, values in zip(self._times, times, strict=True):
-                _extend(column, values)
-
-    def _room(self) -> int:
-        before = self._ends[-1] if self._ends else 0
-        if before >= KEPT and self._spill is not None:
+        if len(self._new) >= KEPT:
             self._put_away(self._spill)
-            return 0
-        return before
-
-    def _code(self, kind: tuple[str, str, str, str, str]) -> int:
-        code = self._codes.get(kind)
-        if code is None:
-            code = len(self._kinds)
-            self._kinds.append(Kind(*kind))
-            self._codes[self._kinds[code]] = code
-        return code
 
     def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
         """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
         if not run.count:
             return
-        self._sort_in()
-        before = self._room()
-        self._of.append(self._code(run.kind))
-        self._labels.append(run.label)
-        self._nbytes.append(run.nbytes)
-        self._descriptors.append(run.descriptors)
-        self._ends.append(before + run.count)
+        parts: list[bytes] = []
         last, data = None, b""
-        for column, values in zip(self._times, times, strict=True):
+        for values in times:
             if values is not last:  # what is prepared when it is submitted, and seen when it is complete
                 last, data = values, values.tobytes()
-            column.frombytes(data)
+            parts.append(data)
+        self._new.append((run, parts))
+        self._waiting += run.count
+        if self._waiting >= KEPT:
+            self._put_away(self._spill)
 
-    def _put_away(self, spill: Spill) -> None:
+    def _put_away(self, spill: Spill | None) -> None:
+        # Without *spill* the block stays in memory.
+        codes, counts, nbytes, descriptors = array("H"), array("q"), array("q"), array("q")
+        labels: list[str] = []
+        times: list[list[bytes]] = [[] for _ in TIMES]
+        for alike, group in groupby(self._new, type):
+            if alike is tuple:
+                for (kind, label, size, number, count), parts in group:  # type: ignore[misc]
+                    codes.append(self._codes.setdefault(kind, len(self._codes)))
+                    labels.append(label)
+                    nbytes.append(size)
+                    descriptors.append(number)
+                    counts.append(count)
+                    for column, data in zip(times, parts, strict=True):
+                        column.append(data)
+                continue
+            engine, operation, source, target, sizes, numbers, *stamps, status, names = zip(*group, strict=True)
+            for own in zip(engine, operation, source, target, status, strict=True):
+                codes.append(self._codes.setdefault(own, len(self._codes)))
+            labels += names
+            nbytes.extend(sizes)
+            descriptors.extend(numbers)
+            counts.extend([1] * len(names))
+            for column, values in zip(times, stamps, strict=True):
+                column.append(pack(f"{len(values)}d", *values))
+        self._new, self._waiting = [], 0
         block = LogBlock(
             self._rank,
-            self._kinds,
-            self._of.tobytes(),
-            self._labels,
-            self._nbytes.tobytes(),
-            self._descriptors.tobytes(),
-            self._ends.tobytes(),
-            [column.tobytes() for column in self._times],
+            [Kind(*kind) for kind in self._codes],
+            codes.tobytes(),
+            labels,
+            nbytes.tobytes(),
+            descriptors.tobytes(),
+            counts.tobytes(),
+            [b"".join(column) for column in times],
         )
-        self._parts.append(spill.append(block.pack()))
-        self._before.append(self._before[-1] + self._ends[-1])
-        self._clear()
+        self._blocks.append(block if spill is None else spill.append(_encode(block)))
+        self._count += sum(counts)
 
-    def _stretches(self) -> Iterator[Runs]:
-        self._sort_in()
-        for number in range(len(self._parts) + 1):
-            yield self._stretch(number)
-
-    def _stretch(self, number: int) -> Runs:
-        if number < len(self._parts):
-            assert self._spill is not None
-            return Runs.read(self._spill.read(self._parts[number]))
-        return Runs(self._of, self._labels, self._nbytes, self._descriptors, self._ends, self._times)
+    def _read(self) -> Iterator[LogBlock]:
+        if self._new:
+            self._put_away(None)
+        for block in self._blocks:
+            if isinstance(block, LogBlock):
+                yield block
+            else:
+                assert self._spill is not None
+                yield _decode(self._spill.read(block))
 
     def runs(self) -> Iterator[RecordRun]:
         """Yield what the records have in common, run by run."""
-        kinds = self._kinds
-        for stretch in self._stretches():
-            before = 0
-            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
-                yield RecordRun(kinds[code], label, nbytes, descriptors, end - before)
-                before = end
+        for block in self._read():
+            for code, *rest in block.runs():
+                yield RecordRun(block.kinds[code], *rest)
 
     def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
-        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time.
+        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time; none without records.
 
-        Nothing is yielded if there are no records.  No part is ever joined with the next, so memory is bounded by
-        the larger of *rows* and what a log keeps.
+        No block is joined with the next, so memory is bounded by the larger of *rows* and a block.
         """
-        for stretch in self._stretches():
-            count = stretch.ends[-1] if stretch.ends else 0
-            for first in range(0, count, rows):
-                yield stretch.columns(self._kinds, first, min(first + rows, count))
+        kinds = self.kinds
+        return chain.from_iterable(block.columns(kinds, rows) for block in self._read())
 
     def shapes(self) -> Counter[TransferShape]:
-        """Return how many records have which engine, operation, descriptors and bytes.
-
-        It costs a step for each run, not for each record.
-        """
-        totals = Counter[tuple[int, int, int]]()
-        for stretch in self._stretches():
-            if stretch.ends and len(stretch.ends) == stretch.ends[-1]:  # one record a run, as where flows meet
-                totals.update(zip(stretch.of, stretch.descriptors, stretch.nbytes, strict=True))
-                continue
-            counts = np.diff(np.array(stretch.ends, np.int64), prepend=0).tolist()
-            for code, descriptors, nbytes, count in zip(
-                stretch.of, stretch.descriptors, stretch.nbytes, counts, strict=True
-            ):
-                totals[code, descriptors, nbytes] += count
+        """Return how many records have which engine, operation, descriptors and bytes: a step for each run."""
+        found = Counter[tuple[int, int, int]]()
+        for block in self._read():
+            for code, _, nbytes, descriptors, count in block.runs():
+                found[code, descriptors, nbytes] += count
+        kinds = self.kinds
         of = Counter[TransferShape]()
-        for (code, descriptors, nbytes), count in totals.items():
-            of[TransferShape(self._kinds[code].engine, self._kinds[code].operation, descriptors, nbytes)] += count
+        for (code, descriptors, nbytes), count in found.items():
+            of[TransferShape(kinds[code].engine, kinds[code].operation, descriptors, nbytes)] += count
         return of
 
     @property
     def kinds(self) -> Sequence[Kind]:
         """What the records have in common: every kind that occurs."""
-        self._sort_in()
-        return self._kinds
+        if self._new:
+            self._put_away(None)
+        return [Kind(*kind) for kind in self._codes]
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return self._before[-1] + (self._ends[-1] if self._ends else 0) + len(self._new)
+        if self._new:
+            self._put_away(None)
+        return self._count
 
     def __iter__(self) -> Iterator[TransferRecord]:
         """Yield the records, made as they are read."""
-        for stretch in self._stretches():
-            rows = zip(*stretch.times, strict=True)
-            before = 0
-            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
-                engine, operation, source, target, status = self._kinds[code]
-                for _ in range(end - before):
-                    values: tuple[Any, ...] = (nbytes, descriptors, *next(rows), status, label)
-                    yield TransferRecord(engine, operation, source, target, *values)
-                before = end
-
-    def record(self, number: int) -> TransferRecord:
-        """Return the record at the place *number*; see `_RecordSequence`."""
-        self._sort_in()
-        part = bisect_right(self._before, number) - 1
-        number -= self._before[part]
-        stretch = self._stretch(part)
-        run = bisect_right(stretch.ends, number)
-        kind = self._kinds[stretch.of[run]]
-        times = (column[number] for column in stretch.times)
-        first = (*kind[:4], stretch.nbytes[run], stretch.descriptors[run])
-        values: tuple[Any, ...] = (*first, *times, kind.status, stretch.labels[run])
-        return TransferRecord(*values)
-
-    def __repr__(self) -> str:
-        return f"<TransferLog of {len(self)} records>"
+        for block in self._read():
+            stamps = zip(*(array("d", part) for part in block.times), strict=True)
+            for code, label, nbytes, descriptors, count in block.runs():
+                *who, status = block.kinds[code]
+                for _ in range(count):
+                    values: tuple[Any, ...] = (*who, nbytes, descriptors, *next(stamps), status, label)
+                    yield TransferRecord(*values)
 
 
 class _Joined(_RecordSequence):
-    """Logs one after the other, as one sequence; none of their records is copied.
-
-    What `joined` returns: the records of all ranks of a job, by rank.
-    """
+    """Logs one after the other, as one sequence; none of their records is copied."""
 
     def __init__(self, logs: Sequence[TransferLog]) -> None:
         self.logs = logs
 
     @cached_property
     def shapes(self) -> Counter[TransferShape]:
-        counts = Counter[TransferShape]()
-        for log in self.logs:
-            counts.update(log.shapes())
-        return counts
+        return sum((log.shapes() for log in self.logs), Counter[TransferShape]())
 
     def __len__(self) -> int:
         return sum(map(len, self.logs))
 
     def __iter__(self) -> Iterator[TransferRecord]:
         return chain.from_iterable(self.logs)
-
-    def record(self, number: int) -> TransferRecord:
-        for log in self.logs:
-            if number < len(log):
-                return log.record(number)
-            number -= len(log)
-        raise IndexError(f"there are {len(self)} records")
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} records of {len(self.logs)} logs>"
-
-
-def _extend(column: array[Any], values: Collection[float]) -> None:
-    column.frombytes(pack(f"{len(values)}{column.typecode}", *values))
 
 
 def joined(parts: Iterable[Sequence[TransferRecord]]) -> Sequence[TransferRecord]:
