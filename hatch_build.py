@@ -90,8 +90,8 @@ class CompileHook(BuildHookInterface[Any]):
         shutil.copytree(Path(self.root, "pdsim"), scratch / "pdsim", ignore=unwanted)
         subprocess.run([sys.executable, str(Path(__file__).resolve())], cwd=scratch, check=True)
         results = [*scratch.glob("*.so"), *scratch.glob("pdsim/**/*.so")]  # what they share, and a module each
-        found = {str(path): str(path.relative_to(scratch)) for path in sorted(results)}
-        build_data["force_include"].update(found)
+        included = {str(path): str(path.relative_to(scratch)) for path in sorted(results)}
+        build_data["force_include"].update(included)
         build_data["infer_tag"] = True
         build_data["pure_python"] = False
 

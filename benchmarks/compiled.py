@@ -49,13 +49,13 @@ TESTS = (
 
 def digest(requests: Mapping[str, Sequence[Any]], transfers: Sequence[Any], links: Mapping[str, float]) -> str:
     """Return a hash of all values of a result, to the last bit."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, values in sorted(requests.items()):
-        found.update(repr((name, list(values))).encode())
+        sha.update(repr((name, list(values))).encode())
     for record in transfers:
-        found.update(repr(record).encode())
-    found.update(repr(sorted(links.items())).encode())
-    return found.hexdigest()
+        sha.update(repr(record).encode())
+    sha.update(repr(sorted(links.items())).encode())
+    return sha.hexdigest()
 
 
 def one(case: str, requests: int) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def run(site: Path | None, case: str, requests: int) -> dict[str, Any]:
     done = subprocess.run(
         command, check=True, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def compare(site: Path, cases: Sequence[str], requests: int) -> bool:

@@ -128,8 +128,8 @@ def replay(
         stderr=subprocess.DEVNULL,
         timeout=900,
     )
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    report_: dict[str, Any] = json.loads(report.read_text())
+    return report_
 
 
 def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bool = False) -> list[Answer]:
@@ -156,9 +156,9 @@ def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bo
         own = configuration([*BASE, f"workload.trace={scratch / 'trace.jsonl'}", "cache=none"])
         given = draw(own.workload, own.seed, own.model.context).requests
         outcome = Model(own.hw, own.backend, seed=own.seed).run(serve.specs(own, job, given))
-        found = serve.result(own, job, given, outcome)
-        assert not found.failures, found.failures[:3]
-        rate = sum(found.requests["nbytes"]) / sum(found.requests["transfer"]) / 1e9
+        served = serve.result(own, job, given, outcome)
+        assert not served.failures, served.failures[:3]
+        rate = sum(served.requests["nbytes"]) / sum(served.requests["transfer"]) / 1e9
         alike = {"planner_profile_data": str(scratch / "times.npz"), "kv_bytes_per_token": job.shape.token_bytes(1)}
         alike |= {"kv_transfer_bandwidth": rate, "max_num_batched_tokens": job.chunk}
         pages = job.page_size / BLOCK
@@ -166,7 +166,7 @@ def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bo
         decode = {**alike, "num_gpu_blocks": int(job.decode_pages * pages), "max_num_seqs": job.decode_batch}
         theirs = replay(python, scratch / "trace.jsonl", prefill, decode, scratch)
     ours = {
-        name: np.array([value for value in found.requests[name] if value is not None]) for name in ("ttft", "tpot")
+        name: np.array([value for value in served.requests[name] if value is not None]) for name in ("ttft", "tpot")
     }
     rows = []
     for name, values in ours.items():
@@ -252,8 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 simgrid = SimGrid(options.simgrid_lib.resolve(), options.simgrid_source.resolve(), Path(folder))
                 workloads = [work.first(options.flows) for work in sharing.read_oracle(options.oracle)]
-                found = sharing.compare(workloads, simgrid, options.repeat, options.compiled)
-                lines += ["", *sharing.table(list(found)).splitlines()]
+                compared = sharing.compare(workloads, simgrid, options.repeat, options.compiled)
+                lines += ["", *sharing.table(list(compared)).splitlines()]
     else:
         cases: list[dict[str, bool]] = [{"cut": True}, {}, {"free": True}]
         rows = [row for case in cases for row in answers(options.python, trace, options.requests or 500, **case)]

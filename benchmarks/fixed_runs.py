@@ -243,10 +243,14 @@ def record(path: Path, keep: Path | None, chosen: Sequence[str]) -> None:
     names = [name for name in RUNS if not chosen or name in chosen or name in old["runs"]]
     for name in names:
         if not chosen or name in chosen:
-            found = execute(name, Names(), keep)
-            print(f"{name:26} {found.seconds:6.1f} s of CPU", flush=True)
-            parts = {key: reduced(name, key, part) for key, part in found.parts.items()}
-            run: dict[str, Any] = {"seconds": round(found.seconds, 2), "words": found.words, "parts": parts}
+            fingerprints = execute(name, Names(), keep)
+            print(f"{name:26} {fingerprints.seconds:6.1f} s of CPU", flush=True)
+            parts = {key: reduced(name, key, part) for key, part in fingerprints.parts.items()}
+            run: dict[str, Any] = {
+                "seconds": round(fingerprints.seconds, 2),
+                "words": fingerprints.words,
+                "parts": parts,
+            }
         else:
             run = old["runs"][name]
         kept = [f"    {json.dumps(key)}: {json.dumps(part)}" for key, part in run["parts"].items()]
@@ -279,18 +283,18 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
             print(f"DIFFERS {name}: not in {path}; record it at the commit to compare with", flush=True)
             continue
         try:
-            found = execute(name, names)
+            fingerprints = execute(name, names)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             bad += 1
             print(f"DIFFERS {name}: {error}", flush=True)
             continue
         old = kept[name]
-        lines = differences(name, old["parts"], found.parts, before)
-        words = sum(found.words.get(key) != value for key, value in old["words"].items())
+        lines = differences(name, old["parts"], fingerprints.parts, before)
+        words = sum(fingerprints.words.get(key) != value for key, value in old["words"].items())
         bad += bool(lines)
-        seconds["now"] += found.seconds
+        seconds["now"] += fingerprints.seconds
         seconds["before"] += old["seconds"]
-        ratio = f"{found.seconds:5.1f} s of CPU, {found.seconds / old['seconds']:.2f} of before"
+        ratio = f"{fingerprints.seconds:5.1f} s of CPU, {fingerprints.seconds / old['seconds']:.2f} of before"
         print(f"{'DIFFERS' if lines else 'same   '} {name:26} {ratio}; words changed in {words} places", flush=True)
         for line in lines:
             print(f"        {line}", flush=True)

@@ -66,7 +66,7 @@ def initiate(rank: Rank) -> Program:
     rank.channel.send("target", rank.endpoint.address())
     peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
     bare = {"mooncake": bare_mooncake, "nixl": bare_nixl, "nvlink": bare_cuda}[rank.endpoint.kind](rank, peer)  # type: ignore[attr-defined]
-    found = []
+    table = []
     for count, size in GPU_SHAPES if on_gpu(rank) else SHAPES:
         offsets = np.arange(count, dtype=np.int64) * size
         batch = Batch(mine, peer.regions["sink"], offsets, offsets, np.full(count, size, np.int64))
@@ -85,9 +85,9 @@ def initiate(rank: Rank) -> Program:
             if turn:  # the first round warms caches and connections
                 ours_s += ours
                 bare_s += direct
-        found.append([count, size, *figures(ours_s, bare_s, times)])
+        table.append([count, size, *figures(ours_s, bare_s, times)])
     rank.channel.send("target", b"end")
-    return found
+    return table
 
 
 def figures(ours: Sequence[float], bare: Sequence[float], times: int) -> list[float]:

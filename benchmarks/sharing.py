@@ -325,10 +325,10 @@ def machine(simgrid: SimGrid | None) -> dict[str, str]:
         platform.processor(),
     )
     packages = {name: importlib.metadata.version(name) for name in ("simpy", "numpy")}
-    found = {"SimGrid": simgrid.version} if simgrid else {}
+    versions = {"SimGrid": simgrid.version} if simgrid else {}
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     cpu = f"{os.cpu_count()} x {model}"
-    return {"date": when, "machine": cpu, "Python": platform.python_version(), **packages, **found}
+    return {"date": when, "machine": cpu, "Python": platform.python_version(), **packages, **versions}
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -40,14 +40,14 @@ def command(count: int, executor: Sequence[str]) -> list[str]:
 
 def only(folder: Path) -> Path:
     """Return the folder of the one sweep in *folder*."""
-    (found,) = folder.glob("results/sweep-*")
-    return found
+    (sweep,) = folder.glob("results/sweep-*")
+    return sweep
 
 
 def rows(folder: Path) -> list[str]:
     """Return the names of the points that a sweep in *folder* has appended, in order."""
-    found = list(folder.glob("results/sweep-*/points.jsonl"))
-    lines = found[0].read_bytes().split(b"\n")[:-1] if found else []
+    ledgers = list(folder.glob("results/sweep-*/points.jsonl"))
+    lines = ledgers[0].read_bytes().split(b"\n")[:-1] if ledgers else []
     return [point["point"] for point in map(json.loads, lines) if "point" in point]
 
 
@@ -200,26 +200,26 @@ def _problems(
     if "KeyboardInterrupt" in err and "/pdsim/cli/" not in err:
         return []  # Python itself was still starting, and says so in its own way
     lines = [line for line in err.splitlines() if not line.startswith(("sweep ", "serve ")) and line]
-    found = []
+    problems = []
     at_an_end = status == -sent == -signal.SIGTERM and not err  # while Python itself began or ended
     if status not in (0, _STATUS[sent]) and not at_an_end:
-        found.append(f"status {status}")
+        problems.append(f"status {status}")
     if "Traceback" in err + out or len(lines) > 1:
-        found.append(f"said {len(lines)} lines: {lines[-1][:80] if lines else ''}")
+        problems.append(f"said {len(lines)} lines: {lines[-1][:80] if lines else ''}")
     if status and "--json" in words and out:
-        found.append("half an answer")
+        problems.append("half an answer")
     for run in [*folder.glob("results/*"), *folder.glob("results/sweep-*/*")]:
         whole = run.name.startswith("sweep-") or (run / "summary.json").is_file()
         if run.is_dir() and not whole and not run.name.endswith(".incomplete"):
-            found.append(f"{run.name} is neither complete nor marked")
+            problems.append(f"{run.name} is neither complete nor marked")
         if run.name.endswith(".part"):
-            found.append(f"{run.name} was left")
+            problems.append(f"{run.name} was left")
     if words[0] == "sweep" and status:
         again = subprocess.run([sys.executable, "-m", "pdsim", *words, "-q"], cwd=folder, check=False, timeout=600)
         names = rows(folder)
         if again.returncode or len(names) != len(set(names)) or len(names) != 40:
-            found.append(f"resumed to {len(names)} rows, status {again.returncode}")
-    return found
+            problems.append(f"resumed to {len(names)} rows, status {again.returncode}")
+    return problems
 
 
 def main() -> int:

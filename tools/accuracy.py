@@ -41,8 +41,10 @@ def draw(path: Path) -> None:
     """Write the figure to *path* as SVG, the same bytes each time."""
     panels = []
     for engine in ENGINES:
-        found = {kind: [(measured, simulated, "") for measured, simulated in points(engine, kind)] for kind in KINDS}
-        panels.append(replace(agreement(found, engine, "s", ENDS), height=330))
+        series = {
+            kind: [(measured, simulated, "") for measured, simulated in points(engine, kind)] for kind in KINDS
+        }
+        panels.append(replace(agreement(series, engine, "s", ENDS), height=330))
     path.write_bytes(drawing.image(Figure("accuracy", "", "", panels, columns=3), "svg", titled=False))
 
 

@@ -70,14 +70,14 @@ def points() -> list[GatherSample]:
     A point is the median of the equal calls of one job: calls with the same library and the same label, which names
     ranks, bytes of a piece, pool and batch.  Reservations are left out; `growths` has them.
     """
-    found = []
+    measured = []
     for run, rows in (("2xh200", _two()), ("4xh200", _four())):
         times: dict[tuple[str, str], list[float]] = {}
         for library, label, _, us in rows:
             if label != "reserve":
                 times.setdefault((library, label), []).append(us * 1e-6)
-        found += [_point(run, library, label, seconds) for (library, label), seconds in times.items()]
-    return found
+        measured += [_point(run, library, label, seconds) for (library, label), seconds in times.items()]
+    return measured
 
 
 def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
@@ -119,8 +119,8 @@ def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
     batches = sorted({point.batch for point in every} - {""}, key=lambda batch: sum(map(int, batch.split("+"))))[::2]
     equal = [point for point in every if not point.batch]
     sizes = {run: sorted({point.size for point in equal if point.run == run})[::2] for run in ("2xh200", "4xh200")}
-    found = {point for point in equal if point.size in sizes[point.run]}
-    return found | {point for point in every if point.batch in batches and not point.grown}
+    fitted = {point for point in equal if point.size in sizes[point.run]}
+    return fitted | {point for point in every if point.batch in batches and not point.grown}
 
 
 def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel:
@@ -200,8 +200,8 @@ def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], Colle
         for name, belongs in classes.items():
             for ranks in ((2, 4), (2,), (4,)):
                 left = [point for point in mine if belongs(point) and point.ranks in ranks]
-                found = [_error(models[library, point.kind], point) for point in left]
-                size = np.abs(found) * 100
+                apart = [_error(models[library, point.kind], point) for point in left]
+                size = np.abs(apart) * 100
                 median, p95 = float(np.median(size)), float(np.percentile(size, 95.0))
                 rows.append(
                     [
@@ -211,7 +211,7 @@ def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], Colle
                         len(left),
                         median,
                         p95,
-                        float(np.median(found)) * 100,
+                        float(np.median(apart)) * 100,
                     ]
                 )
     columns = {
@@ -244,10 +244,10 @@ def between(every: Sequence[GatherSample]) -> Table:
         if point.kind == "plain":
             jobs.setdefault((point.ranks, point.size, point.batch), []).append(point.seconds)
     rows = []
-    for (ranks, size, batch), found in sorted(jobs.items()):
-        best = float(np.exp(np.mean(np.log(found))))
-        best_error = float(np.median(np.abs(best / np.array(found) - 1.0))) * 100
-        rows.append([ranks, size, batch or "-", " ".join(f"{one * 1e6:.0f}" for one in found), best_error])
+    for (ranks, size, batch), times in sorted(jobs.items()):
+        best = float(np.exp(np.mean(np.log(times))))
+        best_error = float(np.median(np.abs(best / np.array(times) - 1.0))) * 100
+        rows.append([ranks, size, batch or "-", " ".join(f"{one * 1e6:.0f}" for one in times), best_error])
     columns = {"ranks": "", "bytes": "", "batch": "", "us": "median of each job", "%": "error of their mean"}
     return Table("The same calls in several jobs", columns, rows)
 
@@ -265,8 +265,8 @@ def growth_errors(libraries: Mapping[str, Collective]) -> Table:
         for ranks in (2, 4):
             left = [growth for growth in mine if growth[4] and growth[1] == ranks]
             model = [ranks * library.grow_latency + growth[2] / library.grow_rate for growth in left]
-            found = np.abs(np.array(model) / np.array([growth[3] for growth in left]) - 1.0) * 100
-            median, p95 = float(np.median(found)), float(np.percentile(found, 95.0))
+            apart = np.abs(np.array(model) / np.array([growth[3] for growth in left]) - 1.0) * 100
+            median, p95 = float(np.median(apart)), float(np.percentile(apart, 95.0))
             rows.append([name, ranks, float(np.median(each)) * 1e3, len(left), median, p95])
     columns = {
         "library": "",

@@ -56,8 +56,8 @@ def verbs() -> Iterator[str]:
 def options() -> Iterator[str]:
     """Yield the options of each command, and the words that take their place."""
     for verb in usage.COMMANDS:
-        found = set(re.findall(r"(?<![\w=/-])--?[a-z][a-z-]*\b", usage.of(verb))) - FOREIGN
-        yield from (f"option {verb} {flag}" for flag in {*found, "--help"})
+        flags = set(re.findall(r"(?<![\w=/-])--?[a-z][a-z-]*\b", usage.of(verb))) - FOREIGN
+        yield from (f"option {verb} {flag}" for flag in {*flags, "--help"})
     yield from (f"option refit {what}" for what in WHAT)
     yield from (f"option calibrate --format={name}" for name in importers.FORMATS)
     yield from (f"option report --format={form}" for form in FORMS)

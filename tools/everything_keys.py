@@ -30,15 +30,15 @@ def known_keys() -> dict[str, str]:
 
     What stands in a list or a mapping is written ``backend.intra.ramp[].first``.
     """
-    found: dict[str, str] = {}
-    _walk(Config, "", found)
-    _walk(Policy, "backend.policy", found)
+    keys: dict[str, str] = {}
+    _walk(Config, "", keys)
+    _walk(Policy, "backend.policy", keys)
     for name in plugins.names(plugins.EXPERIMENTS):
-        _walk(ExperimentOptions.class_for({"name": name}), f"experiment({name})", found)
-    return {key: found[key] for key in sorted(found)}
+        _walk(ExperimentOptions.class_for({"name": name}), f"experiment({name})", keys)
+    return {key: keys[key] for key in sorted(keys)}
 
 
-def _walk(cls: type, prefix: str, found: dict[str, str]) -> None:
+def _walk(cls: type, prefix: str, keys: dict[str, str]) -> None:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         key = f"{prefix}.{field.name}".lstrip(".")
@@ -49,9 +49,9 @@ def _walk(cls: type, prefix: str, found: dict[str, str]) -> None:
         if key in ("experiment", "calibration", "policy") or re.search(r"\.sources$|^experiment.*\.name$", key):
             continue  # programs write these; experiments and policies are walked by themselves
         if several or not below:
-            found[key] = str(field.type).removesuffix(" | None")
+            keys[key] = str(field.type).removesuffix(" | None")
         for each in below:
-            _walk(each, f"{key}[]" if several else key, found)
+            _walk(each, f"{key}[]" if several else key, keys)
 
 
 def _parts(kind: Any) -> list[Any]:  # the types in the annotation "tuple[Ramp, ...] | None"
@@ -189,8 +189,8 @@ class Keys:
 
 def _words(name: str) -> list[str]:
     for pattern, word in OWN.items():
-        if found := re.fullmatch(pattern, name):
-            return [found.expand(word).replace("{root}", str(ROOT))]
+        if match := re.fullmatch(pattern, name):
+            return [match.expand(word).replace("{root}", str(ROOT))]
     key = re.sub(r"\(\w+\)", "", name)
     kind = known_keys()[name]
     if kind.startswith("Mapping"):

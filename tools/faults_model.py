@@ -94,15 +94,15 @@ def ranges(spans: Iterable[list[int]]) -> list[list[int]]:
 
     Raise a `ValueError` if two overlap.
     """
-    found: list[list[int]] = []
+    joined: list[list[int]] = []
     for first, end in sorted(spans):
-        if found and first < found[-1][1]:
+        if joined and first < joined[-1][1]:
             raise ValueError(f"seed {first} is there twice; give each part seeds of its own")
-        if found and first == found[-1][1]:
-            found[-1][1] = end
+        if joined and first == joined[-1][1]:
+            joined[-1][1] = end
         else:
-            found.append([first, end])
-    return found
+            joined.append([first, end])
+    return joined
 
 
 def run(part: Part, seeds: Iterable[int], workers: int, limit: float, to: Path) -> bool:

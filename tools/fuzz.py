@@ -70,19 +70,19 @@ def torn(random: Random, payload: bytes) -> bytes:
     """Return *payload* with bytes changed, cut, repeated or put in; now and then nothing of it is left."""
     if random.random() < 0.05:
         return random.randbytes(random.randint(0, 64))
-    found = bytearray(payload)
+    damaged = bytearray(payload)
     for _ in range(random.randint(1, 4)):
-        at = random.randint(0, len(found))
+        at = random.randint(0, len(damaged))
         kind = random.random()
-        if kind < 0.5 and at < len(found):
-            found[at] = random.randrange(256)
+        if kind < 0.5 and at < len(damaged):
+            damaged[at] = random.randrange(256)
         elif kind < 0.7:
-            del found[at : at + random.randint(1, 8)]
+            del damaged[at : at + random.randint(1, 8)]
         else:
-            found[at:at] = random.choice(
-                (random.randbytes(random.randint(1, 9)), found[at : at + 9], b"\xc1", b"\xa3")
+            damaged[at:at] = random.choice(
+                (random.randbytes(random.randint(1, 9)), damaged[at : at + 9], b"\xc1", b"\xa3")
             )
-    return bytes(found)
+    return bytes(damaged)
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -93,10 +93,10 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def changed(random: Random, value: Any) -> Any:
     """Return a copy of the tree *value* with one to three values replaced, put in under another key, or left out."""
-    found = {"": copy.deepcopy(value)}
+    variants = {"": copy.deepcopy(value)}
     for _ in range(random.randint(1, 3)):
-        place = ("", *random.choice(places(found[""])))
-        inner: Any = found
+        place = ("", *random.choice(places(variants[""])))
+        inner: Any = variants
         for key in place[:-1]:
             inner = inner[key]
         kind, odd = random.random(), copy.deepcopy(random.choice(_ODD))
@@ -106,7 +106,7 @@ def changed(random: Random, value: Any) -> Any:
             inner[place[-1]]["".join(random.choices("abz.é", k=3))] = odd
         elif len(place) > 1:
             del inner[place[-1]]
-    return found[""]
+    return variants[""]
 
 
 def refused_in_one_line(act: Callable[..., Any], *arguments: Any) -> None:
@@ -297,9 +297,9 @@ def _all(bench: Bench, options: argparse.Namespace) -> int:
         sys.exit(f"--state {path} is of --seed {known['seed']}: its inputs and these do not add up")
     for family in options.families.split(","):
         for number in range(known["done"].get(family, 0), int(SHARES[family] * options.scale)):
-            if found := one(bench, family, options.seed, number):
-                known["findings"].append([family, number, found])
-                print(f"{family}:{number} {found}", flush=True)
+            if problem := one(bench, family, options.seed, number):
+                known["findings"].append([family, number, problem])
+                print(f"{family}:{number} {problem}", flush=True)
             known["done"][family] = number + 1
             if number % _SAVED == 0:
                 path.write_text(json.dumps(known))

@@ -90,9 +90,9 @@ def outputs() -> tuple[str, ...]:
 def payloads() -> tuple[bytes, ...]:
     """Return a message of every kind as bytes, and a refusal."""
     kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, KvMessage)]
-    found = [messages.encode(_example(kind)) for kind in kinds if kind is not KvMessage]
-    assert len({type(messages.decode(payload)) for payload in found}) == len(found)
-    return (*found, messages.refusal("why"))
+    encoded = [messages.encode(_example(kind)) for kind in kinds if kind is not KvMessage]
+    assert len({type(messages.decode(payload)) for payload in encoded}) == len(encoded)
+    return (*encoded, messages.refusal("why"))
 
 
 def _example(kind: Any) -> Any:
@@ -126,8 +126,8 @@ def endpoint() -> Any:
 @cache
 def address() -> bytes:
     """Return the address of that peer."""
-    found: bytes = _endpoints()[1].address()
-    return found
+    blob: bytes = _endpoints()[1].address()
+    return blob
 
 
 @cache
@@ -149,14 +149,14 @@ def _endpoints() -> tuple[Any, Any]:
     model = EngineModel(path="nvlink", call=1e-6, descriptor=1e-6, overlap=False, latency=0.0)
     engine = Engine(name="e", implementation="e", vendors=("nvidia",), intra=model, inter=None)
     fabric = Fabric(clock, network, topology, engine)
-    found = []
+    endpoints = []
     for gpu, name in enumerate("ab"):
         site = topology.site(Place(0, gpu))
         device = SimDevice(DeviceMemory(site.name, 1 << 20), clock, network, topology.memory(site))
         one = SimEndpoint(fabric, name, clock, device, site, _Records())
         one.register(device.allocate(4096), "kv")
-        found.append(one)
-    return found[0], found[1]
+        endpoints.append(one)
+    return endpoints[0], endpoints[1]
 
 
 def kept_run(folder: Path) -> Path:

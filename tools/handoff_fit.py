@@ -93,22 +93,22 @@ class CopySample(NamedTuple):
 
 def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]]:
     # Keys are host and engine, then the number of the request; both are in ascending order.
-    found: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
+    by_host: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
     for row in sorted((row for row in tables.rows(RECORDS) if row["way"] == way), key=_submitted):
-        requests = found.setdefault((row["host"], row["engine"]), {})
+        requests = by_host.setdefault((row["host"], row["engine"]), {})
         requests.setdefault(int(row["request"]), []).append(row)
-    return {key: dict(sorted(requests.items())) for key, requests in sorted(found.items())}
+    return {key: dict(sorted(requests.items())) for key, requests in sorted(by_host.items())}
 
 
 def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
     seen: set[tuple[int, int]] = set()
-    found = []
+    warm = []
     for number, rows in requests.items():
         key = number // JOB, max(int(row["nbytes"]) for row in rows)
         if key in seen:
-            found.append(number)
+            warm.append(number)
         seen.add(key)
-    return found
+    return warm
 
 
 def samples() -> list[CopySample]:
@@ -116,11 +116,11 @@ def samples() -> list[CopySample]:
 
     One sample for each warm request that has what its kind needs; see the list above for where each begins and ends.
     """
-    found = []
+    rows = []
     for way, kinds in (("1to2 staged", ("gather",)), ("2to1 staged", ("scatter", "switch"))):
         for (host, engine), writes in _requests(way).items():
-            found += [CopySample(host, engine, kind, *each) for kind in kinds for each in _copies(kind, writes)]
-    return found
+            rows += [CopySample(host, engine, kind, *each) for kind in kinds for each in _copies(kind, writes)]
+    return rows
 
 
 def _copies(kind: str, writes: Mapping[int, Sequence[Mapping[str, str]]]) -> Iterator[tuple[int, float]]:
@@ -154,10 +154,10 @@ def is_fitted(host: str, engine: str) -> bool:
 
 def medians(of: Iterable[CopySample]) -> dict[Key, float]:
     """Return the median seconds by host, engine, kind and bytes."""
-    found: dict[Key, list[float]] = {}
+    groups: dict[Key, list[float]] = {}
     for host, engine, kind, nbytes, seconds in of:
-        found.setdefault((host, engine, kind, nbytes), []).append(seconds)
-    return {key: float(np.median(values)) for key, values in found.items()}
+        groups.setdefault((host, engine, kind, nbytes), []).append(seconds)
+    return {key: float(np.median(values)) for key, values in groups.items()}
 
 
 def _pieces(kind: str, nbytes: int) -> int:
@@ -207,12 +207,12 @@ def bootstrap(
     groups: dict[Key, list[CopySample]] = {}
     for sample in of:
         groups.setdefault(sample[:4], []).append(sample)
-    found = []
+    fits = []
     for _ in range(runs):
         drawn = [group[i] for group in groups.values() for i in random.integers(0, len(group), len(group))]
         copies, _ = fit_copies(medians(drawn), memory_rate, launch)
-        found.append((copies.call, copies.descriptor, copies.context_switch))
-    return [(float(low), float(high)) for low, high in np.percentile(found, (2.5, 97.5), axis=0).T]
+        fits.append((copies.call, copies.descriptor, copies.context_switch))
+    return [(float(low), float(high)) for low, high in np.percentile(fits, (2.5, 97.5), axis=0).T]
 
 
 # --- waking up -----------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def waking() -> dict[tuple[str, str, int], float]:
     Seconds: of a handoff as a whole, less the median time from posting the write of rank 1 to the end of the last
         one.
     """
-    whole, found = times(), {}
+    whole, woken = times(), {}
     for (host, engine), writes in _requests("2to2 whole").items():
         spans: dict[int, list[float]] = {}
         for rows in (writes[number] for number in _warm(writes)):
@@ -239,8 +239,8 @@ def waking() -> dict[tuple[str, str, int], float]:
             spans.setdefault(tokens, []).append(seconds)
         for tokens, seconds_of in spans.items():
             label = f"2to2 whole {tokens} tokens"
-            found[host, engine, tokens] = whole[host, engine, label] - float(np.median(seconds_of))
-    return found
+            woken[host, engine, tokens] = whole[host, engine, label] - float(np.median(seconds_of))
+    return woken
 
 
 def fit_wake(of: Iterable[float], latency: float) -> float:
@@ -266,7 +266,7 @@ def copy_wakes(rate: float) -> dict[str, list[float]]:
 
 def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
     # Only the fitted engine counts.
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for (host, engine), requests in _requests(way).items():
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end
             continue
@@ -274,8 +274,8 @@ def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
         stamps = [
             (float(row["completed"]) - float(row["posted"])) * 1e-6 - int(row["nbytes"]) / rate for row in rows
         ]
-        found[host] = stamps
-    return found
+        values[host] = stamps
+    return values
 
 
 def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> float:

@@ -146,11 +146,11 @@ def times(config: Config, every: Sequence[Point]) -> tuple[list[list[float]], fl
     )
     if errors := [result.error for result in outcome.ranks.values() if result.error]:
         raise SystemExit("\n".join(errors))
-    found: list[list[float]] = [[] for _ in every]
+    seconds: list[list[float]] = [[] for _ in every]
     for record in outcome.ranks["writer"].transfers:
-        found[int(record.label)].append(record.seen - record.submitted)
+        seconds[int(record.label)].append(record.seen - record.submitted)
     late = target.lateness[-1] if config.target == "real" else None
-    return found, late.late / max(1, late.packets) if late else 0.0
+    return seconds, late.late / max(1, late.packets) if late else 0.0
 
 
 def _target(config: Config) -> Any:
@@ -184,12 +184,12 @@ def measure(path: Path) -> None:
         for backend in BACKENDS:
             if (backend, link) not in have:
                 every = points()
-                found, late = times(compose(["target=real", *_words(backend, link)]), every)
-                _append(path, [[*row, f"{late:.4f}"] for row in _rows(backend, link, every, found)], COLUMNS)
+                seconds, late = times(compose(["target=real", *_words(backend, link)]), every)
+                _append(path, [[*row, f"{late:.4f}"] for row in _rows(backend, link, every, seconds)], COLUMNS)
 
 
-def _rows(backend: str, link: str, every: Sequence[Point], found: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
-    for point, seconds in zip(every, found, strict=True):
+def _rows(backend: str, link: str, every: Sequence[Point], times: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
+    for point, seconds in zip(every, times, strict=True):
         own = _counted(point, seconds)
         numbers = [f"{value:.6g}" for value in (statistics.median(own), min(own), max(own))]
         yield [backend, link, "0>1", *point[:3], *numbers, len(own), f"{os.getloadavg()[0]:.1f}"]
@@ -209,10 +209,10 @@ def _validated(backend: str, link: str) -> list[list[Any]]:
         main(["run", "-q", *DESIGN, "target=real", *_words(backend, link), f"output={folder}"])
         (made,) = Path(folder).iterdir()
         names = ("expectations", "measurements", "summary")
-        expected, found, summary = (json.loads((made / f"{name}.json").read_text()) for name in names)
-    assert found["expectations"] == expected["sha256"]
-    seconds = {value["label"]: value["value"] for value in found["measured"]}
-    about = [expected["sha256"][:16], expected["written"], found["began"]]
+        expected, measured, summary = (json.loads((made / f"{name}.json").read_text()) for name in names)
+    assert measured["expectations"] == expected["sha256"]
+    seconds = {value["label"]: value["value"] for value in measured["measured"]}
+    about = [expected["sha256"][:16], expected["written"], measured["began"]]
     about.append("; ".join(note for note in summary["notes"] if note.startswith("the link was late")))
     return [
         [each["nbytes"], f"{each['value']:.6g}", f"{seconds[each['label']]:.6g}", *about]
@@ -241,14 +241,14 @@ def read(path: Path) -> Rows:
 
 def pairs(rows: Iterable[dict[str, str]], change: Callable[[Config], Config] = lambda config: config) -> Pairs:
     """Return each of *rows* with the seconds of the model, whose configuration is *change*d first."""
-    found: Pairs = []
+    paired: Pairs = []
     for (backend, link), own in _by_link(rows):
         ends = [(int(row["blocks"]), int(row["size"]), float(row["gap"])) for row in own]
         every = [(*point, 1 if point[2] == LONG else 3) for point in ends]
         modelled, _ = times(change(_modelled(backend, link)), every)
         seconds = (min(_counted(point, own)) for point, own in zip(every, modelled, strict=True))
-        found += zip(own, seconds, strict=True)
-    return found
+        paired += zip(own, seconds, strict=True)
+    return paired
 
 
 def _by_link(rows: Iterable[dict[str, str]]) -> Iterator[tuple[tuple[str, str], Rows]]:
@@ -286,10 +286,10 @@ def nearest(predicted: Callable[[float, float], Sequence[float]], measured: Sequ
         latency, descriptor = np.exp(logs)
         return np.log(np.asarray(predicted(latency, descriptor)) / seconds)
 
-    found = least_squares(residuals, np.log(START), loss="soft_l1", f_scale=0.02, diff_step=1e-2)
-    variance = 2.0 * found.cost / (len(seconds) - len(START))
-    spread = np.exp(1.96 * np.sqrt(np.diag(np.linalg.pinv(found.jac.T @ found.jac)) * variance))
-    values = np.exp(found.x)
+    solution = least_squares(residuals, np.log(START), loss="soft_l1", f_scale=0.02, diff_step=1e-2)
+    variance = 2.0 * solution.cost / (len(seconds) - len(START))
+    spread = np.exp(1.96 * np.sqrt(np.diag(np.linalg.pinv(solution.jac.T @ solution.jac)) * variance))
+    values = np.exp(solution.x)
     return [
         LinkParameter(name, float(value), float(value / by), float(value * by))
         for name, value, by in zip(PARAMETERS, values, spread, strict=True)
@@ -305,11 +305,11 @@ def _changed(config: Config, latency: float, descriptor: float) -> Config:
 def validated(path: Path) -> None:
     """Print the errors of the predictions that were written before *path* was measured, and of today's model."""
     rows = [{"blocks": "1", "gap": "0", **row} for row in read(path)]
-    found = [(key, pairs(own)) for key, own in _by_link(rows)]
+    links = [(key, pairs(own)) for key, own in _by_link(rows)]
     for backend in BACKENDS:
-        found.append(((backend, "all"), [pair for key, own in found if key[0] == backend for pair in own]))
+        links.append(((backend, "all"), [pair for key, own in links if key[0] == backend for pair in own]))
     table = []
-    for key, own in found:
+    for key, own in links:
         before = [(row, float(row["predicted"])) for row, _ in own]
         table.append([*key, *_large_and_small(own), *_large_and_small(before), own[0][0]["notes"]])
     errors = {"large %": "median error of 1 MiB and more", "worst %": "", "small ms": "of less", "worst ms": ""}
@@ -317,9 +317,9 @@ def validated(path: Path) -> None:
     show_table(Table(f"{path.name}: the model, and predictions of before", columns | {"notes": ""}, table))
 
 
-def _large_and_small(found: Pairs) -> list[float]:
-    large = [abs(p / float(row["measured"]) - 1.0) * 100.0 for row, p in found if int(row["size"]) >= LARGE]
-    small = [abs(p - float(row["measured"])) * 1e3 for row, p in found if int(row["size"]) < LARGE]
+def _large_and_small(own: Pairs) -> list[float]:
+    large = [abs(p / float(row["measured"]) - 1.0) * 100.0 for row, p in own if int(row["size"]) >= LARGE]
+    small = [abs(p - float(row["measured"])) * 1e3 for row, p in own if int(row["size"]) < LARGE]
     return [round(n, 2) for n in (statistics.median(large), max(large), statistics.median(small), max(small))]
 
 

@@ -102,10 +102,10 @@ def main() -> None:
         name, words = H20
         tokens, seconds = table(name)
         config = configuration(words, tokens, Path(folder))
-        found = phases(served(config))
-        show(name, tokens, seconds, found)
+        times = phases(served(config))
+        show(name, tokens, seconds, times)
         send = config.engine.prefill.send
-        late = 100.0 * np.abs((found + send) / seconds - 1.0)
+        late = 100.0 * np.abs((times + send) / seconds - 1.0)
         earlier = f"counted from the end of the forward, {send * 1e3:.1f} ms earlier"
         print(f"{earlier}: mean absolute error {late.mean():.0f} %")
         name, words = H800

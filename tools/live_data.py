@@ -71,12 +71,12 @@ def requests(folder: Path) -> Parts:
     """Return the requests of each part in *folder*, in its order."""
     import pyarrow.parquet as pq
 
-    found: dict[str, list[Request]] = {}
+    by_load: dict[str, list[Request]] = {}
     for row in pq.read_table(folder / "requests.parquet").to_pylist():
-        own = found.setdefault(row["load"], [])
+        own = by_load.setdefault(row["load"], [])
         alone = row["load"].startswith((SINGLE, WARMUP))
         own.append(Request(len(own) * APART if alone else row["arrival"], row["input"], row["output"], None))
-    return found
+    return by_load
 
 
 def again(sealed: Mapping[str, Any], folder: Path, hw: str = "2xh200") -> dict[str, Any]:
@@ -175,11 +175,11 @@ def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
             for name, e in errors.items() if e
         ],
     )  # fmt: skip
-    found = singles_of(folder)
+    singles = singles_of(folder)
     lines = []
     for length, made in expected["singles"].items():
         for key in ("ttft", "handoff", "tpot"):
-            one, other = made.get(key), found.get(length, {}).get(key)
+            one, other = made.get(key), singles.get(length, {}).get(key)
             if one and other:
                 lines.append([int(length), key, one * 1e3, other * 1e3, 100 * (one / other - 1.0)])
     yield _table("Single requests, medians", ("tokens", "what", "predicted ms", "measured ms", "error %"), lines)
@@ -190,11 +190,11 @@ def floor(folders: Sequence[Path]) -> Iterator[Table]:
     first, *others = ((folder.name, loads(folder)) for folder in folders)
     rows = []
     for name in METRICS:
-        for other, found in others:
+        for other, value in others:
             apart = [
-                abs(found[load]["metrics"][name] / first[1][load]["metrics"][name] - 1.0)
-                for load in found
-                if load in first[1] and first[1][load]["metrics"].get(name) and found[load]["metrics"].get(name)
+                abs(value[load]["metrics"][name] / first[1][load]["metrics"][name] - 1.0)
+                for load in value
+                if load in first[1] and first[1][load]["metrics"].get(name) and value[load]["metrics"].get(name)
             ]
             if apart:
                 rows.append([name, other, len(apart), 100 * median(apart), 100 * max(apart)])
@@ -204,7 +204,7 @@ def floor(folders: Sequence[Path]) -> Iterator[Table]:
 def means(expected: Mapping[str, Any], folder: Path, chosen: Sequence[str] = ()) -> dict[str, float]:
     """Return the mean absolute error of each metric in per cent, over the loads *chosen* or all that both have."""
     measured = loads(folder)
-    found: dict[str, float] = {}
+    averages: dict[str, float] = {}
     for name in METRICS:
         wrong = [
             abs(made["metrics"][name] / measured[load]["metrics"][name] - 1.0)
@@ -213,8 +213,8 @@ def means(expected: Mapping[str, Any], folder: Path, chosen: Sequence[str] = ())
             if made["metrics"].get(name) and measured[load]["metrics"].get(name)
         ]
         if wrong:
-            found[name] = 100 * mean(wrong)
-    return found
+            averages[name] = 100 * mean(wrong)
+    return averages
 
 
 def main(words: Sequence[str]) -> int:

@@ -169,14 +169,14 @@ def _counted() -> Iterator[str]:
 
 
 def _change_rows() -> Iterator[str]:
-    found = list(changes())
-    if not found:
+    rows = list(changes())
+    if not rows:
         return
     heads = ["change", "load", *(f"{name}, {side}" for side in ("predicted", "measured") for name in SHOWN.values())]
     yield ""
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
-    for change, load, *sides in found:
+    for change, load, *sides in rows:
         cells = [f"{side[name]:.2f}" if name in side else "-" for side in sides for name in SHOWN]
         yield f"| {change} | {load} | " + " | ".join(cells) + " |"
 
@@ -191,8 +191,8 @@ def _handoff_rows() -> Iterator[str]:
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for name, label in shown.items():
-        made, found = _read(f"fourth/{name}")["singles"], singles_of(_folder(f"fourth/{name}"))
-        both = {n: (made[n]["handoff"], found[n]["handoff"]) for n in lengths if n in made and n in found}
+        made, measured = _read(f"fourth/{name}")["singles"], singles_of(_folder(f"fourth/{name}"))
+        both = {n: (made[n]["handoff"], measured[n]["handoff"]) for n in lengths if n in made and n in measured}
         cells = [f"{both[n][0] * 1e3:.0f} / {both[n][1] * 1e3:.0f}" if n in both else "-" for n in lengths]
         near = sum(abs(one / other - 1.0) <= NEAR for one, other in both.values())
         yield f"| {label} | " + " | ".join([*cells, f"{near} of {len(both)}"]) + " |"
@@ -219,8 +219,8 @@ def changes() -> Iterator[tuple[str, str, Mapping[str, float], Mapping[str, floa
             before, after = ({"loads": _measured(name)} for name in names)
             if before["loads"] and after["loads"]:
                 sealed = changed(*map(_read, names))
-                for load, found in changed(before, after).items():
-                    yield f"{change}{host}", load, sealed.get(load, {}), found
+                for load, values in changed(before, after).items():
+                    yield f"{change}{host}", load, sealed.get(load, {}), values
 
 
 def points() -> Iterator[Table]:
@@ -259,8 +259,8 @@ def points() -> Iterator[Table]:
     floor = floors()
     gains = [
         [change, load, metric, made.get(metric), value, _judged(made.get(metric), value, floor[metric])]
-        for change, load, made, found in changes()
-        for metric, value in found.items()
+        for change, load, made, values in changes()
+        for metric, value in values.items()
         if metric in METRICS
     ]
     shown = ("change", "load", "metric", "predicted", "measured", "within")
@@ -277,16 +277,16 @@ _MEANING = {
 }
 
 
-def _judged(made: float | None, found: float, floor: float) -> str:
+def _judged(made: float | None, measured: float, floor: float) -> str:
     # A change that is smaller than the *floor* is none.
     if made is None:
         return "-"
-    sign = (made - 1.0) * (found - 1.0) >= 0.0
+    sign = (made - 1.0) * (measured - 1.0) >= 0.0
     size = (
         "right"
-        if abs(made - found) <= 0.25 * abs(found - 1.0)
+        if abs(made - measured) <= 0.25 * abs(measured - 1.0)
         else "floor"
-        if abs(made - found) <= floor
+        if abs(made - measured) <= floor
         else "wrong"
     )
     return f"sign {'right' if sign else 'wrong'}, size {size}"
@@ -388,9 +388,9 @@ def figure() -> str:
 def rewritten() -> str:
     """Return docs/validation.md with `page` in it.  Raise a `ValueError` if it lacks the comments around it."""
     begin, end = "<!-- generated: python -m tools.live_page -->", "<!-- end of the live validation -->"
-    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    before, marker, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
+    if not marker or not closed:
         raise ValueError(f"{PAGE.name} lacks the comments {begin} and {end}; put them where the table is to be")
     return before + begin + "\n\n" + "\n".join(page()) + "\n\n" + end + after
 

@@ -84,13 +84,23 @@ def costs(rows: Iterable[CallSample], seed: int = 0) -> Iterator[CallCost]:
         times.setdefault(row.mode, {}).setdefault(row.descriptors, []).append(row.seconds)
     rng = np.random.default_rng(seed)
     for (way, size), times in table.items():
-        arrays = {mode: {count: np.array(found) for count, found in of.items()} for mode, of in times.items()}
-        total = min(len(found) for of in arrays.values() for found in of.values())
+        arrays = {
+            mode: {count: np.array(intervals) for count, intervals in of.items()} for mode, of in times.items()
+        }
+        total = min(len(intervals) for of in arrays.values() for intervals in of.values())
         drawn = np.array([_fitted(arrays, rng.integers(0, total, total)) for _ in range(RESAMPLES)])
         spans = np.stack([np.quantile(drawn, (0.025, 0.975), axis=0)[0], _fitted(arrays, np.arange(total)),
                           np.quantile(drawn, 0.975, axis=0)])  # fmt: skip
-        found = [(float(low), float(best), float(high)) for low, best, high in spans.T]
-        yield CallCost(way, size, found[0], found[1], found[2], found[3], found[4] if "beside" in arrays else None)
+        intervals = [(float(low), float(best), float(high)) for low, best, high in spans.T]
+        yield CallCost(
+            way,
+            size,
+            intervals[0],
+            intervals[1],
+            intervals[2],
+            intervals[3],
+            intervals[4] if "beside" in arrays else None,
+        )
 
 
 def _fitted(times: dict[str, dict[int, Any]], rounds: Any) -> tuple[float, ...]:
@@ -103,7 +113,7 @@ def _fitted(times: dict[str, dict[int, Any]], rounds: Any) -> tuple[float, ...]:
     fixed, each = np.linalg.lstsq(parts, np.ones(len(counts)), rcond=None)[0]
     blocking = float(np.median((calls / counts)[counts > 1]))
     of = times.get("beside", {})
-    beside = float(np.mean([found[rounds].mean() / count for count, found in of.items()])) if of else 0.0
+    beside = float(np.mean([values[rounds].mean() / count for count, values in of.items()])) if of else 0.0
     return blocking, float(fixed), float(each), blocking - float(each), beside
 
 

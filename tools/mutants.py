@@ -262,8 +262,8 @@ def locate(mutant: Mutant, candidates: list[Site]) -> tuple[Site | None, str]:
         file, function = site.file == mutant.file, site.function == mutant.function
         return file, function, likely, site.occurrence == mutant.occurrence
 
-    for how, found in tiers.items():
-        if options := found():
+    for how, places in tiers.items():
+        if options := places():
             exact = [s for s in options if s.key == mutant.key]
             return (exact or [max(options, key=likeness)])[0], how
     return None, "gone"

@@ -79,14 +79,12 @@ class ProcessSet:
 
 def process_sets() -> list[ProcessSet]:
     """Return all sets of processes of all variants."""
-    found = []
+    sets = []
     for variant, host in product(VARIANTS, HOSTS):
         rows = samples.read(data("calibration", f"{variant}-2xh200{host}.csv")).rows
         jobs = range(min(len(row.per_job) for row in rows))
-        found += [
-            ProcessSet(variant, host, [replace(row, seconds=row.per_job[job]) for row in rows]) for job in jobs
-        ]
-    return found
+        sets += [ProcessSet(variant, host, [replace(row, seconds=row.per_job[job]) for row in rows]) for job in jobs]
+    return sets
 
 
 def fit(base: EngineModel, sets: Sequence[ProcessSet], *, held: bool = False) -> tuple[float, ...]:
@@ -101,8 +99,8 @@ def fit(base: EngineModel, sets: Sequence[ProcessSet], *, held: bool = False) ->
         return np.concatenate([np.log1p(errors(base, one, scaled, held=None if held else False)) for one in sets])
 
     low, high = (np.array(bound) / _START for bound in _BOUNDS)
-    found = least_squares(residuals, np.ones(len(FREE)), bounds=(low, high), loss="soft_l1", f_scale=SCALE)
-    return tuple(float(value) for value in found.x * _START)
+    solution = least_squares(residuals, np.ones(len(FREE)), bounds=(low, high), loss="soft_l1", f_scale=SCALE)
+    return tuple(float(value) for value in solution.x * _START)
 
 
 def errors(
@@ -141,8 +139,8 @@ def spread(sets: Sequence[ProcessSet]) -> npt.NDArray[np.float64]:
         for row in one.rows:
             if row.blocks < 1024:
                 times.setdefault((one.host, *row.key), []).append(float(np.log(row.seconds)))
-    found = []
+    factors = []
     for logs in times.values():
         for index, log in enumerate(logs):
-            found.append(abs(np.expm1(np.mean(logs[:index] + logs[index + 1 :]) - log)))
-    return np.array(found)
+            factors.append(abs(np.expm1(np.mean(logs[:index] + logs[index + 1 :]) - log)))
+    return np.array(factors)

@@ -136,13 +136,13 @@ def pairs(scale: Scale) -> list[tuple[int, int]]:
     """Return (count, size): the corners, and others at random, uniform in their logarithms below the total."""
     draw = random.Random(f"{SEED} pairs")
     most = min(DESCRIPTORS, scale.total // (4 * KIB))
-    found = [(1, 4 * KIB), (most, 4 * KIB), (1, scale.largest), (scale.total // scale.largest, scale.largest)]
-    while len(found) < scale.pairs + 4:
+    shapes = [(1, 4 * KIB), (most, 4 * KIB), (1, scale.largest), (scale.total // scale.largest, scale.largest)]
+    while len(shapes) < scale.pairs + 4:
         count = round(math.exp(draw.uniform(0.0, math.log(most))))
         size = 4 * KIB * round(math.exp(draw.uniform(0.0, math.log(scale.largest / (4 * KIB)))))
         if count * size <= scale.total:
-            found.append((count, size))
-    return list(dict.fromkeys(found))
+            shapes.append((count, size))
+    return list(dict.fromkeys(shapes))
 
 
 def fingerprint(scale: Scale) -> str:
@@ -184,12 +184,12 @@ def words(variant: Variant) -> list[str]:
             *("backend=mooncake_nvlink", "calibration=mooncake_bare-2xh200"),
             f"backend.threads={variant.threads or MOST}",
         ]
-    found = [
+    overrides = [
         "backend=nixl",
         "calibration=nixl_bare-2xh200",
         f"backend.options.progress_thread={str(variant.progress).lower()}",
     ]
-    return [*found, f"backend.options.num_threads={variant.workers}"]
+    return [*overrides, f"backend.options.num_threads={variant.workers}"]
 
 
 def predicted(hw: str) -> Iterator[tuple[str | int | float, ...]]:
@@ -282,7 +282,7 @@ def judge(predictions: Path, measurements: Path) -> None:
     counts preparing, as the model's does; "post-end" leaves it out.
     """
     said, about = read(predictions)
-    found, where = read(measurements)
+    rows, where = read(measurements)
     if about.get("plan") != where.get("plan"):
         raise SystemExit(f"{measurements} has plan {where.get('plan')}, {predictions} has {about.get('plan')}")
     print(f"measured {where.get('date')} on {where.get('gpus')}, {where.get('host')}; {where.get('versions')}")
@@ -291,7 +291,7 @@ def judge(predictions: Path, measurements: Path) -> None:
         model[_key(row)] = max(model.get(_key(row), 0.0), float(row["total"]))
         if row["device"]:
             model["device", *_key(row)[1:]] = float(row["device"])
-    times, alone = measured(found)
+    times, alone = measured(rows)
     print(("{:11}{:10}{:11}" + "{:>11}" * 7).format(*HEAD))
     groups: dict[Key, list[Key]] = defaultdict(list)
     for key in times:
@@ -307,10 +307,10 @@ def judge(predictions: Path, measurements: Path) -> None:
         print("{:11}{:10}{:11}".format(*group) + f"{len(keys):11d}" + "".join(f"{cell:11.1f}" for cell in cells))
 
 
-def measured(found: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
+def measured(rows: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
     """Return the microseconds of every repeat of a point: from its start, and from the end of preparing."""
     repeats: dict[tuple[Key, str], list[dict[str, str]]] = defaultdict(list)
-    for row in found:
+    for row in rows:
         if row["note"]:
             print(f"note: {row['library']} {row['variant']} {row['pattern']}: {row['note']}")
         elif row["section"] != "host":

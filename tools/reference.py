@@ -124,8 +124,8 @@ def big_models() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     with data("reports", "big_models.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            told, found, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
-            numbers = f"{told:,.0f} | {found:,.0f} | {found / told - 1:+.0%} | {hidden:,.0f}"
+            told, modelled, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
+            numbers = f"{told:,.0f} | {modelled:,.0f} | {modelled / told - 1:+.0%} | {hidden:,.0f}"
             yield f"| {row['source']} | {row['side']} | {numbers} |"
     yield ""
     for name, cause in CAUSES.items():
@@ -180,21 +180,21 @@ def rewritten(part: str) -> str:
     if not pattern.search(text):
         raise ValueError(f"{page} lacks the comments around {part!r}; see tools/reference.py")
     body = "\n" + "\n".join(lines()).strip() + "\n\n"
-    return pattern.sub(lambda found: found[1] + body + found[2], text)
+    return pattern.sub(lambda match: match[1] + body + match[2], text)
 
 
 def _classes() -> dict[type, list[str]]:
-    found: dict[type, list[str]] = {Config: [""]}
+    classes: dict[type, list[str]] = {Config: [""]}
     waiting: list[tuple[type, str]] = [(Config, "")]
     while waiting:
         cls, prefix = waiting.pop(0)
         for field, kind in _fields(cls):
             key = f"{prefix}.{field.name}".strip(".")
             for each in _dataclasses(kind):
-                found.setdefault(each, []).append(key)
+                classes.setdefault(each, []).append(key)
                 waiting.append((each, key))
-    found[Policy] = ["backend.policy"]
-    return found
+    classes[Policy] = ["backend.policy"]
+    return classes
 
 
 def _options(cls: type, prefix: str) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _default(field: Field[Any], kind: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not is_dataclass(each):
             continue
@@ -273,8 +273,8 @@ def _comments(cls: type) -> dict[str, str]:
                 while above in alone:
                     lines.insert(0, above)
                     above -= 1
-                found[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return found
+                meanings[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return meanings
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:

@@ -126,8 +126,8 @@ def _options(_: Sequence[str]) -> list[Table]:
         mine = [one for one in sets if variant in ("", one.variant)]
         cells = [variant or "all", len(mine)]
         for held in (False, True):
-            found = np.concatenate([option_fit.errors(base, one, values, held=held) for one in mine])
-            cells += [100 * np.median(abs(found)), 100 * np.percentile(abs(found), 95), 100 * found.mean()]
+            apart = np.concatenate([option_fit.errors(base, one, values, held=held) for one in mine])
+            cells += [100 * np.median(abs(apart)), 100 * np.percentile(abs(apart), 95), 100 * apart.mean()]
         rows.append(cells)
     others = option_fit.spread(sets)
     rows.append(["each set by the mean of the others", len(sets), None, None, None])
@@ -174,12 +174,12 @@ def _collectives(_: Sequence[str]) -> list[Table]:
 
 
 def _libraries() -> dict[str, Collective]:
-    found = {}
+    fits = {}
     for name in ("nccl", "symm_mem"):
         library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
         assert library is not None
-        found[name] = library
-    return found
+        fits[name] = library
+    return fits
 
 
 # --- handoffs ------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _handoffs(_: Sequence[str]) -> list[Table]:
         for (host, name, tokens), seconds in handoff_fit.waking().items()
     ]
     engine = handoff_fit.FITTED[0]
-    rows += [_row(host, engine, "copy wake", 0, float(np.median(found)), copy_wake) for host, found in woken.items()]
+    rows += [_row(host, engine, "copy wake", 0, float(np.median(times)), copy_wake) for host, times in woken.items()]
     said = {name: served(each) for name, each in configs.items()}
     rows += [
         _row(host, name, what.removeprefix("median "), 0, seconds, said[name][what])
@@ -263,8 +263,8 @@ def served(config: Config) -> dict[str, float]:
     """
     run = plugins.resolve(plugins.EXPERIMENTS, "serve").run
     result = run(config, Model(config.hw, config.backend, seed=config.seed), lambda *_: None)
-    found = {metric.name: metric.value for metric in result.summary}
-    return {f"median {name}": float(found[f"{name}_p50_s"] or 0.0) for name in ("transfer", "ttft", "e2e")}
+    metrics = {metric.name: metric.value for metric in result.summary}
+    return {f"median {name}": float(metrics[f"{name}_p50_s"] or 0.0) for name in ("transfer", "ttft", "e2e")}
 
 
 def with_idle_wake(config: Config, seconds: float) -> Config:

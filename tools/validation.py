@@ -95,8 +95,8 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
     columns = {"change": "", "backend": "", "hw": "", "points": "", "predicted": "", "measured": ""}
     order = [f"{before} → {after}" for before, after in CHANGES]
     rows = [
-        [*key, len(found), *(_range(values) for values in zip(*found, strict=True))]
-        for key, found in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
+        [*key, len(of_key), *(_range(values) for values in zip(*of_key, strict=True))]
+        for key, of_key in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
     ]
     yield "### What a change gains"
     yield ""
@@ -141,10 +141,10 @@ def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
     names = [expected["backend"] for expected in engines]
     columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
     cells = []
-    for (group, quantity), found in rows.items():
+    for (group, quantity), values in rows.items():
         unit = "µs" if quantity == "time" else "GB/s"
-        told = [_median(found[name]) if name in found else "-" for name in names]
-        cells.append([group, unit, max(row[2] for row in found.values()), *told])
+        told = [_median(values[name]) if name in values else "-" for name in names]
+        cells.append([group, unit, max(row[2] for row in values.values()), *told])
     return Table("Predicted", columns, cells)
 
 
@@ -168,8 +168,8 @@ def main(words: Sequence[str]) -> None:
     if list(words) == ["predictions"]:
         print("\n".join(medians(ahead)))
         return
-    found = [Path(folder) for folder in words] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
-    _rewrite(BEGIN, END, [*reached(found), *gains(found)])
+    folders = [Path(folder) for folder in words] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
+    _rewrite(BEGIN, END, [*reached(folders), *gains(folders)])
     _rewrite(AHEAD, END_AHEAD, list(predictions(ahead)) or ["None is committed."])
 
 

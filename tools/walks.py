@@ -57,7 +57,7 @@ def files(words: Sequence[str], counts: Callable[[FrameType, str, Any], bool] = 
     *counts* is given the frame of a function when it is called and when it returns, what happens, "call" or
     "return", and what is returned.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, value: Any) -> None:
         code = frame.f_code
@@ -68,7 +68,7 @@ def files(words: Sequence[str], counts: Callable[[FrameType, str, Any], bool] = 
                 and path.relative_to(ROOT).parts[0] in ROOMS
                 and counts(frame, event, value)
             ):
-                found.setdefault(str(path.relative_to(ROOT)))
+                paths.setdefault(str(path.relative_to(ROOT)))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["pdsim", *words, f"output={folder}"]
@@ -79,7 +79,7 @@ def files(words: Sequence[str], counts: Callable[[FrameType, str, Any], bool] = 
             sys.setprofile(None)
     if status:
         raise RuntimeError(f"pdsim {' '.join(words)} ended with {status}")
-    return list(found)
+    return list(paths)
 
 
 def request() -> list[str]:
@@ -142,8 +142,8 @@ WALKS = {"request": request, "chunk": chunk, "number": number}
 def main(arguments: Sequence[str]) -> int:
     """Print the walk that *arguments* name, or all three."""
     for name in arguments:
-        found = WALKS[name]()
-        print(f"{name}: {len(found)} files", *found, sep="\n  ")
+        paths = WALKS[name]()
+        print(f"{name}: {len(paths)} files", *paths, sep="\n  ")
     for name in () if arguments else WALKS:
         subprocess.run([sys.executable, "-m", "tools.walks", name], cwd=ROOT, check=True, timeout=300)
     return 0

@@ -86,11 +86,11 @@ class TinyEndpoint:
         transfer.succeed(record) if known else transfer.fail(TransferFailed("the region was withdrawn"))
 
     def poll(self):
-        found = False
+        progressed = False
         while not self.context.closed and self.inbox.get(zmq.EVENTS) & zmq.POLLIN:
-            found, (operation, *message) = True, msgspec.msgpack.decode(self.inbox.recv())
+            progressed, (operation, *message) = True, msgspec.msgpack.decode(self.inbox.recv())
             self.end(*message) if operation == "end" else self.serve(operation, *message)
-        return found
+        return progressed
 
     def close(self):
         if not self.context.closed:

@@ -71,7 +71,7 @@ class AllgatherOptions(ExperimentOptions):
 
     def jobs(self) -> list[list[GatherPoint]]:
         """Return the points of each job in the order in which they are run."""
-        found = []
+        jobs = []
         for ranks, reserved in product(self.ranks, (True, False) if self.growth else (True,)):
             pools = self.pools if reserved else [pool for pool in self.pools if pool == SYMMETRIC]
             equal = [GatherPoint(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
@@ -80,8 +80,8 @@ class AllgatherOptions(ExperimentOptions):
                 for batch, pool in product(self.batches, pools)
             ]
             if equal or padded:
-                found.append(equal + padded)
-        return found
+                jobs.append(equal + padded)
+        return jobs
 
 
 def check(config: Config) -> Iterator[str]:
@@ -129,22 +129,24 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     assert config.collective is not None
     options = AllgatherOptions.of(config)
     jobs = options.jobs()
-    found: list[GatherRow] = []
+    gathers: list[GatherRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, points in enumerate(jobs):
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
         progress(number / len(jobs), name, (number + 1) / len(jobs))
         outcomes[name] = target.run(_specs(config, options, points))
-        found += rows(points, options.row, outcomes[name], device=config.collective.timing == "device")
+        gathers += rows(points, options.row, outcomes[name], device=config.collective.timing == "device")
     progress(1.0, "")
     whole = merged(outcomes)
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
     failures += [
-        f"{row.point.label}: {row.checked - row.right} pieces are wrong" for row in found if row.right < row.checked
+        f"{row.point.label}: {row.checked - row.right} pieces are wrong"
+        for row in gathers
+        if row.right < row.checked
     ]
     return Result(
-        summary=metrics(found),
-        tables=[table(found)],
+        summary=metrics(gathers),
+        tables=[table(gathers)],
         transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
         failures=failures,
         notes=_notes(config, options),

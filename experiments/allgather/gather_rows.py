@@ -93,8 +93,8 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
     ranks = outcome.ranks.values()
     records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
     together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
-    found = [rank.value["points"][number] for rank in ranks if rank.value]
-    checked, right = (sum(one[key] for one in found) for key in ("checked", "right"))
+    points = [rank.value["points"][number] for rank in ranks if rank.value]
+    checked, right = (sum(one[key] for one in points) for key in ("checked", "right"))
     return GatherRow(
         point=point,
         row=row,
@@ -103,8 +103,8 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
         engine=together[0][0].engine if together else "",
         checked=checked,
         right=right,
-        growths=max((one["growths"] for one in found), default=0),
-        growth_seconds=max((one["growth_seconds"] for one in found), default=0.0),
+        growths=max((one["growths"] for one in points), default=0),
+        growth_seconds=max((one["growth_seconds"] for one in points), default=0.0),
         status=status or ("corrupt" if right < checked else "ok"),
     )
 
@@ -117,7 +117,7 @@ def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
     return max(record.seen for record in each) - max(record.submitted for record in each)
 
 
-def table(found: Sequence[GatherRow]) -> Table:
+def table(gathers: Sequence[GatherRow]) -> Table:
     """Return the table of all rows."""
     columns = {
         "ranks": "ranks of the group",
@@ -135,7 +135,7 @@ def table(found: Sequence[GatherRow]) -> Table:
         "verified": "pieces or tokens with the right contents / those checked, on all ranks",
         "status": "ok, corrupt, or the error that ended the job",
     }
-    return Table("All-gathers", columns, [_cells(row) for row in found])
+    return Table("All-gathers", columns, [_cells(row) for row in gathers])
 
 
 def _cells(row: GatherRow) -> list[Any]:
@@ -161,16 +161,16 @@ def _us(seconds: Sequence[float], q: float) -> float | None:
     return None if value is None else value * 1e6
 
 
-def metrics(found: Sequence[GatherRow]) -> list[Metric]:
+def metrics(gathers: Sequence[GatherRow]) -> list[Metric]:
     """Return the summary."""
     return [
-        Metric("points", len(found), "points that were run"),
-        Metric("points_failed", sum(row.status != "ok" for row in found), "points whose status is not ok"),
-        Metric("gathers", sum(len(row.seconds) for row in found), "measured all-gathers"),
-        Metric("checked", sum(row.checked for row in found), "pieces and tokens whose contents were checked"),
-        Metric("right", sum(row.right for row in found), "of them, those with the right contents"),
-        Metric("growths", sum(row.growths for row in found), "growths of symmetric pools at run time"),
-        Metric("growth_s", sum(row.growth_seconds for row in found), "for how long ranks were stalled by them"),
+        Metric("points", len(gathers), "points that were run"),
+        Metric("points_failed", sum(row.status != "ok" for row in gathers), "points whose status is not ok"),
+        Metric("gathers", sum(len(row.seconds) for row in gathers), "measured all-gathers"),
+        Metric("checked", sum(row.checked for row in gathers), "pieces and tokens whose contents were checked"),
+        Metric("right", sum(row.right for row in gathers), "of them, those with the right contents"),
+        Metric("growths", sum(row.growths for row in gathers), "growths of symmetric pools at run time"),
+        Metric("growth_s", sum(row.growth_seconds for row in gathers), "for how long ranks were stalled by them"),
     ]
 
 

@@ -44,16 +44,16 @@ def measure(
     group = rank.group(names)
     if pool:
         yield group.reserve(pool)
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     if group.index == 0:  # one is enough
-        rank.counts(lambda: len(found), len(points))
+        rank.counts(lambda: len(measured), len(points))
     for point in points:
         before = group.growths, group.growth_seconds
         steps = _padded if point["batch"] else _equal
         checked, right = yield from steps(rank, group, point, row, repeat, warmup, verify)
         growths, seconds = group.growths - before[0], group.growth_seconds - before[1]
-        found.append({"checked": checked, "right": right, "growths": growths, "growth_seconds": seconds})
-    return {"points": found, "reserved": group.reserved}
+        measured.append({"checked": checked, "right": right, "growths": growths, "growth_seconds": seconds})
+    return {"points": measured, "reserved": group.reserved}
 
 
 def _equal(

@@ -91,14 +91,14 @@ class _Chain:
     start: float  # load of the first probe
 
     def capacities(self) -> list[Capacity]:
-        found: list[Capacity] = []
+        capacities: list[Capacity] = []
         start = self.start
         for shape in self.shapes:
             own = configured(self.config, shape)
-            found.append(capacity(own, self.requests, self.options.serving(), self.search, start))
-            if found[-1].best is not None:
-                start = found[-1].best.load
-        return found
+            capacities.append(capacity(own, self.requests, self.options.serving(), self.search, start))
+            if capacities[-1].best is not None:
+                start = capacities[-1].best.load
+        return capacities
 
 
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
@@ -129,22 +129,22 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
         _Chain(config, options, tuple(group), requests[: options.requests], search, options.start)
         for _, group in groupby(shapes, key=lambda shape: (shape.prefill_tp, shape.decode_tp))
     ]
-    found: dict[Shape, Capacity] = {}
+    by_shape: dict[Shape, Capacity] = {}
     with _mapping(options.processes) as mapped:
         for chain, capacities in zip(chains, mapped(_Chain.capacities, chains), strict=True):
-            found |= dict(zip(chain.shapes, capacities, strict=True))
-            progress(len(found) / len(shapes), f"{len(found)} of {len(shapes)} deployments searched")
+            by_shape |= dict(zip(chain.shapes, capacities, strict=True))
+            progress(len(by_shape) / len(shapes), f"{len(by_shape)} of {len(shapes)} deployments searched")
         finer = replace(search, tolerance=search.tolerance / 2, confident=True)
         finals = [
             _Chain(config, options, (shape,), requests, finer, best.load)
-            for shape, _, best in ranking.ranked(found, gpus)[: options.finalists]
+            for shape, _, best in ranking.ranked(by_shape, gpus)[: options.finalists]
         ]
         for chain, capacities in zip(finals, mapped(_Chain.capacities, finals), strict=True):
-            found |= dict(zip(chain.shapes, capacities, strict=True))
+            by_shape |= dict(zip(chain.shapes, capacities, strict=True))
             progress(1.0, f"{chain.shapes[0]} searched again")
     return Result(
-        summary=ranking.metrics(found, refused, gpus),
-        tables=ranking.tables(found, refused, gpus, config, search),
+        summary=ranking.metrics(by_shape, refused, gpus),
+        tables=ranking.tables(by_shape, refused, gpus, config, search),
         notes=list(drawn.notes),
     )
 

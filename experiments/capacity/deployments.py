@@ -68,7 +68,7 @@ def feasible(
 
     Nothing is simulated: what is checked is that ranks have places, the model can be divided, and each request fits.
     """
-    found, refused = [], {}
+    fitting, refused = [], {}
     for parts in product(prefill_tp, decode_tp, instances, instances):
         shape = Shape(*parts)
         own = configured(config, shape)
@@ -79,5 +79,5 @@ def feasible(
         except (ConfigError, ValueError) as error:
             refused[shape] = str(error)
         else:
-            found.append(shape)
-    return sorted(found), refused
+            fitting.append(shape)
+    return sorted(fitting), refused

@@ -29,23 +29,23 @@ def _tokens(shape: Shape, probe: Probe, gpus: int) -> float:
     return probe.tokens * (gpus // shape.gpus) / gpus
 
 
-def ranked(found: Found, gpus: int) -> list[tuple[Shape, Capacity, Probe]]:
+def ranked(capacities: Found, gpus: int) -> list[tuple[Shape, Capacity, Probe]]:
     """Return the deployments that meet the SLO at some load, the one that serves most requests first.
 
     Requests a second are those of as many copies of the shape as the machine holds; equal ones are ordered by shape.
     """
-    able = [(shape, one, one.best) for shape, one in found.items() if one.best is not None]
+    able = [(shape, one, one.best) for shape, one in capacities.items() if one.best is not None]
     return sorted(able, key=lambda entry: (-_rate(entry[0], entry[2], gpus), entry[0]))
 
 
-def front(found: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe]]:
+def front(capacities: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe]]:
     """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once.
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """
     points = [
         (shape, probe)
-        for shape, one in found.items()
+        for shape, one in capacities.items()
         for probe in one.probes
         if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None
     ]
@@ -64,18 +64,18 @@ def front(found: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe
     return [point for _, point in kept]
 
 
-def metrics(found: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metric]:
+def metrics(capacities: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metric]:
     """Return the summary: how many deployments and simulations, and what the best deployment does.
 
     The last three are None if no deployment meets the SLO.
     """
-    order = ranked(found, gpus)
+    order = ranked(capacities, gpus)
     best = order[0] if order else None
     return [
-        Metric("deployments", len(found), "deployments that fit the machine and were searched"),
+        Metric("deployments", len(capacities), "deployments that fit the machine and were searched"),
         Metric("deployments_within_slo", len(order), "of them, those that meet the SLO at some load"),
         Metric("deployments_skipped", len(refused), "of the lists, those that do not fit"),
-        Metric("probes", sum(len(one.probes) for one in found.values()), "simulations"),
+        Metric("probes", sum(len(one.probes) for one in capacities.values()), "simulations"),
         Metric(
             "capacity_rate",
             _rate(best[0], best[2], gpus) if best else None,
@@ -90,14 +90,16 @@ def metrics(found: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metri
     ]
 
 
-def tables(found: Found, refused: Mapping[Shape, str], gpus: int, config: Config, search: Search) -> list[Table]:
+def tables(
+    capacities: Found, refused: Mapping[Shape, str], gpus: int, config: Config, search: Search
+) -> list[Table]:
     """Return the answer, all deployments in order of it, the Pareto front, and what was skipped.
 
     Deployments that meet the SLO at no load are at the end, with a rate of 0; *refused* ones are
     counted by their reason.  Intervals of the load are those of `experiments.capacity.search`, at
     95 %.
     """
-    order = ranked(found, gpus)
+    order = ranked(capacities, gpus)
     heads = {
         "deployment": "prefill and decode instances and their tensor parallelism",
         "copies": "that the machine holds",
@@ -113,18 +115,18 @@ def tables(found: Found, refused: Mapping[Shape, str], gpus: int, config: Config
     rows = [_row(shape, one, probe, gpus) for shape, one, probe in order]
     rows += [
         [str(shape), gpus // shape.gpus, 0.0, 0.0, 0.0, one.low, one.high, None, None, None]
-        for shape, one in sorted(found.items())
+        for shape, one in sorted(capacities.items())
         if one.best is None
     ]
     pareto = [
         [str(shape), _tokens(shape, probe, gpus), probe.ttft, probe.tpot, probe.load]
-        for shape, probe in front(found, gpus, search.attainment)
+        for shape, probe in front(capacities, gpus, search.attainment)
     ]
     reasons: dict[str, int] = {}
     for text in refused.values():
         reasons[_reason(text)] = reasons.get(_reason(text), 0) + 1
     return [
-        Table("Answer", {"": "", " ": ""}, _answer(order, found, refused, gpus, config, search)),
+        Table("Answer", {"": "", " ": ""}, _answer(order, capacities, refused, gpus, config, search)),
         Table("Deployments", heads, rows),
         Table(
             "Pareto front",
@@ -146,7 +148,7 @@ def _row(shape: Shape, one: Capacity, probe: Probe, gpus: int) -> list[Any]:
 
 def _answer(
     order: list[tuple[Shape, Capacity, Probe]],
-    found: Found,
+    capacities: Found,
     refused: Mapping[Shape, str],
     gpus: int,
     config: Config,
@@ -154,7 +156,9 @@ def _answer(
 ) -> list[list[str]]:
     # What was searched, the best deployment, its interval, and how many come close.
     slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
-    searched = f"{len(found)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
+    searched = (
+        f"{len(capacities)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
+    )
     lines = [["searched", searched], ["SLO", f"{slo} for {search.attainment:.0%} of requests"]]
     if not order:
         return [*lines, ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]]

@@ -99,9 +99,9 @@ def bisect(
     low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
     failed = False
     while high - low > tolerance * high and high > LEAST:
-        found = measure(load)
-        probes.append(found)
-        if found.holds(target):
+        probe = measure(load)
+        probes.append(probe)
+        if probe.holds(target):
             low = load
         else:
             high, failed = load, True
@@ -124,15 +124,15 @@ def _surely(
     measure: Callable[[float], Probe], target: float, load: float, highest: float, probes: Sequence[Probe]
 ) -> list[Probe]:
     # Down to one that surely holds, and up to one that surely fails, if there is any.
-    found: list[Probe] = []
+    measured: list[Probe] = []
     for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
         at = load
-        while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *found)):
+        while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *measured)):
             at *= step
             if not load / 2 < at < highest:
                 break
-            found.append(measure(at))
-    return found
+            measured.append(measure(at))
+    return measured
 
 
 @dataclass(frozen=True, kw_only=True)

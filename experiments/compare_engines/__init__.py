@@ -113,12 +113,12 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     for number, one in enumerate(every):
         shown = within(progress, number / len(every), (number + 1) / len(every), ", ".join(one.named))
         try:
-            found = _served(config, target, options, one, shown)
+            served = _served(config, target, options, one, shown)
         except (ConfigError, ValueError) as error:
             skipped.append([*one.named, str(error)])
             continue
-        notes = notes or found.notes[:2]
-        rows.append([*one.named, *_values(found)])
+        notes = notes or served.notes[:2]
+        rows.append([*one.named, *_values(served)])
     if not rows:
         raise ConfigError(f"no combination of experiment.backends and engines can be run: {skipped[0][-1]}")
     rows.sort(key=lambda row: (row[4] is None, row[4], row[:4]))
@@ -173,26 +173,26 @@ def _served(
         kv=replace(config.kv, staging=one.staging),
         experiment=ServeOptions(router=options.router),
     )
-    found = serve(own, target.using(backend), progress)
-    failed = {status for status in found.requests["status"] if status != "ok"}
-    if failed and "ok" not in found.requests["status"]:
+    served = serve(own, target.using(backend), progress)
+    failed = {status for status in served.requests["status"] if status != "ok"}
+    if failed and "ok" not in served.requests["status"]:
         raise ConfigError(f"no request was served: {min(failed)}")
-    return found
+    return served
 
 
 def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
     # Rates of NVLink are shares of the machine's line rate, costs as its options have them.
     #
     # As a run does with `backend=`, except that no calibration is laid over it.
-    found: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for name in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, name)
         if model is None:
             continue
         chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
         model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
-        found[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
-    return replace(backend, **found)
+        choices[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
+    return replace(backend, **choices)
 
 
 def _values(result: Result) -> list[Any]:

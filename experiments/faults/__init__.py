@@ -148,7 +148,7 @@ def _result(
     rows, failures = [], []
     for invariant, each in sorted(first.items()):
         smallest, violation = shrunk(by_seed[each.seed], invariant)
-        count = sum(any(found.invariant == invariant for found in other.violations) for other in tried)
+        count = sum(any(one.invariant == invariant for one in other.violations) for other in tried)
         rows.append([invariant, count, violation.what, smallest.command()])
         failures.append(f"{violation} [{each.text}]; replay: {smallest.command()}")
     notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]

@@ -83,11 +83,11 @@ class CampaignParts:
 
     def _read(self, text: str, head: Mapping[str, Any]) -> None:
         first, *lines = text.splitlines(keepends=True)
-        found = json.loads(first)
+        header = json.loads(first)
         for key, value in head.items():
-            if found[key] != value:
+            if header[key] != value:
                 raise ConfigError(
-                    f"experiment.parts={self._path} keeps scenarios of {key}={found[key]}, these are of {value}: "
+                    f"experiment.parts={self._path} keeps scenarios of {key}={header[key]}, these are of {value}: "
                     "they do not add up; name another file"
                 )
         if lines and not lines[-1].endswith("\n"):

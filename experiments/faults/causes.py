@@ -79,15 +79,15 @@ def outages(
     """
     gone, absences = {instance_of(name) for name in dead}, tuple(absences)
     starts = [*kill.items(), *((absence.rank, absence.start) for absence in absences)]
-    found: dict[str, Outage] = {}
+    outages: dict[str, Outage] = {}
     for instance in dict.fromkeys(instance_of(name) for name, _ in starts):
         start = min(at for name, at in starts if instance_of(name) == instance)
         again = [at for name, at in restart.items() if instance_of(name) == instance]
         heard = [each.end for each in absences if instance_of(each.rank) == instance]
         back = max([*again, *heard], default=float("inf")) + RECONNECTED
         end = float("inf") if instance in gone else back
-        found[instance] = Outage(start, end)
-    return found
+        outages[instance] = Outage(start, end)
+    return outages
 
 
 class Causes:
@@ -265,13 +265,13 @@ class Causes:
 def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     faults = scenario.faults
     places = {f"node{spec.place.node}/gpu{spec.place.gpu}": spec.name for spec in scenario.specs}
-    found: dict[str, list[tuple[float, float]]] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     for slow in faults.slow:
-        found.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
+        spans.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
     for absence in faults.absences:
-        found.setdefault(instance_of(absence.rank), []).append((absence.start, absence.end))
+        spans.setdefault(instance_of(absence.rank), []).append((absence.start, absence.end))
     for squeeze in faults.squeezes:
         rank: Any = places.get(squeeze.link.rpartition("/")[0])
         if rank is not None:
-            found.setdefault(instance_of(rank), []).append((squeeze.start, squeeze.end))
-    yield from found.items()
+            spans.setdefault(instance_of(rank), []).append((squeeze.start, squeeze.end))
+    yield from spans.items()

@@ -102,13 +102,13 @@ def edge_lengths(
 
     A number of draws of its own for each keeps the first of more requests what they are among fewer.
     """
-    found = []
+    lengths = []
     for request in requests:
         which, many, more, output = random.random(4).tolist()
         unit = (job.page_size, job.chunk, 1)[int(3 * which)]
         tokens = unit * (1 + int(many * max(1, longest[0] // unit))) + int(2 * more)
-        found.append(request._replace(input=min(tokens, longest[0]), output=_OUTPUTS[int(3 * output)]))
-    return found
+        lengths.append(request._replace(input=min(tokens, longest[0]), output=_OUTPUTS[int(3 * output)]))
+    return lengths
 
 
 def limited(job: Deployment, random: np.random.Generator) -> Deployment:
@@ -215,12 +215,12 @@ def hosted(job: Deployment, random: np.random.Generator) -> Deployment:
 
 
 def _costs(random: np.random.Generator) -> HostCosts:
-    found = {}
+    costs = {}
     for name in (each.name for each in fields(HostCosts)):
         chance, size = random.random(2).tolist()
         each = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5)
-        found[name] = each / 10 if name.endswith("_token") else each
-    return HostCosts(**found)
+        costs[name] = each / 10 if name.endswith("_token") else each
+    return HostCosts(**costs)
 
 
 def pulled(job: Deployment, random: np.random.Generator) -> Deployment:

@@ -332,9 +332,9 @@ def _losses(seed: int, job: Deployment, span: float, kill: Mapping[str, float]) 
     if random.random() < 0.5:
         times = [times[0]] * many
     names = [list(job.ranks(instance)) for instance in chosen]
-    found = {each[random.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
+    losses = {each[random.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
     lost = {instance_of(name) for name in kill}
-    return {name: at for name, at in found.items() if instance_of(name) not in lost}
+    return {name: at for name, at in losses.items() if instance_of(name) not in lost}
 
 
 def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -357,12 +357,12 @@ def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str
     # It comes back within a second of its end, and the others of its instance within a second after
     # that.
     random = stream(seed, "faults.restarts")
-    found: dict[str, float] = {}
+    restarts: dict[str, float] = {}
     for name, at in kill.items():
         again = at + float(random.uniform(0.01, 1.0))
         later = again + float(random.uniform(0.01, 1.0))
-        found |= {other: again if other == name else later for other in job.ranks(name.partition(".")[0])}
-    return found
+        restarts |= {other: again if other == name else later for other in job.ranks(name.partition(".")[0])}
+    return restarts
 
 
 def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Faults:

@@ -64,23 +64,25 @@ def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
     Kinds of faults are left out one by one, then requests by halves, quarters and so on, as long as
     the invariant stays violated.  Raise a `ValueError` if *trial* does not violate it.
     """
-    found = _violation(trial, invariant)
-    if found is None:
+    violation = _violation(trial, invariant)
+    if violation is None:
         raise ValueError(f"{trial} does not violate {invariant}")
     for kind in KINDS:
-        trial, found = _smaller(trial, trial._replace(without=trial.without | {kind}), invariant, found)
+        trial, violation = _smaller(trial, trial._replace(without=trial.without | {kind}), invariant, violation)
     step = trial.requests // 2
     while step:
         before = trial
-        trial, found = _smaller(trial, trial._replace(requests=trial.requests - step), invariant, found)
+        trial, violation = _smaller(trial, trial._replace(requests=trial.requests - step), invariant, violation)
         if trial is before or step >= trial.requests:
             step //= 2
-    return trial, found
+    return trial, violation
 
 
-def _smaller(trial: FaultTrial, other: FaultTrial, invariant: str, found: Violation) -> tuple[FaultTrial, Violation]:
+def _smaller(
+    trial: FaultTrial, other: FaultTrial, invariant: str, smallest: Violation
+) -> tuple[FaultTrial, Violation]:
     violation = _violation(other, invariant) if other.requests > 0 else None
-    return (trial, found) if violation is None else (other, violation)
+    return (trial, smallest) if violation is None else (other, violation)
 
 
 def _violation(trial: FaultTrial, invariant: str) -> Violation | None:

@@ -80,8 +80,8 @@ class HandoffOptions(ExperimentOptions):
     def ways(self) -> list[Way]:
         """Return the ways to hand over; ranks that keep equal heads have no second path."""
         sides = [(*map(int, tp.split("to")), path, meta) for tp, path, meta in self._product()]
-        found = [Way._make(side) for side in sides]
-        return list(dict.fromkeys(way._replace(path="whole") if way.prefill == way.decode else way for way in found))
+        ways = [Way._make(side) for side in sides]
+        return list(dict.fromkeys(way._replace(path="whole") if way.prefill == way.decode else way for way in ways))
 
     def _product(self) -> Iterator[tuple[str, str, str]]:
         return product(self.tp, self.paths, self.metadata)
@@ -149,20 +149,20 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     options = HandoffOptions.of(config)
-    found: list[HandoffRow] = []
+    handoffs: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
         progress(number / len(options.ways()), way.label, (number + 1) / len(options.ways()))
         outcomes[way.label] = _attempt(target, specs(config, options, way), first=not outcomes)
-        found += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
+        handoffs += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
     progress(1.0, "")
     return Result(
-        summary=metrics(found),
-        tables=tables(found),
+        summary=metrics(handoffs),
+        tables=tables(handoffs),
         transfers=[
             record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers
         ],
-        failures=list(_failures(found, outcomes)),
+        failures=list(_failures(handoffs, outcomes)),
         notes=_notes(config, options),
         outcome=_merged(outcomes),
     )
@@ -236,10 +236,10 @@ def _shapes(options: HandoffOptions, way: Way) -> list[HandoffShape]:
     return [HandoffShape(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
 
 
-def _failures(found: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+def _failures(handoffs: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
-    yield from (f"{row.handoff.label}: {row.status}" for row in found if row.status != "ok")
+    yield from (f"{row.handoff.label}: {row.status}" for row in handoffs if row.status != "ok")
 
 
 def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:

@@ -116,7 +116,7 @@ def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iter
     yield from (("wire", last - first), ("finish", arrived - last))
 
 
-def tables(found: Sequence[HandoffRow]) -> tuple[Table, ...]:
+def tables(handoffs: Sequence[HandoffRow]) -> tuple[Table, ...]:
     """Return the table of handoffs, and that of their stages, a row for each shape, in microseconds."""
     who = {
         "way": "ranks of prefill to ranks of decode, and the path between other heads",
@@ -134,9 +134,9 @@ def tables(found: Sequence[HandoffRow]) -> tuple[Table, ...]:
         "status": "ok, or why a handoff failed",
     }
     stages = who | {f"{stage} us": f"median of: {text}" for stage, text in STAGES.items()}
-    medians = [[*row.handoff, *(_us(row, stage, 50.0) for stage in STAGES)] for row in found]
+    medians = [[*row.handoff, *(_us(row, stage, 50.0) for stage in STAGES)] for row in handoffs]
     return (
-        Table("Handoffs", whole, [_whole(row) for row in found]),
+        Table("Handoffs", whole, [_whole(row) for row in handoffs]),
         Table("Stages of a handoff", stages, medians),
     )
 
@@ -152,12 +152,12 @@ def _us(row: HandoffRow, stage: str, q: float) -> float | None:
     return None if value is None else value * 1e6
 
 
-def metrics(found: Sequence[HandoffRow]) -> list[Metric]:
+def metrics(handoffs: Sequence[HandoffRow]) -> list[Metric]:
     """Return the summary."""
-    rates = [row.rate for row in found if row.rate is not None]
+    rates = [row.rate for row in handoffs if row.rate is not None]
     return [
-        Metric("shapes", len(found), "token counts x ways of transfer"),
-        Metric("shapes_failed", sum(row.status != "ok" for row in found), "shapes with a failed handoff"),
-        Metric("handoffs", sum(len(row.times["handoff"]) for row in found), "measured handoffs that succeeded"),
+        Metric("shapes", len(handoffs), "token counts x ways of transfer"),
+        Metric("shapes_failed", sum(row.status != "ok" for row in handoffs), "shapes with a failed handoff"),
+        Metric("handoffs", sum(len(row.times["handoff"]) for row in handoffs), "measured handoffs that succeeded"),
         Metric("rate_max_gbs", max(rates, default=None), "highest rate of a median handoff, 1 GB = 1e9 bytes"),
     ]

@@ -166,8 +166,8 @@ def burst(requests: int, tokens: int, output: int = 1) -> Workload:
 
 
 def _effects(claim: Claim, points: Iterable[ReportPoint]) -> list[float]:
-    found = (claim.effect(point) for point in points if point.claim == claim.name)
-    return [effect for effect in found if effect is not None]
+    effects = (claim.effect(point) for point in points if point.claim == claim.name)
+    return [effect for effect in effects if effect is not None]
 
 
 def _metrics(claim: Claim, points: Sequence[ReportPoint]) -> Iterator[Metric]:
@@ -189,12 +189,12 @@ def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     rows = []
     for claim in claims:
         for machine in dict.fromkeys(point.machine for point in points if point.claim == claim.name):
-            found = {
+            by_claim = {
                 target: _effects(claim, (p for p in points if (p.machine, p.target) == (machine, target)))
                 for target in RANGES
             }
-            verdict = claim.verdict(found["real"] or found["model"])
-            rows.append([claim.name, claim.text, claim.needs, machine, *map(_range, found.values()), verdict])
+            verdict = claim.verdict(by_claim["real"] or by_claim["model"])
+            rows.append([claim.name, claim.text, claim.needs, machine, *map(_range, by_claim.values()), verdict])
     return Table("Claims", columns, rows)
 
 

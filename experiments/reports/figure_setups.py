@@ -132,10 +132,10 @@ class Parts:
             **parts,
         )
         target = Model(config.hw, engine, seed=config.seed, collective=config.collective)
-        found = {one.name: one.value for one in serve(config, target, lambda *_: None).summary}[metric]
-        if not found:
+        metrics = {one.name: one.value for one in serve(config, target, lambda *_: None).summary}[metric]
+        if not metrics:
             raise ValueError(f"a run on {hw} with {backend} has no {metric}: no request was served")
-        return float(found)
+        return float(metrics)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,8 +105,8 @@ def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport |
         rows = as_rows(trial.run(label, shapes, transport.config, transport.target), "Handoffs")
         return {(row["way"], row["tokens"]): row for row in rows}
 
-    found, rdma = measured(after), measured(before) if before else {}
-    for key, row in found.items():
+    tcp, rdma = measured(after), measured(before) if before else {}
+    for key, row in tcp.items():
         at = f"{key[0].removesuffix(' whole')} {key[1]} tokens"
         trial.add(SERVES, at, options.repeat, row["n"])
         for claim, heading in ((BYTES, "bytes"), (CALLS, "descriptors"), (HANDOFF, "p50")):

@@ -99,15 +99,15 @@ def _concurrency(trial: ReportRun, options: MoriStateOptions, requests: int) -> 
     )
     at = f"{requests} requests of {options.tokens} tokens"
     for claim, scale in ((THROUGHPUT, own.compute.scale), (DRAIN, 0.0)):
-        found = []
+        points = []
         for name, policy in _policies(own, options.workers):
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
-            found.append(trial.run(label, serve.ServeOptions(deadline=options.deadline), config))
-        rates: list[Any] = [value(result, "input_tokens_per_s") for result in found]
+            points.append(trial.run(label, serve.ServeOptions(deadline=options.deadline), config))
+        rates: list[Any] = [value(result, "input_tokens_per_s") for result in points]
         trial.add(claim, at, *rates)
         if scale:
-            times: list[Any] = [value(result, "transfer_p50_s") for result in found]
+            times: list[Any] = [value(result, "transfer_p50_s") for result in points]
             trial.add(TOLD, at, *times)
 
 
@@ -138,10 +138,10 @@ def _handoffs(
 
 def _metadata(trial: ReportRun, options: MoriStateOptions) -> None:
     own = replace(trial.config, model=options.served)
-    found = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
+    points = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
         ways = (f"1to1 whole metadata {way}" for way in ("data", "control"))
-        trial.add(TCP, f"{tokens} tokens", *(found[way, tokens]["p50"] for way in ways))
+        trial.add(TCP, f"{tokens} tokens", *(points[way, tokens]["p50"] for way in ways))
 
 
 def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -> Iterator[list[Any]]:
@@ -158,10 +158,10 @@ def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -
 def _slices(trial: ReportRun, options: MoriStateOptions) -> Iterator[list[Any]]:
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
-    found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))
+    points = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))
     for tp, prefill in ranks.items():
         for tokens in options.lengths:
-            plain, row = found[f"{prefill}to{prefill} whole", tokens], found[f"{tp} sliced", tokens]
+            plain, row = points[f"{prefill}to{prefill} whole", tokens], points[f"{tp} sliced", tokens]
             yield _cost(trial, options, SLICES, f"{tp} {tokens} tokens", plain, row)
 
 

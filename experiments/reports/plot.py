@@ -32,8 +32,8 @@ def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
         texts |= {row[0]: row[1] for row in tables["Claims"]["rows"]}
         for row in tables["Points"]["rows"]:
             points.setdefault(tuple(row[:4]), dict(zip(tables["Points"]["columns"], row, strict=True)))
-    found = before_after.figure(texts, points.values(), claims)
-    figure.write_bytes(drawing.image(found, figure.suffix.lstrip("."), width=11.0, titled=False))
+    chart = before_after.figure(texts, points.values(), claims)
+    figure.write_bytes(drawing.image(chart, figure.suffix.lstrip("."), width=11.0, titled=False))
 
 
 if __name__ == "__main__":

@@ -77,15 +77,15 @@ def prompts(
     `experiments.serve` raises.
     """
     workload = burst(count, options.prompt_tokens, options.output_tokens)
-    found = [
+    bursts = [
         trial.run(
             f"{name} {count} prompts", serve.ServeOptions(deadline=options.deadline), replace(own, workload=workload)
         )
         for name, own in variants.items()
     ]
     at, (ttft, requests) = f"{tp} {count} prompts", claims
-    times = [value(result, "ttft_avg_s") for result in found]
+    times = [value(result, "ttft_avg_s") for result in bursts]
     milliseconds: list[Any] = [None if seconds is None else 1e3 * seconds for seconds in times]
-    rates: list[Any] = [value(result, "request_rate") for result in found]
+    rates: list[Any] = [value(result, "request_rate") for result in bursts]
     trial.add(ttft, at, *milliseconds)
     trial.add(requests, at, *rates)

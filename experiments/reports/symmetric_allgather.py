@@ -93,13 +93,13 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     left = [str(count) for count in options.ranks if count not in ranks]
     trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
     gathered = trial.run("gathered", replace(options, ranks=ranks).gathering())
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    times: dict[str, dict[str, dict[str, Any]]] = {}
     for row in as_rows(gathered, "All-gathers"):
-        found.setdefault(_at(row), {})[row["pool"]] = row
-    for at, pools in found.items():
+        times.setdefault(_at(row), {})[row["pool"]] = row
+    for at, pools in times.items():
         for claim, before, after in _values(pools):
             trial.add(claim, at, before, after, f"{config.hw.name} {config.collective.name}")
-    trial.notes += list(_repaid(found))
+    trial.notes += list(_repaid(times))
     return trial.result(CLAIMS)
 
 
@@ -119,9 +119,9 @@ def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | N
         yield GROWN, plain, first
 
 
-def _repaid(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+def _repaid(measured: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     counts = []
-    for pools in found.values():
+    for pools in measured.values():
         grown = pools[f"{SYMMETRIC}, grown"]
         times = [pools["default"]["med us"], grown["med us"]]
         if grown["growths"] and None not in times and times[1] < times[0]:

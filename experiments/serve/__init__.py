@@ -111,8 +111,8 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
         requests = drawn.requests
         if config.workload.load:
             requests = scaled(config.workload, job(config, options), requests, config.seed)
-        found = live_run.run(config, target, requests, options.router, progress)
-        return replace(found, notes=[*drawn.notes, *found.notes])
+        served = live_run.run(config, target, requests, options.router, progress)
+        return replace(served, notes=[*drawn.notes, *served.notes])
     what = job(config, options)
     requests = scaled(config.workload, what, drawn.requests, config.seed)
     offered = offered_load(what, requests)
@@ -121,8 +121,8 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     progress(0.0, f"serving {len(requests)} requests", 1.0)
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
-    found = result(config, what, requests, outcome, offered)
-    return replace(found, notes=[*first, *found.notes])
+    served = result(config, what, requests, outcome, offered)
+    return replace(served, notes=[*first, *served.notes])
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
@@ -143,21 +143,21 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
     ranks = {name: RankResult(name, transfers=own) for name, own in TransferLog.by_rank(transfers).items()}
     seconds = float(np.nanmax(np.append(log.column("finished").values, 0.0)))
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value)} | ranks, seconds)
-    found = result(config, what, requests, outcome, ended=True)
-    count = len(found.requests["id"])
+    served = result(config, what, requests, outcome, ended=True)
+    count = len(served.requests["id"])
     failure = f"the run ended early: these are {count} of {len(requests)} requests, which had ended by then"
-    return replace(found, failures=[failure, *found.failures])
+    return replace(served, failures=[failure, *served.failures])
 
 
-def observed(config: Config, found: Any, source: str) -> Result:
-    """Return what `backends.live.observed.read` has *found* in the log *source* as the result of a live run.
+def observed(config: Config, table: Any, source: str) -> Result:
+    """Return what `backends.live.observed.read` has *table* in the log *source* as the result of a live run.
 
     Columns are those of ``target=live``, so that `pdsim compare` can set a prediction beside them.
     """
     from backends.live.observed import served
     from experiments.serve import live_run
 
-    return live_run.result(config, *served(found, source))
+    return live_run.result(config, *served(table, source))
 
 
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
@@ -179,12 +179,12 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             or the handoff.
     """
     try:
-        found = _job(config, options)
+        built = _job(config, options)
         if options.deployment == "colocated":
-            found = _colocated(config, found)
+            built = _colocated(config, built)
         if config.cache.prefill or config.cache.decode:
-            _check_cache(config, found)
-        if (found.prefill_time.exchange or found.decode_time.exchange) and config.target != "model":
+            _check_cache(config, built)
+        if (built.prefill_time.exchange or built.decode_time.exchange) and config.target != "model":
             raise ValueError("experts that tokens travel to (parallel.*.ep) have target=model; leave ep at 1")
         if config.kv.layerwise and (
             config.kv.staging or config.target != "model" or config.engine.handoff != "push"
@@ -194,10 +194,10 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             raise ValueError(
                 "kv.staging cuts slices of pages by tokens; set engine.page_order=tokens or kv.staging=false"
             )
-        found.check()
+        built.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
-    return found
+    return built
 
 
 def _job(config: Config, options: ServeOptions) -> Deployment:
@@ -339,7 +339,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     waits = () if requests.patience is None else enumerate(requests.patience.tolist())
     leaves = [[number, patience] for number, patience in waits if not isnan(patience)]
     arguments = {"job": plain, "requests": requests, "leaves": leaves, **more}
-    found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
+    programs = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
         ("prefill", what.prefills, what.prefill_dp, prefill),
@@ -350,8 +350,8 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 own = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, own))
-    return found
+                programs.append(RankSpec(name, f"pdsim.serving.{side}:program", place, own))
+    return programs
 
 
 def _gpu(grid: Grid, dp: int, number: int, index: int) -> int:

@@ -113,40 +113,40 @@ def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
     # *arrival* is when the workload asked for it, on the client's clock.  TPOT is the mean over all
     # tokens but the first, *itl_...* are percentiles of single gaps, and *queueing* is what the
     # server itself reports of its queues.
-    found: dict[str, float | None] = dict.fromkeys(
+    durations: dict[str, float | None] = dict.fromkeys(
         ("ttft", "tpot", "e2e", "queueing", "prefilled", "handoff", "itl_p50", "itl_p99", "itl_max")
     )
     if row.prefilled is not None:
-        found["prefilled"] = row.prefilled - arrival
+        durations["prefilled"] = row.prefilled - arrival
     if row.status != "ok" or row.first is None or row.last is None:
-        return found
-    found |= {"ttft": row.first - arrival, "e2e": row.last - arrival}
+        return durations
+    durations |= {"ttft": row.first - arrival, "e2e": row.last - arrival}
     if row.tokens > 1:
-        found["tpot"] = (row.last - row.first) / (row.tokens - 1)
+        durations["tpot"] = (row.last - row.first) / (row.tokens - 1)
     if row.prefilled is not None:
-        found["handoff"] = row.first - row.prefilled
+        durations["handoff"] = row.first - row.prefilled
     if row.gaps:
         gaps = np.array(row.gaps)
-        found |= {"itl_p50": percentile(gaps, 50.0), "itl_p99": percentile(gaps, 99.0), "itl_max": max(row.gaps)}
+        durations |= {"itl_p50": percentile(gaps, 50.0), "itl_p99": percentile(gaps, 99.0), "itl_max": max(row.gaps)}
     waits = [row.reported.get(name) for name in ("queue_time", "prefill_queue_time")]
     if any(wait is not None for wait in waits):
-        found["queueing"] = sum(wait or 0.0 for wait in waits)
-    return found
+        durations["queueing"] = sum(wait or 0.0 for wait in waits)
+    return durations
 
 
 def _reported_metrics(served: Served) -> list[Metric]:
-    found = []
+    metrics = []
     for server, page in served.reported.items():
         for what, names in REPORTED.items():
             for name in names:
                 histogram = page.histograms.get(name)
                 if histogram is not None and histogram.count > 0:
                     rule = f"{name} of {server}, {histogram.count:.0f} observations"
-                    found += [
+                    metrics += [
                         Metric(f"{server}_{what}_mean_s", histogram.mean, f"arithmetic mean of {rule}", tabled=True),
                         Metric(f"{server}_{what}_p50_s", histogram.quantile(0.5), f"median of {rule}", tabled=True),
                     ]
-    return found
+    return metrics
 
 
 def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], served: Served) -> list[Table]:

@@ -179,18 +179,18 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
 
     A request that was started anew has those of its last try, None if the instance is gone or never had it.
     """
-    found: dict[str, list[int | None]] = {}
+    hits: dict[str, list[int | None]] = {}
     for name, value in (_leaders(outcome) | {ROUTER: outcome.ranks[ROUTER].value or {}}).items():
         if "hits" in value:
             side = f"cached_{'decode' if name.startswith('decode') else 'prefill'}"
-            column, rooms = found.setdefault(side, [None] * count), value["hits"]
+            column, rooms = hits.setdefault(side, [None] * count), value["hits"]
             for room in sorted(rooms):
                 column[(room - 1) % count] = rooms[room]
             if value.get("host_hits"):
-                column = found.setdefault("cached_host", [0] * count)
+                column = hits.setdefault("cached_host", [0] * count)
                 for room, tokens in sorted(value["host_hits"].items()):
                     column[(room - 1) % count] = tokens
-    return found
+    return hits
 
 
 def cache_metrics(table: Columns) -> list[Metric]:
@@ -202,15 +202,15 @@ def cache_metrics(table: Columns) -> list[Metric]:
         "prefill": "share of prompt tokens that prefill had cached, and did not compute",
         "decode": "share of prompt tokens that decode had cached, and was not sent",
     }
-    found = []
+    metrics = []
     for side, rule in rules.items():
         rows = list(zip(table.get(f"cached_{side}", ()), table["input"], strict=False))
         known = [(hit, tokens) for hit, tokens in rows if hit is not None]
         if rows:
             total = sum(tokens for _, tokens in known)
             share = sum(hit for hit, _ in known) / total if total else None
-            found.append(Metric(f"prefix_hit_{side}", share, rule))
-    return found
+            metrics.append(Metric(f"prefix_hit_{side}", share, rule))
+    return metrics
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
@@ -221,16 +221,16 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
     them.  On the model the busiest link and the fullest pool are named.
     """
     steady = counted(table, workload)
-    found = [
+    summary = [
         *totals(table, slo, steady),
         Metric("kv_bytes", _total(table["nbytes"]), "bytes of KV and metadata transferred"),
     ]
     for name, definition in LATENCIES.items():
         these = values(steady, name)
-        found += distribution(name, "s", these, definition, PERCENTILES, tabled=True)
-        found += intervals(name, "s", these, PERCENTILES)
+        summary += distribution(name, "s", these, definition, PERCENTILES, tabled=True)
+        summary += intervals(name, "s", these, PERCENTILES)
     growth = trend(values(steady, "ttft"))
-    found.append(
+    summary.append(
         Metric(
             "stationary",
             None if growth is None else int(growth == 0),
@@ -241,17 +241,17 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
     for name, definition in PHASES.items():
         share = float(values(table, name).sum()) / e2e if e2e else None
         rule = f"share of the end-to-end time of all requests: {definition}"
-        found.append(Metric(f"share_{name}", share, rule, tabled=True))
+        summary.append(Metric(f"share_{name}", share, rule, tabled=True))
     if outcome.links:
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
-        found.append(
+        summary.append(
             Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}")
         )
     if outcome.pools:
-        found.append(
+        summary.append(
             Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit")
         )
-    return found
+    return summary
 
 
 def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metric]:
@@ -314,7 +314,7 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
     for name, definition in PHASES.items():
         these = values(table, name)
         phases.append([name, *spread(these), float(these.sum()) / e2e if e2e else None, definition])
-    found = [
+    tables_ = [
         Table("Latency", latency, latencies),
         Table("Where the time went", part, phases),
         Table(
@@ -334,8 +334,8 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
     ):
         if utilisation:
             most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
-            found.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
-    return found
+            tables_.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
+    return tables_
 
 
 def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -357,17 +357,17 @@ def instances(table: Columns) -> list[list[Any]]:
 
     A request that was sent nowhere counts at none.
     """
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for side, tokens in (("prefill", "input"), ("decode", "output")):
         names, where = np.unique(np.array(list(table[side]), dtype=np.str_), return_inverse=True)
         amounts = np.array(list(table[tokens]), dtype=np.int64)
         for number, instance in enumerate(names.tolist()):
             if instance:
-                row = found.setdefault(instance, [instance, 0, 0])
+                row = columns.setdefault(instance, [instance, 0, 0])
                 mine = where == number
                 row[1] += int(mine.sum())
                 row[2] += int(amounts[mine].sum())
-    return [found[name] for name in sorted(found)]
+    return [columns[name] for name in sorted(columns)]
 
 
 def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) -> int:
@@ -381,26 +381,26 @@ def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome)
     That is which requests count, a queue that grows so that percentiles depend on the length of the
     run, and memory that was never proven to be at rest; at the end the size of KV.
     """
-    found = []
+    lines = []
     steady = counted(table, workload)
     if len(steady["id"]) < len(table["id"]):
-        found.append(
+        lines.append(
             f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "
             f"workload.warmup={workload.warmup:g} s and cooldown={workload.cooldown:g} s leave the others out"
         )
     if growth := trend(values(steady, "ttft")):
-        found.append(
+        lines.append(
             f"not stationary: TTFT grows by {format_time(growth)} from the first tenth of the requests to the last, "
             "so percentiles depend on the length of the run; lower workload.load, or set workload.warmup"
         )
     quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
     if quarantined:
-        found.append(
+        lines.append(
             f"{quarantined} pages stayed in quarantine: writes to them failed and nothing proved that they had ended"
         )
     sizes = job.shape.token_bytes(job.decode.tp)
-    found.append(f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens")
-    return found
+    lines.append(f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens")
+    return lines
 
 
 # --- paths of the KV -----------------------------------------------------------------------------------------------
@@ -446,13 +446,13 @@ class Paths:
 
     def metrics(self) -> list[Metric]:
         """Return bytes and descriptors of each path that was taken."""
-        found = []
+        summary = []
         for path, (_, nbytes, descriptors) in self._in_order():
-            found += [
+            summary += [
                 Metric(f"{path}_bytes", nbytes, f"bytes of all {path} writes, failed ones included"),
                 Metric(f"{path}_descriptors", descriptors, f"descriptors of all {path} writes"),
             ]
-        return found
+        return summary
 
     def tables(self) -> list[Table]:
         """Return the paths that were taken."""
@@ -470,20 +470,20 @@ def path_notes(outcome: Outcome) -> list[str]:
     """Return what did not go the way that the policy says, and why."""
     values = [rank.value for rank in outcome.ranks.values() if isinstance(rank.value, dict)]
     refused = sum(value.get("staging_refused", 0) for value in values)
-    found = []
+    lines = []
     if refused:
-        found.append(
+        lines.append(
             f"{refused} chunks went in slices because the staging ring had no free slot; raise kv.staging_ring or "
             "kv.staging_wait"
         )
-    return found + [
+    return lines + [
         f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)
     ]
 
 
 def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for value in values:
         for text, count in value.get("fallbacks", {}).items():
-            found[text] = found.get(text, 0) + count
-    return sorted(found.items())
+            counts[text] = counts.get(text, 0) + count
+    return sorted(counts.items())

@@ -188,9 +188,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     while left and len(outcomes) < JOBS:
         progress(len(rows) / len(listed), f"{len(left)} points", 1.0)
         outcomes.append(_attempt(target, _specs(config, options, left), first=not outcomes))
-        found = _rows(left, outcomes[-1], options)
-        rows |= {row.point: row for row in found}
-        left = left[len(found) :]
+        new = _rows(left, outcomes[-1], options)
+        rows |= {row.point: row for row in new}
+        left = left[len(new) :]
     progress(1.0, "")
     rows |= {point: TransferRow(point, point.flows(options.ranks), (), "not run") for point in left}
     return _result(config, options, [rows[point] for point in listed], outcomes)
@@ -221,12 +221,12 @@ def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOp
     for record in (record for rank in outcome.ranks.values() for record in rank.transfers):
         records.get(record.label, []).append(record)
     rows = []
-    for point, found in zip(points, [*done, {}], strict=False):
-        verified = found.get("verified") if options.verify else None
-        wrong = verified is not None and verified < found["slots"]
-        ended = "corrupt" if wrong else "ok" if found else status
+    for point, values in zip(points, [*done, {}], strict=False):
+        verified = values.get("verified") if options.verify else None
+        wrong = verified is not None and verified < values["slots"]
+        ended = "corrupt" if wrong else "ok" if values else status
         flows = point.flows(options.ranks)
-        rows.append(TransferRow(point, flows, records[point.label], ended, found.get("slots", 0), verified))
+        rows.append(TransferRow(point, flows, records[point.label], ended, values.get("slots", 0), verified))
     return rows
 
 

@@ -120,7 +120,7 @@ def exchange(
             yield from barrier.wait(f"{number} has ended")
             mine = work.found(warmup)
             others = yield from barrier.wait(f"{number} is checked", b"%d %d %d" % mine)
-            done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
+            done.append(_total([mine, *(tuple(map(int, totals.split())) for totals in others.values())]))
     except TransferError as error:
         barrier.give_up(error)
         return {"points": done, "error": f"{type(error).__name__}: {error}"}
@@ -129,8 +129,8 @@ def exchange(
     return {"points": done, "error": ""}
 
 
-def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
-    slots, checked, verified = (sum(counts) for counts in zip(*found, strict=True))
+def _total(totals: Sequence[Sequence[int]]) -> dict[str, Any]:
+    slots, checked, verified = (sum(counts) for counts in zip(*totals, strict=True))
     return {"slots": slots, "verified": verified if checked else None}
 
 
@@ -296,8 +296,8 @@ class _Plan:
         for slot in range(slots):
             expected = np.zeros((self._places, self.size), dtype=np.uint8)
             expected[self._to] = self._content(index, slot)[self._from]
-            found = buffer.read(self._at(index, slot, sink), self._places * self.size)
-            good += zlib.crc32(found) == zlib.crc32(expected.tobytes())
+            content = buffer.read(self._at(index, slot, sink), self._places * self.size)
+            good += zlib.crc32(content) == zlib.crc32(expected.tobytes())
         return good
 
     def _at(self, index: int, slot: int, rank: str) -> int:

@@ -66,11 +66,11 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
 
 
 def _rotated(sources: Sequence[str], sinks: Sequence[str], rotate: bool) -> list[Flow]:
-    found: list[Flow] = []
+    flows: list[Flow] = []
     for index, source in enumerate(sources):
         first = index % len(sinks) if rotate else 0
-        found += [(source, sink) for sink in [*sinks[first:], *sinks[:first]] if sink != source]
-    return found
+        flows += [(source, sink) for sink in [*sinks[first:], *sinks[:first]] if sink != source]
+    return flows
 
 
 def names(pairs: Sequence[Flow]) -> list[str]:
@@ -84,14 +84,14 @@ def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[
     Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the
     one that *placement* lists for it, counted over all nodes.
     """
-    found = {}
+    chosen = {}
     for index, name in enumerate(ranks):
         if placement[0] == "spread" or not hw.gpus:
-            found[name] = Place(index % hw.nodes, index // hw.nodes if hw.gpus else None)
+            chosen[name] = Place(index % hw.nodes, index // hw.nodes if hw.gpus else None)
         else:
             gpu = index if placement[0] == "packed" else int(placement[index])
-            found[name] = Place(gpu // hw.gpus, gpu % hw.gpus)
-    return found
+            chosen[name] = Place(gpu // hw.gpus, gpu % hw.gpus)
+    return chosen
 
 
 def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], here: bool) -> tuple[list[str], str]:

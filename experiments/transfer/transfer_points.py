@@ -93,10 +93,10 @@ def read(path: Path) -> list[TransferPoint]:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except OSError as error:
         raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
-    found = [_point(row, f"experiment.points={path}, row {number}") for number, row in enumerate(rows, 1)]
-    if not found:
+    points = [_point(row, f"experiment.points={path}, row {number}") for number, row in enumerate(rows, 1)]
+    if not points:
         raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(COLUMNS)}")
-    return found
+    return points
 
 
 def write(path: Path, points: Sequence[TransferPoint]) -> None:

@@ -147,12 +147,12 @@ def tables(rows: Sequence[TransferRow]) -> tuple[Table, ...]:
         "start us": "its first call, after the first of the point",
         "end us": "its last completion, after the first call of the point",
     }
-    found = [
+    rows_ = [
         Table("Bandwidth and latency of each point", rates, [[*_who(row), *_rates(row)] for row in rows]),
         Table("Stages of a transfer", stages, [[*_who(row), *_stages(row)] for row in rows]),
     ]
     several = [[*_who(row), *flow] for row in rows if len(row.flows) > 1 for flow in _flows(row)]
-    return (*found, Table("Flows of each point", of_flows, several)) if several else tuple(found)
+    return (*rows_, Table("Flows of each point", of_flows, several)) if several else tuple(rows_)
 
 
 def _who(row: TransferRow) -> list[Any]:
@@ -195,7 +195,7 @@ def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
     """
     rates = [row.bandwidth for row in rows if row.bandwidth is not None]
     checked = [row for row in rows if row.verified is not None]
-    found = [
+    summary = [
         Metric("points", len(rows), "points that were run"),
         Metric("points_failed", sum(row.status != "ok" for row in rows), "points whose status is not ok"),
         Metric("transfers", sum(len(row.done) for row in rows), "measured transfers that succeeded"),
@@ -208,8 +208,10 @@ def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
     ]
     if len(rows) == 1:
         row = rows[0]
-        found.append(Metric("bw_gbs", row.bandwidth, "bytes of all flows / first call to last completion"))
-        found.append(Metric("block_latency_us", row.block_latency, "nixlbench's Avg Lat: time / blocks of one flow"))
+        summary.append(Metric("bw_gbs", row.bandwidth, "bytes of all flows / first call to last completion"))
+        summary.append(
+            Metric("block_latency_us", row.block_latency, "nixlbench's Avg Lat: time / blocks of one flow")
+        )
         for stage, definition in _DEFINITIONS.items():
-            found += distribution(stage, "us", row.times(stage), definition)
-    return found
+            summary += distribution(stage, "us", row.times(stage), definition)
+    return summary

@@ -16,8 +16,8 @@ from tools.faults_real.trial import CHECKS, Found, attempt
 __all__ = ["main", "run"]
 
 
-def row(plan: Plan, found: Found) -> dict[str, object]:
-    """Return what *found* says of *plan* as a row of the file, with `COLUMNS`."""
+def row(plan: Plan, outcome: Found) -> dict[str, object]:
+    """Return what *outcome* says of *plan* as a row of the file, with `COLUMNS`."""
     return {
         "seed": plan.seed,
         "engine_name": plan.engine,
@@ -25,12 +25,12 @@ def row(plan: Plan, found: Found) -> dict[str, object]:
         "link": int(plan.link),
         "prefill": plan.prefill,
         "decode": plan.decode,
-        **{kind: found.injected[kind] for kind in KINDS},
+        **{kind: outcome.injected[kind] for kind in KINDS},
         "requests": len(plan.requests),
-        **{name: getattr(found, name) for name in NUMBERS},
-        **{check: found.counts[check] for check in CHECKS},
-        "seconds": round(found.seconds, 1),
-        "details": " | ".join(found.details),
+        **{name: getattr(outcome, name) for name in NUMBERS},
+        **{check: outcome.counts[check] for check in CHECKS},
+        "seconds": round(outcome.seconds, 1),
+        "details": " | ".join(outcome.details),
     }
 
 
@@ -42,17 +42,18 @@ def run(seeds: range, to: Path) -> int:
         if seed in done:
             continue
         plan = draw(seed)
-        found = attempt(plan)
+        outcome = attempt(plan)
         new = not to.exists()
         with to.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             if new:
                 writer.writeheader()
-            writer.writerow(row(plan, found))
-        bad += bool(found.counts)
-        said = "; ".join(found.details) or "clean"
+            writer.writerow(row(plan, outcome))
+        bad += bool(outcome.counts)
+        said = "; ".join(outcome.details) or "clean"
         print(
-            f"seed {seed}: {found.injected.total()} faults, {found.ok} ok, {found.failed} failed: {said}", flush=True
+            f"seed {seed}: {outcome.injected.total()} faults, {outcome.ok} ok, {outcome.failed} failed: {said}",
+            flush=True,
         )
     return bad
 
