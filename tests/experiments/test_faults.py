@@ -333,6 +333,7 @@ NOT_DRAWN = {
     "handoff.pool": "where memory is, which a model without real memory cannot tell",
     "checked": "all contents are checked",
     "kv_dtype": "bytes are drawn with the models",
+    "handoff.decode_cache": "says which launched servers may cache on decode",
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
     "engine.step_tokens": "is the chunk, which is drawn",
     "layerwise, cache.prefill, cache.decode, cache.eviction, cache.found, cache.early, cache.host, cache.limit, "
