@@ -30,7 +30,7 @@ def test_queues_are_those_of_the_reference(backend: str, queues: int, shard: str
 
 def test_metadata_within_a_node_goes_as_kv_does():
     policy = composed("backend=mooncake_nvlink").policy
-    assert (policy.metadata_by, policy.metadata_on, policy.memory_pool) == ("batch", "device", "default")
+    assert (policy.metadata_by, policy.metadata_on, policy.memory_pool) == ("write", "device", "default")
 
 
 def test_a_policy_is_set_under_its_backend():

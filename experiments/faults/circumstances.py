@@ -58,7 +58,7 @@ _POLICIES = (
     Policy(metadata="control", notify="message"),
     Policy(queues=2, metadata="control", notify="poll"),
     Policy(queues=3, metadata="control", metadata_memory="host", notify="poll", call="plane"),
-    Policy(queues=1, metadata="write", notify="message", grouping="pages"),
+    Policy(queues=1, metadata="write", metadata_fallback="control", notify="message", grouping="pages"),
     Policy(queues=2, metadata="control", staging=True),
 )
 _ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"

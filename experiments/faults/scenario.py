@@ -92,11 +92,11 @@ _MODELS = (
     replace(_LLM, layers=3, hybrid=_HYBRID),
 )
 _POLICIES = (
-    Policy(),
-    Policy(queues=4, metadata="write", staging=True),
-    Policy(queues=1, staging=True),
-    Policy(queues=2, shard="room", call="plane", notify="message"),
-    Policy(queues=1, grouping="pages", notify="poll"),
+    Policy(metadata="batch"),
+    Policy(queues=4, metadata="write", metadata_fallback="control", staging=True),
+    Policy(queues=1, metadata="batch", staging=True),
+    Policy(queues=2, shard="room", call="plane", metadata="batch", notify="message"),
+    Policy(queues=1, grouping="pages", metadata="batch", notify="poll"),
     Policy(metadata="control", metadata_memory="host"),
 )
 _SIDES = (  # prefill and decode

@@ -33,11 +33,11 @@ __all__ = ["HandoffOptions", "Way", "check", "run"]
 PATHS = ("sliced", "staged")
 METADATA: dict[str, dict[str, str]] = {
     "policy": {},
-    "data": {"metadata": "batch", "metadata_memory": "device"},
+    "data": {"metadata": "write", "metadata_memory": "device"},
     "control": {"metadata": "control", "metadata_memory": "host"},
 }
-"""How first-token metadata goes, and which memory its rows lie in: as the backend's policy says; in device memory,
-with the last batch of KV; in host memory, as a message."""
+"""Path and memory of first-token metadata: as the backend's policy says; in device memory, in a write of its own; in
+host memory, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class HandoffOptions(ExperimentOptions):
     tokens: tuple[int, ...] = (512, 2048, 8192)  # of a handoff
     tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
     paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
-    metadata: tuple[str, ...] = ("policy",)  # of the backend; or data: with the last batch; control: over TCP
+    metadata: tuple[str, ...] = ("policy",)  # of the backend; or data: a write of the engine; control: over TCP
     repeat: int = 5  # measured handoffs of each shape
     warmup: int = 1  # before them, of each shape
     verify: bool = True  # compare the contents of those before, where memory has any

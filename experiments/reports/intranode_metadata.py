@@ -2,7 +2,7 @@
 """Does metadata on the GPU, over NVLink, speed up a handoff within a node?  SGLang PR 26707.
 
 Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake
-copies over NVLink; after, they lie on the GPU and go with the last batch of KV.
+copies over NVLink; after, they lie on the GPU and go over NVLink in a batch of their own (`send_aux`).
 
 KV itself goes the same way in both, so short handoffs show most of the difference, and prompts how
 much of it a user sees.
@@ -27,7 +27,7 @@ TTFT = Claim("ttft", "the mean TTFT of prompts that arrive at once falls", "ms")
 REQUESTS = Claim("throughput", "more requests are done", "1/s", better="more")
 CLAIMS = (HANDOFF, TTFT, REQUESTS)
 
-VARIANTS = {"tcp": ("control", "host"), "nvlink": ("batch", "device")}
+VARIANTS = {"tcp": ("control", "host"), "nvlink": ("write", "device")}
 """How metadata goes and where its rows lie, before and after: `pdsim.kv.policy.Policy`."""
 
 

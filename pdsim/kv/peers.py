@@ -107,12 +107,7 @@ class DecodePeer:
         """Return the writes of *chunk* plane by plane, in the order of the layers; metadata and state come last."""
         rows = self._grouped(rows) if "kv" in self.part.components else ()
         planes = range(self._planner.planes) if rows else ()
-        specs = [WriteSpec(self._path, rows, plane=plane) for plane in planes]
-        slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
-        state = chunk.state if chunk.last and self._moves_state else ()
-        if slots is not None or state:
-            specs.append(WriteSpec("metadata", (), slots, state))
-        return specs
+        return [*(WriteSpec(self._path, rows, plane=plane) for plane in planes), *self._with_last(chunk)]
 
     @property
     def planes_of_a_layer(self) -> int:
@@ -127,14 +122,22 @@ class DecodePeer:
     def writes(self, chunk: Chunk, rows: Runs) -> list[WriteSpec]:
         """Return the writes of *chunk*; *rows* are the runs of its pages that this rank writes."""
         rows = rows if "kv" in self.part.components else ()
-        slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
-        state = chunk.state if chunk.last and self._moves_state else ()
+        last = self._with_last(chunk)
         if rows and not self._apart:
-            return [WriteSpec(self._path, self._grouped(rows), slots, state)]
-        specs = self._rows(rows) if rows else []
-        if slots is not None or state:
-            specs.append(WriteSpec("metadata", (), slots, state))
-        return specs
+            whole = last[0] if last else WriteSpec(self._path)
+            return [whole._replace(path=self._path, rows=self._grouped(rows))]
+        return [*(self._rows(rows) if rows else ()), *last]
+
+    def _with_last(self, chunk: Chunk) -> list[WriteSpec]:
+        # State and metadata, which go with the last chunk: metadata in a batch of its own if the policy says so.
+        if not chunk.last:
+            return []
+        slots = chunk.slots if self.part.aux and self.metadata != "control" else None
+        state = chunk.state if self._moves_state else ()
+        specs = [WriteSpec("metadata", (), slots, state)]
+        if self.metadata == "write" and slots is not None:
+            specs = [WriteSpec("metadata", (), None, state), WriteSpec("metadata", (), slots)]
+        return [spec for spec in specs if spec.slots is not None or spec.state]
 
     def batch(self, spec: WriteSpec, number: int = 0) -> Batch:
         """Return the descriptors of the *number*-th write of *spec*, over nameless regions."""
@@ -257,11 +260,17 @@ def targets(runs: Runs) -> Pages:
 
 
 def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
-    """Return the way of metadata between ranks whose rows have these sizes, and why it is not the policy's, or "".
+    """Return the path of metadata between ranks whose rows have these sizes, and why it is not the policy's, or "".
 
-    Descriptors pair row by row, so rows that are not the same in number and size go over the control channel.
+    Descriptors pair row by row.  Rows that differ in number or size go over the control channel if
+    `Policy.metadata_fallback` allows it; otherwise raise a `MessageError`.
     """
     way = policy.metadata_by
     if way == "control" or tuple(mine) == tuple(theirs):
         return way, ""
-    return "control", f"{len(mine)} rows of {sum(mine)} B here, {len(theirs)} of {sum(theirs)} B there"
+    reason = f"{len(mine)} rows of {sum(mine)} B here, {len(theirs)} of {sum(theirs)} B there"
+    if not policy.metadata_fallback:
+        raise MessageError(
+            f"metadata has {reason}: run one version on both sides, or set policy.metadata_fallback=control"
+        )
+    return "control", reason

@@ -12,9 +12,9 @@ from pdsim.core.units import one_of
 
 __all__ = ["POOLS", "Policy", "Staging"]
 
-POOLS = {"default": ("batch", "device"), "nvlink": ("control", "host"), "intra_node_nvlink": ("batch", "device")}
-"""Path and memory of first-token metadata by the pool that a backend takes KV memory from, as SGLang pairs them: its
-NVLINK pool cannot carry host memory, so rows go over TCP; within a node they lie on the GPU and go as KV does."""
+POOLS = {"default": ("write", "device"), "nvlink": ("control", "host"), "intra_node_nvlink": ("write", "device")}
+"""Path and memory of first-token metadata by the pool of KV memory, as SGLang's `send_aux` has them: a write after
+the KV, except that the NVLINK pool cannot carry host memory and uses TCP ("control")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,11 @@ class Policy:
     call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, one "plane" or "descriptor"
     slices: str = ""  # likewise of slices of rows; "" is as *call*
     grouping: str = "runs"  # a descriptor is a run of neighbouring pages, or one page ("pages")
-    notify: str = (
-        "write"  # attached to every write; or once a room, as a "message" or when the scheduler polls ("poll")
-    )
+    notify: str = "write"  # with every "write"; once a room as a "message"; or when the scheduler polls ("poll")
     pool: str = "default"  # that KV is in: one of `POOLS`
-    metadata: str = ""  # in the last "batch", in a "write" of its own, over the "control" channel; "" is by the pool
+    metadata: str = ""  # in a "write" of its own, the last "batch" of KV, or by "control"; "" is by the pool
     metadata_memory: str = ""  # "device" or "host"; "" is by the pool
+    metadata_fallback: str = ""  # if the engine cannot write it: over the "control" channel; "" fails the request
     staging: bool = False  # whether the backend has a staged path
     decode_cache: bool = False  # whether decode may keep a prefix cache when prefill pushes, as SGLang allows it
 
@@ -52,6 +51,7 @@ class Policy:
         one_of("policy", tuple(POOLS), pool=self.pool)
         one_of("policy", ("", "batch", "write", "control"), metadata=self.metadata)
         one_of("policy", ("", "device", "host"), metadata_memory=self.metadata_memory)
+        one_of("policy", ("", "control"), metadata_fallback=self.metadata_fallback)
         if self.staging and not (self.queues and self.notify == "write"):
             raise ValueError(
                 f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} "

@@ -574,7 +574,7 @@ class KvSender:
         assert isinstance(error, Exception)
         # what timed out may have arrived, notification and all, and must not be counted twice
         certain = not isinstance(error, PeerLost | TransferTimeout)
-        if write.spare and certain and state.status is not Status.FAILED:
+        if self._policy.metadata_fallback and write.spare and certain and state.status is not Status.FAILED:
             self._retry(write, event, error)
             return
         self._broken(write, error)

@@ -93,4 +93,4 @@ def test_the_shipped_choice_has_seven_backends_and_two_engines():
     options = composed("experiment=compare_engines").experiment
     assert len(options.backends) == 7
     assert sorted(options.engines) == ["sglang", "vllm"]
-    assert options.backends["nixl"].policy.metadata == "write"
+    assert options.backends["nixl"].policy.metadata_by == "write"

@@ -330,7 +330,7 @@ NOT_DRAWN = {
     "window_share": "of windows: all pages or fewer are the same to the protocol",
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
     "rates, shed": "of the router alone, before a request is sent out: tests/serving",
-    "handoff.pool": "where memory is, which a model without real memory cannot tell",
+    "handoff.pool, handoff.decode_cache": "where memory is, and what SGLang allows: no model can tell",
     "checked": "all contents are checked",
     "kv_dtype": "bytes are drawn with the models",
     "handoff.decode_cache": "says which launched servers may cache on decode",

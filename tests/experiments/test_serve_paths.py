@@ -157,16 +157,16 @@ def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy
 @pytest.mark.parametrize(
     ("policy", "descriptors"),
     [
-        (Policy(), 4 + 10),  # two layers, K and V, one run; and ten rows of metadata
-        (Policy(grouping="pages"), 4 * 7 + 10),
-        (Policy(metadata="control"), 4),
+        (Policy(), [4, 10]),  # two layers, K and V, one run; then ten rows of metadata
+        (Policy(grouping="pages"), [4 * 7, 10]),
+        (Policy(metadata="batch"), [4 + 10]),
+        (Policy(metadata="control"), [4]),
     ],
 )
-def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: int):
+def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: list[int]):
     one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
     result = serve(staged(1, 1, workload=one, kv=replace(STAGED, staging=False), policy=policy))
-    (record,) = result.transfers
-    assert record.descriptors == descriptors
+    assert [record.descriptors for record in result.transfers] == descriptors
 
 
 def test_a_plane_at_a_time_is_a_write_each():
@@ -186,13 +186,15 @@ def test_bytes_and_descriptors_of_each_path_are_in_the_summary():
 # --- metadata that cannot go its way -------------------------------------------------------------------------------
 
 
-def test_metadata_that_the_engine_does_not_take_goes_over_the_control_channel():
+@pytest.mark.parametrize("fallback", ["", "control"])
+def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: str):
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
     one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
-    config = staged(
-        1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=POLICIES["mooncake"]
-    )
-    result = serve(config)
+    policy = replace(POLICIES["mooncake"], metadata_fallback=fallback)
+    result = serve(staged(1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=policy))
+    if not fallback:
+        assert ["SendQueueFull" in failure for failure in result.failures] == [True]
+        return
     assert result.failures == []
     assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4]
     assert "metadata over the control channel, 1 times: SendQueueFull over the data path" in result.notes
@@ -205,7 +207,7 @@ def posted(queues: int, shard: str = "room") -> list[float]:
     """Return when each of two rooms was handed to the engine, from the first; it takes 14 ms to post one."""
     two = replace(GENERATED, count=2, rate=1e6, input_mean=100, input_cv=0)
     slow = replace(ENGINE, intra=replace(ENGINE.intra, call=0.0, descriptor=1e-3))
-    policy = Policy(queues=queues, shard=shard)
+    policy = Policy(queues=queues, shard=shard, metadata="batch")
     result = serve(staged(1, 1, workload=two, backend=slow, kv=replace(STAGED, staging=False), policy=policy))
     first, *others = [record.submitted for record in result.transfers]
     return [other - first for other in others]

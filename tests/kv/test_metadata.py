@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdsim.core.errors import MessageError
 from pdsim.kv.layout import (
     AUX_BYTES,
     AUX_ROWS,
@@ -22,7 +23,7 @@ ROWS = tuple(bytes([index + 1]) * size for index, size in enumerate(AUX_ROWS))
 
 @pytest.mark.parametrize(
     ("pool", "way", "memory"),
-    [("default", "batch", "device"), ("nvlink", "control", "host"), ("intra_node_nvlink", "batch", "device")],
+    [("default", "write", "device"), ("nvlink", "control", "host"), ("intra_node_nvlink", "write", "device")],
 )
 def test_the_pool_decides_by_its_whole_name(pool: str, way: str, memory: str):
     policy = Policy(pool=pool)
@@ -40,12 +41,13 @@ def test_rows_in_host_memory_cannot_be_written_by_the_engine():
         Policy(metadata="write", metadata_memory="host")
 
 
-def test_rows_that_do_not_pair_go_over_the_control_channel_and_it_is_said_why():
-    assert metadata_route(Policy(metadata="write"), AUX_ROWS, AUX_ROWS) == ("write", "")
-    assert metadata_route(Policy(), AUX_ROWS, (*AUX_ROWS, 64)) == (
-        "control",
-        "10 rows of 1600 B here, 11 of 1664 B there",
-    )
+def test_rows_that_do_not_pair_are_refused_or_fall_back():
+    longer = (*AUX_ROWS, 64)
+    assert metadata_route(Policy(), AUX_ROWS, AUX_ROWS) == ("write", "")
+    with pytest.raises(MessageError, match=r"10 rows of 1600 B here, 11 of 1664 B there: run one version"):
+        metadata_route(Policy(), AUX_ROWS, longer)
+    found = metadata_route(Policy(metadata_fallback="control"), AUX_ROWS, longer)
+    assert found == ("control", "10 rows of 1600 B here, 11 of 1664 B there")
 
 
 def test_rows_come_back_as_they_were_stored_beside_those_of_other_slots():
