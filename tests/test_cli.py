@@ -159,7 +159,7 @@ REFUSALS = [
     (("sweep", "seed=1,2", "hw=8xh20,8xh200,8xh100", "--zip", "seed,hw"), "but seed has 2, hw has 3"),
     (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= say the same; give one of them"),
     (("sweep", "seed=1,2", "kv.pol=1"), "unknown key kv.pol; did you mean kv.pool?"),
-    (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 1"),
+    (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 0"),
     (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
     (("run", "parallel.prefill.tp=8"), "8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances"),
     (

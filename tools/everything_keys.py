@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from pdsim.cli.help import parse
 from pdsim.config import Config, ExperimentOptions, compose
 from pdsim.config.loading import as_written
 from pdsim.core import plugins
@@ -177,7 +178,8 @@ class Keys:
 
     def _base(self, context: str) -> tuple[dict[str, Any], Any] | None:
         if context not in self._composed:
-            line = compose.read(context.split())
+            rest, options = parse("run", context.split())
+            line = compose.CommandLine.of(rest, options)
             try:
                 with compose.initialized(line):
                     values = compose.plain(line, line.words)

@@ -200,20 +200,21 @@ class Bench:
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
 
+        from pdsim.cli.help import parse
         from pdsim.config import compose
 
         words = [edited(random, random.choice(self.right.WORDS)) for _ in range(random.randint(1, 3))]
 
         def act() -> None:
-            line = compose.read(words)
-            ready = compose.ready(line.words)
+            overrides, _ = parse("run", words)
+            ready = compose.ready(overrides)
             try:
                 OverridesParser.create().parse_overrides(ready)
             except OverrideParseException as error:
                 compose.explain(error)  # as Hydra would raise when it composes
                 return
             compose.leaves(ready)
-            compose.set_keys([word.lstrip("+") for word in line.words])
+            compose.set_keys([word.lstrip("+") for word in overrides])
 
         refused_in_one_line(act)
 

@@ -10,7 +10,6 @@ Options are found in the help pages, so that what can be completed is what is do
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     below = top.add_subparsers()
     for command in usage.COMMANDS:
         one = below.add_parser(command, add_help=False)
-        for flag in dict.fromkeys(re.findall(r"(?<![\w-])--[a-z-]+", usage.of(command))):
+        for flag in usage.flags("run" if command == "validate" else command):
             action = one.add_argument(flag, nargs="?")
             action.completer = _folders if flag == "--config-dir" else None  # type: ignore[attr-defined]
         words = one.add_argument("words", nargs="*")

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--help`` prints.  It is read by whoever knows nothing yet, and answers at once: no heavy imports.
+"""The help pages, and what they say of options: a command reads its words by its own page.
 
-Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it
-would not know, and its messages name no way out.  The shell's completion is argcomplete's
-(`pdsim.cli.complete`).
-
-The texts are written out rather than generated, because a page is read from the top: usage, what
-most people want, then the options.  Only the groups and their options come from ``conf/``.  A new
-command has a line in `COMMANDS`, a page in `of`, and a function in `pdsim.cli.main`.
+Nearly all that is typed are Hydra's overrides, whose grammar, groups and keys argparse would not know.  So a page is
+written out, read from the top (usage, what most people want, options), and `parse` takes the options from it: what
+is documented is what is parsed and completed.  A new command has a line in `COMMANDS`, a page in `PAGES`, and a
+function in `pdsim.cli.main`.  Nothing heavy is imported here: ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-import pdsim
-from pdsim.core.plugins import groups, options
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-__all__ = ["COMMANDS", "of", "overview"]
+import pdsim
+from pdsim.core.errors import ConfigError, near
+from pdsim.core.plugins import groups, options
+from pdsim.core.units import parse_size, parse_time
+
+__all__ = ["COMMANDS", "flags", "of", "overview", "parse", "plain_name"]
 
 COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
@@ -61,7 +66,8 @@ Exit status:
   2                    what was typed cannot be run, and nothing was written
   130, 143             ended by Ctrl-C, by SIGTERM; a run that had begun is marked incomplete"""
 
-_RUN = """\
+PAGES = {}
+PAGES["run"] = """\
 usage: pdsim run [KEY=VALUE ...] [OPTION ...]
 
 Choose one of each (pdsim list says what each is):
@@ -79,14 +85,15 @@ Options:
   --cfg job            print what the run will use, every key that there is, calibrations applied, and stop
   -m, --multirun       the same as pdsim sweep; with hydra/launcher=NAME or hydra/sweeper=NAME, Hydra's own
   --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
-  --config-name NAME   start from DIR/NAME.yaml instead of pdsim's config.yaml
+  --config-path DIR    start from DIR/config.yaml, such as that of a kept run
+  --config-name NAME   start from NAME.yaml of one of these, instead of pdsim's config.yaml
   hydra.KEY=VALUE      and --info, --hydra-help: a job of Hydra's, with results in its folder
   --json               print one JSON object instead of a dozen lines
   -v, --verbose        print every number with its definition, and everything that it rests on
   --quiet, -q          print nothing but errors
   --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
 
-_SWEEP = """\
+PAGES["sweep"] = """\
 usage: pdsim sweep [KEY=VALUE,VALUE ...] [OPTION ...]
 
   pdsim sweep hw=8xh20,8xh200 workload=poisson workload.rate=1,2,4        every combination
@@ -102,20 +109,24 @@ Options:
   --seeds N            every point with the seeds 0 to N-1
   --search optuna      points that Optuna chooses, instead of every combination; KEY=interval(LOW,HIGH) is a range
   --trials N           how many of them (default: 50); more goes on with the same search
-  --maximize METRIC    what is searched for, or --minimize METRIC (default: goodput per GPU, the highest)
+  --maximize METRIC    what is searched for (default: goodput per GPU, the highest)
+  --minimize METRIC    the same, the lowest
   executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
   --config-dir DIR     look for more configuration files there
+  --config-path DIR    start from DIR/config.yaml
+  --config-name NAME   start from NAME.yaml of one of these
+  -v, --verbose        print every column with its definition
   --json               print one JSON object with the rows instead of a table
   --quiet, -q          print nothing but errors"""
 
-_BEST = """\
+PAGES["best"] = """\
 usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
 
 Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of
 each point's configuration.  Ten rows, and the Pareto front of throughput over speed.
 --slo takes ttft, tpot and e2e."""
 
-_EXPLAIN = """\
+PAGES["explain"] = """\
 usage: pdsim explain FOLDER [FOLDER] [OPTION ...]
 
 Of one run: the share of the time that each cause takes (compute, queue, admission, posting, link, host, polling),
@@ -128,13 +139,13 @@ Options:
   --fast               from the files alone, nothing simulated
   --json               print one JSON object"""
 
-_COMPLETION = """\
+PAGES["completion"] = """\
 usage: pdsim completion
 
 Print what bash or zsh evaluates to complete pdsim; needs argcomplete (pip install 'pdsim[completion]'):
   eval "$(pdsim completion)"        # in ~/.bashrc or ~/.zshrc"""
 
-_REPORT = """\
+PAGES["report"] = """\
 usage: pdsim report FOLDER [-o FILE.html] [--slo ttft=2s,tpot=30ms]
        pdsim report FOLDER --figure NAME [--format svg|pdf|png] [-o FILE]
 
@@ -142,7 +153,7 @@ Write one HTML page about a run, a sweep or a validation, by default report.html
 network.  --figure writes one of its figures instead, by the name in its link; --slo is that of a sweep's points.
 Pages need plotly and figures matplotlib: pip install 'pdsim[report]'."""
 
-_TIMELINE = """\
+PAGES["timeline"] = """\
 usage: pdsim timeline FOLDER [FOLDER ...] [-o FILE.json[.gz]]
 
 Write the trace events of complete runs, several side by side, by default timeline.json.gz in the first FOLDER:
@@ -150,19 +161,19 @@ tracks of queues, instances, ranks and engines, an arrow from prefill to decode 
 what is in use.
 Open it at https://ui.perfetto.dev.  A run with samples=500 has counters of links, memories and staging rings too."""
 
-_SHOW = """\
+PAGES["show"] = """\
 usage: pdsim show FOLDER [FOLDER ...] [-v] [--json]
 
 Print again what a run, or a sweep, printed at its end; -v prints every number with its definition.
 --json prints one JSON object a run instead."""
 
-_COMPARE = """\
+PAGES["compare"] = """\
 usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
 
 Print what differs in the configurations of complete runs, and each metric of all of them, as a number and as a
 multiple of the first run's.  All of them are of one experiment.  --json prints one JSON object instead."""
 
-_VALIDATE = """\
+PAGES["validate"] = """\
 usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
@@ -175,7 +186,7 @@ It is pdsim run experiment=validate (target=live: validate_live), and takes what
   experiment.repeat, jobs, limit     how much is measured
   experiment.bounds.pair=0.05        the median error that is asked for, or the run fails: exit status 1"""
 
-_OBSERVE = """\
+PAGES["observe"] = """\
 usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
 
   pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
@@ -190,7 +201,7 @@ Options:
   --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake, if FILE does not show it
   --to DIR          where the trace is written (default: here)"""
 
-_CALIBRATE = """\
+PAGES["calibrate"] = """\
 usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
 
   pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
@@ -209,7 +220,7 @@ Options:
   --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
   --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
-_REFIT = """\
+PAGES["refit"] = """\
 usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]
 
 Fit again, from the samples in data/ (in a checkout of the repository), and print the errors on what was left out:
@@ -219,7 +230,7 @@ Fit again, from the samples in data/ (in a checkout of the repository), and prin
   collectives    conf/collective: all-gathers over NCCL and symmetric memory
   handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
 
-_PROFILE = """\
+PAGES["profile"] = """\
 usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
 
   pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
@@ -240,13 +251,13 @@ Options:
   --name NAME       of the two files (default: the GPU's)
   --to DIR          where they are written (default: here; conf/compute makes the YAML a choice)"""
 
-_LIST = """\
+PAGES["list"] = """\
 usage: pdsim list [GROUP ...] [--config-dir DIR]
 
 What there is to choose from, with a line about each: all groups, or some of
 {groups}."""
 
-_DOCTOR = """\
+PAGES["doctor"] = """\
 usage: pdsim doctor [--host] [--config-dir DIR]
 
 Try every engine and device on this machine, and say of those that do not work why, and what would help.
@@ -262,31 +273,90 @@ def overview() -> str:
 
 
 def of(command: str) -> str:
-    """Return the help of *command*, one of `COMMANDS`; raise a `KeyError` for any other.
-
-    The groups of ``run`` and ``list`` and the formats of ``calibrate`` are looked up when they are
-    asked for, so that packages which add some are shown.
-    """
+    """Return the help of *command*, one of `COMMANDS`, with the groups and formats that packages add."""
+    page = PAGES[command]
     if command == "run":
-        return _RUN.format(
+        return page.format(
             groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups())
         )
     if command == "calibrate":
         from pdsim.calibration.importers import FORMATS
 
-        return _CALIBRATE.format(formats=", ".join(FORMATS))
-    texts = {
-        "sweep": _SWEEP,
-        "best": _BEST,
-        "report": _REPORT,
-        "timeline": _TIMELINE,
-        "show": _SHOW,
-        "compare": _COMPARE,
-        "refit": _REFIT,
-        "profile": _PROFILE,
-        "validate": _VALIDATE,
-        "observe": _OBSERVE,
-        "doctor": _DOCTOR,
-    }
-    texts |= {"explain": _EXPLAIN, "completion": _COMPLETION}
-    return texts.get(command) or _LIST.format(groups=", ".join(groups()))
+        return page.format(formats=", ".join(FORMATS))
+    return page.format(groups=", ".join(groups())) if command == "list" else page
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+
+_LONG = {
+    "-v": "--verbose", "-q": "--quiet", "-o": "--output", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir",
+    "-cn": "--config-name", "-cp": "--config-path",
+}  # fmt: skip
+
+
+@cache
+def flags(command: str) -> Mapping[str, str]:
+    """Return the options of *command* by their long names, with what stands for the value; "" if they take none.
+
+    >>> flags("best")
+    {'--slo': 'ttft=2s,tpot=30ms', '--verbose': '', '--json': ''}
+    """
+    usage, _, rest = PAGES[command].partition("\n\n")
+    found = re.findall(r"(?<![\w-])(--?[a-z][\w-]*)(?: ([^\s\]]+))?", usage)
+    found += re.findall(r"^  (--?[a-z][\w-]*)(?:, -\w+|, --\w+)?(?: (\S+))?(?: {2,}|$)", rest, re.MULTILINE)
+    return {_LONG.get(name, name): value for name, value in found if name not in ("--info", "--help")}
+
+
+def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split *words* into overrides or folders, in their order, and the values of options by their long names.
+
+    An option is written ``--name VALUE`` or ``--name=VALUE``; the last of a name counts, and of ``--zip`` all do.  A
+    value is of the type that its page names: N is a whole number, SIZE bytes, TIME seconds, FILE and DIR paths.
+
+    Raise a `ConfigError` for an unknown option, with the nearest known one, for an option without its value, and for
+    a value of another type.
+
+    >>> parse("calibrate", ["hw=loopback", "--jobs", "2"])
+    (['hw=loopback'], {'--jobs': 2})
+    """
+    known, rest, found = flags(command), list[str](), dict[str, Any]()
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            rest.append(word)
+            continue
+        short, equals, text = word.partition("=")
+        name = _LONG.get(short, short)
+        if name not in known:
+            raise ConfigError(f"unknown option {short}; {near(name, known)}see pdsim {command} --help")
+        if not known[name]:
+            found[name] = True
+            continue
+        if not equals and (text := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value after it; see pdsim {command} --help")
+        try:
+            value = _TYPES.get(known[name].partition(".")[0], str)(text)
+        except ValueError as error:
+            raise ConfigError(f"{name} {text}: {error}") from error
+        found[name] = (*found.get(name, ()), value) if name == "--zip" else value
+    return rest, found
+
+
+def plain_name(option: str, text: str) -> str:
+    """Return *text*, the name of a file that *option* gives; raise a `ConfigError` if it is a path or has blanks."""
+    if text and not re.fullmatch(r"[\w.-]+", text):
+        raise ConfigError(
+            f"{option} {text}: must be letters, digits, dots, hyphens and underscores; the folder is --to"
+        )
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("must be a whole number >= 0")
+    return int(text)
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "N": _count, "SIZE": parse_size, "TIME": parse_time, "FILE": Path, "DIR": Path,
+}  # fmt: skip

@@ -4,14 +4,13 @@
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C,
 143 SIGTERM.  A command imports what it needs when it is called, so that ``--help`` answers at once.
 
-A command takes its words and returns the status.  Functions here check words and folders, choose between text and
-JSON, and print; the work is done by the library (`pdsim.run` for ``run``) or by a module of the command's own.
+A command takes its words and returns the status.  Functions here check folders, choose between text and JSON, and
+print; the work is done by the library (`pdsim.run` for ``run``) or by a module of the command's own.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -22,7 +21,7 @@ from importlib.util import find_spec
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pdsim
 from pdsim.cli import help as usage
@@ -33,8 +32,6 @@ from pdsim.core.repository import data
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from pdsim.config import Config
 
 __all__ = ["main"]
 
@@ -123,35 +120,36 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 
 
 def _run(words: Sequence[str]) -> int:
-    # With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.  With ``--json`` the only
-    # thing on standard output is one JSON object, with ``--quiet`` nothing is.  ``--cfg job`` prints the
-    # configuration, with calibrations applied, and runs nothing.  Return 1 if anything failed, else 0.
-    #
-    # Raise a `ConfigError` for a run that cannot start, before anything is written. Raise what the experiment
-    # raises.
-    rest, json, quiet = _speaking(words)
-    if any(map(_is_of_hydra, rest)) or ("--cfg" in rest and {"hydra", "all"} & set(rest)):
-        return _job_of_hydra(rest)
-    if {"-m", "--multirun"} & set(rest):
+    if any(map(_is_of_hydra, words)) or ("--cfg" in words and {"hydra", "all"} & set(words)):
+        return _job_of_hydra(words)
+    rest, asked = usage.parse("run", words)
+    if "--multirun" in asked:
         return _sweep([word for word in words if word not in ("-m", "--multirun")])
     from pdsim.config import compose
     from pdsim.results import terminal
     from pdsim.run import run
 
-    line = compose.read([word for word in rest if word not in _VERBOSE])
-    if wrong := [word for word in line.words if word.partition("=")[0].split(".")[0] == "executor"]:
+    if wrong := [word for word in rest if word.partition("=")[0].split(".")[0] == "executor"]:
         raise ConfigError(f"{wrong[0]} is about many points; use pdsim sweep, or leave it out")
-    config = compose.composed(line)
-    if line.cfg:
-        return _show_configuration(config)
+    if asked.get("--cfg", "job") != "job":
+        raise ConfigError(f"--cfg {asked['--cfg']} is not known; --cfg job prints what the run will use")
+    config = compose.composed(compose.CommandLine.of(rest, asked))
+    if "--cfg" in asked:
+        from omegaconf import OmegaConf
+
+        from pdsim.config import loading
+
+        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(loading.as_written(config))))
+        return 0
     begun()
+    json, quiet = "--json" in asked, "--quiet" in asked
     with only_json(json) as out:
-        result, folder = run(config, line.words, quiet=quiet or json)
+        result, folder = run(config, rest, quiet=quiet or json)
         if json:
             out.write(terminal.as_json(folder) + "\n")
         elif not quiet:
             with suppress(SystemExit):  # rich's answer to a reader, such as head, that has seen enough
-                terminal.show(folder, out, verbose=_is_verbose(rest))
+                terminal.show(folder, out, verbose="--verbose" in asked)
     return 1 if result.failures else 0
 
 
@@ -169,7 +167,6 @@ def _job_of_hydra(words: Sequence[str]) -> int:
     import hydra
 
     from pdsim.config import compose
-    from pdsim.config.compose import CommandLine
 
     failures: list[str] = []
 
@@ -189,173 +186,131 @@ def _job_of_hydra(words: Sequence[str]) -> int:
     overrides = [word for word in words if word not in options]
     hydras = [word for word in overrides if _is_of_hydra(word)]
     ready = compose.ready([word for word in overrides if word not in hydras])
-    sys.argv = ["pdsim", *options, "--", *ready, *hydras, *compose.places(CommandLine())]
+    sys.argv = ["pdsim", *options, "--", *ready, *hydras, *compose.places(compose.CommandLine())]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be explained
     begun()
     hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
     return 1 if failures else 0
 
 
-def _show_configuration(config: Config) -> int:
-    from omegaconf import OmegaConf
-
-    from pdsim.config import loading
-
-    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(loading.as_written(config))))
-    return 0
-
-
 def _sweep(words: Sequence[str]) -> int:
-    # Those that an earlier call with the same words has run are not run again.
     from pdsim.cli.sweep import sweep
 
     begun()
-    rest, json, quiet = _speaking(words)
-    return sweep([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet)
+    return sweep(words)
 
 
-_VERBOSE = ("-v", "--verbose")
-
-
-def _is_verbose(words: Sequence[str]) -> bool:
-    return any(word in _VERBOSE for word in words)
-
-
-def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
-    quiet = bool({"--quiet", "-q"} & set(words))
-    return [word for word in words if word not in ("--json", "--quiet", "-q")], "--json" in words, quiet
+def _validate(words: Sequence[str]) -> int:
+    if taken := [word for word in words if word.startswith("experiment=")]:
+        raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
+    live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
+    return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 
 
 def _show(words: Sequence[str]) -> int:
-    # As a report, or as one JSON object a folder.
-    from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
 
-    for folder in _folders("show", words):
-        if is_sweep(folder):
+    names, asked = usage.parse("show", words)
+    verbose = "--verbose" in asked
+    for folder in _folders("show", names):
+        if _is_sweep(folder):
             from pdsim.sweep import collect
 
-            collect.show(folder, json="--json" in words, verbose=_is_verbose(words))
-        elif "--json" in words:
+            collect.show(folder, json="--json" in asked, verbose=verbose)
+        elif "--json" in asked:
             _say(terminal.as_json(folder))
         else:
-            terminal.show(folder, verbose=_is_verbose(words))
+            terminal.show(folder, verbose=verbose)
     return 0
 
 
 def _report(words: Sequence[str]) -> int:
-    # A page cannot be had as JSON, nor more than one folder on it: both raise a `ConfigError`.
     from pdsim.cli.report import report
     from pdsim.sweep import best
 
-    if told := {"--json", *_VERBOSE} & set(words):
-        raise ConfigError(f"report writes a page, and has no {told.pop()}; pdsim show prints")
-    options, rest = _options("report", words, "-o", "--figure", "--format", "--slo")
-    folders = _folders("report", rest)
+    names, asked = usage.parse("report", words)
+    folders = _folders("report", names)
     if len(folders) > 1:
         raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
-    slo = best.parse_slo(options["--slo"]) if options["--slo"] else None
-    path = report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo)
-    return _say(str(path))
+    slo = best.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    form = asked.get("--format", "")
+    return _say(str(report(folders[0], asked.get("--output"), asked.get("--figure", ""), form, slo)))
 
 
 def _timeline(words: Sequence[str]) -> int:
     from pdsim.cli.report import timeline
 
-    options, rest = _options("timeline", words, "-o")
-    path = timeline(_folders("timeline", rest), options["-o"])
+    names, asked = usage.parse("timeline", words)
+    path = timeline(_folders("timeline", names), asked.get("--output"))
     return _say(f"{path}\nopen it at https://ui.perfetto.dev, which reads it in the browser and sends it nowhere")
 
 
-def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str, str], list[str]]:
-    found, rest = {}, [re.sub("^--output(=|$)", r"-o\1", word) for word in words]
-    for flag in flags:
-        found[flag], rest = _value(flag, rest, command)
-    if unknown := [word for word in rest if word.startswith("-")]:
-        raise ConfigError(f"{command} has no option {unknown[0]!r}; {instead(unknown[0], flags)}")
-    return found, rest
-
-
 def _best(words: Sequence[str]) -> int:
-    # ``--slo ttft=2s,tpot=30ms`` judges all points by one SLO, instead of each by the one it was run with.
     from dataclasses import asdict
 
-    from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
     from pdsim.sweep import best
 
-    slo, rest = _value("--slo", words, "best")
-    folders = _folders("best", rest)
-    if len(folders) > 1 or not is_sweep(folders[0]):
+    names, asked = usage.parse("best", words)
+    folders = _folders("best", names)
+    if len(folders) > 1 or not _is_sweep(folders[0]):
         raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
-    asked = best.parse_slo(slo) if slo else None
-    ranked = best.rank(folders[0], asked)
-    if "--json" in words:
+    slo = best.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    ranked = best.rank(folders[0], slo)
+    if "--json" in asked:
         return _say(dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str))
-    title = f"best of {len(ranked)} points in {folders[0]}, {asked or 'the SLO of each'}"
-    terminal.show_table(best.table(ranked, title), definitions=_is_verbose(words))
+    title = f"best of {len(ranked)} points in {folders[0]}, {slo or 'the SLO of each'}"
+    terminal.show_table(best.table(ranked, title), definitions="--verbose" in asked)
     return _say("\n".join(["", *best.chart(ranked)]))
 
 
 def _explained(words: Sequence[str]) -> int:
-    # Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N*
-    # alone. Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
     from pdsim.cli.explain import explain_one, explain_two
 
-    number, rest = _value("--request", words, "explain")
-    if number and not number.isdecimal():
-        raise ConfigError(f"--request {number}: must be the number of a request, from 0")
-    fast, json = "--fast" in rest, "--json" in rest
-    folders = _folders("explain", [word for word in rest if word != "--fast"])
+    names, asked = usage.parse("explain", words)
+    folders, request = _folders("explain", names), asked.get("--request")
     if len(folders) > 2:
         raise ConfigError(f"explain takes one run or two, got {len(folders)}")
-    if number and len(folders) > 1:
-        raise ConfigError(f"--request {number} is of one run; name one folder")
+    if request is not None and len(folders) > 1:
+        raise ConfigError(f"--request {request} is of one run; name one folder")
     _refuse_sweeps("explain", folders)
+    fast, json = "--fast" in asked, "--json" in asked
     if len(folders) > 1:
         explain_two(folders, fast=fast, json=json)
     else:
-        explain_one(folders[0], request=int(number) if number else None, fast=fast, json=json)
+        explain_one(folders[0], request=request, fast=fast, json=json)
     return 0
-
-
-def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str]]:
-    found, rest, left = "", [], iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name != flag:
-            rest.append(word)
-        elif not (found := value if equals else next(left, "")):
-            raise ConfigError(f"{flag} needs a value after it; see pdsim {command} --help")
-    return found, rest
 
 
 def _compare(words: Sequence[str]) -> int:
     from pdsim.results import compare, terminal
 
-    folders = _folders("compare", words)
+    names, asked = usage.parse("compare", words)
+    folders = _folders("compare", names)
     _refuse_sweeps("compare", folders)
-    if "--json" in words:
+    if "--json" in asked:
         return _say(dumps(compare.as_dict(folders), ensure_ascii=False))
     for table in compare.tables(folders):
         terminal.show_table(table)
     return 0
 
 
-def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
+def _is_sweep(folder: Path) -> bool:
     from pdsim.cli.report import is_sweep
 
-    if sweeps := [folder for folder in folders if is_sweep(folder)]:
+    return is_sweep(folder)
+
+
+def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
+    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
         points = "two of its points" if command == "compare" else "one or two of its points"
         raise ConfigError(f"{sweeps[0]} is a sweep; name {points}, or see pdsim show {sweeps[0]}")
 
 
-def _folders(command: str, words: Sequence[str]) -> list[Path]:
-    # Raise a `ConfigError` for an option that *command* has not, what is no folder of a run, and if there is none.
+def _folders(command: str, names: Sequence[str]) -> list[Path]:
+    # Raise a `ConfigError` for what is no folder of a run, and if there is none.
     begun()
-    folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
-    if flags := [word for word in map(str, folders) if word.startswith("-")]:
-        raise ConfigError(f"unknown option {flags[0]}; see pdsim {command} --help")
+    folders = [Path(name) for name in names]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
     if not folders:
@@ -375,22 +330,23 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
 
 
 def _calibrate(words: Sequence[str]) -> int:
-    # It needs SciPy, which the extra ``calibrate`` has; without it raise a `ConfigError` before anything is
-    # measured.
+    _need_scipy("calibrate")
     from pdsim.cli.calibrate import calibrate
 
-    if find_spec("scipy") is None:
-        raise ConfigError("calibrate needs scipy; pip install 'pdsim[calibrate]'")
     begun()
     return calibrate(words)
 
 
 def _refit(words: Sequence[str]) -> int:
-    if find_spec("scipy") is None:
-        raise ConfigError("refit needs scipy; pip install 'pdsim[calibrate]'")
+    _need_scipy("refit")
     if not data().is_dir():
         raise ConfigError("refit needs a checkout of the repository: samples and fits are not installed")
     return int(import_module("tools.refit").refit(words))
+
+
+def _need_scipy(command: str) -> None:
+    if find_spec("scipy") is None:
+        raise ConfigError(f"{command} needs scipy; pip install 'pdsim[calibrate]'")
 
 
 def _profile(words: Sequence[str]) -> int:
@@ -398,13 +354,6 @@ def _profile(words: Sequence[str]) -> int:
 
     begun()
     return profile(words)
-
-
-def _validate(words: Sequence[str]) -> int:
-    if taken := [word for word in words if word.startswith("experiment=")]:
-        raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
-    live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
-    return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 
 
 def _observe(words: Sequence[str]) -> int:
@@ -417,7 +366,8 @@ def _observe(words: Sequence[str]) -> int:
 def _list(words: Sequence[str]) -> int:
     # Without a group it also names the implementations that packages register, with the package of those that are
     # not pdsim's.
-    chosen, own = _chosen("list", words)
+    chosen, asked = usage.parse("list", words)
+    own = _own_folders(asked)
     known = plugins.groups(own)
     if wrong := [word for word in chosen if word not in known]:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
@@ -429,32 +379,27 @@ def _list(words: Sequence[str]) -> int:
             _say(f"  {name:<{width}} {plugins.describe(group, name, own)}")
     if not chosen:
         for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
-            found = (f"{name}{_from(group, name)}" for name in plugins.names(group))
-            _say(f"implementations of {what} for target=real: {', '.join(found)} (pdsim doctor: which work here)")
+            provided = ((name, plugins.provider(group, name)) for name in plugins.names(group))
+            known = [name if package == "pdsim" else f"{name} (from {package})" for name, package in provided]
+            _say(f"implementations of {what} for target=real: {', '.join(known)} (pdsim doctor: which work here)")
     return 0
 
 
-def _chosen(command: str, words: Sequence[str]) -> tuple[Sequence[str], Sequence[Path]]:
-    if not any(word.startswith("-") for word in words):
-        return words, ()  # and pdsim.config is not imported, which takes longer than to list all groups
+def _own_folders(asked: Mapping[str, Any]) -> list[Path]:
+    if "--config-dir" not in asked:
+        return []
     from pdsim.config import compose
 
-    line = compose.read(words, command)
-    return line.words, line.folders
-
-
-def _from(group: str, name: str) -> str:
-    provider = plugins.provider(group, name)
-    return "" if provider == "pdsim" else f" (from {provider})"
+    return list(compose.CommandLine.of((), asked).folders)
 
 
 def _doctor(words: Sequence[str]) -> int:
-    chosen, own = _chosen("doctor", [word for word in words if word != "--host"])
-    if chosen:
-        raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {chosen[0]!r}")
+    rest, asked = usage.parse("doctor", words)
+    if rest:
+        raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {rest[0]!r}")
     from pdsim.cli.doctor import host, report
 
-    return _say(host() if "--host" in words else report(own))
+    return _say(host() if "--host" in asked else report(_own_folders(asked)))
 
 
 def _completion(words: Sequence[str]) -> int:

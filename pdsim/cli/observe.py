@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdsim.calibration import importers
 from pdsim.calibration import samples as points
-from pdsim.cli import options
+from pdsim.cli.help import parse
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
@@ -32,7 +32,12 @@ def observe(words: Sequence[str]) -> int:
     from backends.live import observed
     from pdsim.config.compose import compose
 
-    path, kind, to, overrides = _asked(words)
+    rest, asked = parse("observe", words)
+    files = [word for word in rest if "=" not in word]
+    if len(files) != 1:
+        raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
+    overrides = [word for word in rest if "=" in word]
+    path, kind, to = Path(files[0]), asked.get("--format", ""), asked.get("--to", Path())
     if (tool := kind if kind in importers.SERVED else _of_transfers(path)) and kind in ("", tool):
         return _transfers(path, tool, to)
     found = observed.read(path, kind)
@@ -67,12 +72,3 @@ def _transfers(path: Path, tool: str, to: Path) -> int:
     print(f"fit: pdsim calibrate --from {file} hw=... backend=...")  # noqa: T201
     print(f"predict: pdsim run experiment=transfer experiment.points={file} hw=... backend=...")  # noqa: T201
     return 0
-
-
-def _asked(words: Sequence[str]) -> tuple[Path, str, Path, list[str]]:
-    rest, asked = options.parse("observe", words, {"--format": ("kind", str), "--to": ("to", Path)})
-    files = [word for word in rest if "=" not in word]
-    if len(files) != 1:
-        raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
-    overrides = [word for word in rest if "=" in word]
-    return Path(files[0]), asked.get("kind", ""), asked.get("to", Path()), overrides

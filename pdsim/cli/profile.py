@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdsim.calibration import kernel_fit as fits
-from pdsim.cli import options
+from pdsim.cli.help import parse, plain_name
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, loading
 from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.core.units import parse_time
 from pdsim.results import environment, store, terminal
 from pdsim.results.record import Table
 from pdsim.results.whole_file import whole_file
@@ -49,33 +48,18 @@ _MODELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _ProfileCommand:
-    """The command line: what is not an override of the configuration.
+    """The command line: what is not an override of the configuration."""
 
-    Attributes:
-        overrides: Of the configuration, which names the GPU's peaks (``hw=``).
-        source: Rows to fit instead of measuring, or a folder of published tables.
-        models: Model, tensor-parallel ranks, and layers of the whole forward that is timed; 0
-            layers are all.
-        tables: Engine and version whose tables to take from a folder.
-        compact: A choice of ``compute``, whose operators that no table has, norms and launches, go
-            with a compact table.
-        device: "cuda", or "cpu" to try the command where there is no GPU.
-        gpus: How many GPUs measure at the same time; 0: all that are visible.
-        limit: Seconds that measuring may take; what is not reached by then is left out.
-        name: Of both files; by default that of the GPU in the configuration.
-        to: Their folder.
-    """
-
-    overrides: tuple[str, ...]
-    source: Path | None = None  # --from
-    models: tuple[tuple[str, int, int], ...] = _MODELS  # --models
-    tables: tuple[str, str] = ("sglang", "0.5.10")  # --tables: engine and version of a folder of tables
-    compact: str = ""  # --compact
-    device: str = "cuda"  # --device
-    gpus: int = 0  # --gpus; 0: all
-    limit: float = 110.0  # --limit: seconds
-    name: str = ""  # --name
-    to: Path = Path()  # --to
+    overrides: tuple[str, ...]  # of the configuration, which names the GPU's peaks (hw=)
+    source: Path | None = None  # rows to fit instead of measuring, or a folder of published tables
+    models: tuple[tuple[str, int, int], ...] = _MODELS
+    tables: tuple[str, str] = ("sglang", "0.5.10")  # engine and version, of a folder of tables
+    compact: str = ""  # a compute= whose operators that no table has go with a compact table
+    device: str = "cuda"  # or "cpu", to try the command where there is no GPU
+    gpus: int = 0  # that measure at the same time; 0: all that are visible
+    limit: float = 110.0  # seconds of measuring; what is not reached by then is left out
+    name: str = ""  # of both files; "": the GPU's
+    to: Path = Path()  # their folder
 
 
 def profile(words: Sequence[str]) -> int:
@@ -218,24 +202,18 @@ def errors(found: fits.KernelFit) -> Table:
 
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:
-    overrides, found = options.parse(
-        "profile",
-        words,
-        {
-            "--from": ("source", Path),
-            "--to": ("to", Path),
-            "--name": ("name", _plain_name),
-            "--models": ("models", _models),
-            "--device": ("device", _device),
-            "--tables": ("tables", _engine_and_version),
-            "--compact": ("compact", _plain_name),
-            "--gpus": ("gpus", int),
-            "--limit": ("limit", parse_time),
-        },
-    )
+    overrides, found = parse("profile", words)
+    for name, parsed in (("--models", _models), ("--tables", _engine_and_version), ("--device", _device)):
+        try:
+            found |= {name: parsed(found[name])} if name in found else {}
+        except ValueError as error:
+            raise ConfigError(f"{name} {found[name]}: {error}") from error
+    for name in ("--name", "--compact"):
+        plain_name(name, found.get(name, ""))
     if models := [word[6:] for word in overrides if word.startswith("model=")]:
-        found.setdefault("models", _models(models[-1]))
-    return _ProfileCommand(overrides=tuple(word for word in overrides if not word.startswith("model=")), **found)
+        found.setdefault("--models", _models(models[-1]))
+    fields = {name.lstrip("-").replace("from", "source"): value for name, value in found.items()}
+    return _ProfileCommand(overrides=tuple(word for word in overrides if not word.startswith("model=")), **fields)
 
 
 def _models(text: str) -> tuple[tuple[str, int, int], ...]:
@@ -258,12 +236,6 @@ def _engine_and_version(text: str) -> tuple[str, str]:
 def _device(text: str) -> str:
     if text not in ("cuda", "cpu"):
         raise ValueError("must be cuda or cpu")
-    return text
-
-
-def _plain_name(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", text):
-        raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
     return text
 
 

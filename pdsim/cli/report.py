@@ -23,7 +23,7 @@ __all__ = ["is_sweep", "report", "timeline", "written"]
 
 
 def report(
-    folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: SloLimits | None = None
+    folder: Path, output: Path | None = None, figure: str = "", form: str = "", slo: SloLimits | None = None
 ) -> Path:
     """Write the page about *folder*, or only its *figure* as a file of *form*, to *output* and return its path.
 
@@ -36,9 +36,9 @@ def report(
         if form:
             raise ConfigError("--format is of a figure; name it: --figure latency, or leave --format out")
         page.needs()  # before much is read in vain
-        return written(Path(output) if output else folder / "report.html", page.page(_content(folder, slo)).encode())
+        return written(output or folder / "report.html", page.page(_content(folder, slo)).encode())
 
-    ending = Path(output).suffix.lstrip(".")
+    ending = output.suffix.lstrip(".") if output else ""
     form = form or (ending if ending in drawing.FORMATS else "svg")
     found = {each.name: each for each in _figures(folder, slo)}
     if figure not in found:
@@ -89,7 +89,7 @@ def _is_validation(folder: Path) -> bool:
     return (folder / EXPECTED).is_file() and (folder / MEASURED).is_file()
 
 
-def timeline(folders: Sequence[Path], output: str = "") -> Path:
+def timeline(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write the trace of the runs in *folders* to *output* and return its path.
 
     By default it is ``timeline.json.gz`` in the first folder.
@@ -100,7 +100,7 @@ def timeline(folders: Sequence[Path], output: str = "") -> Path:
 
     if sweeps := [folder for folder in folders if is_sweep(folder)]:
         raise ConfigError(f"{sweeps[0]} is a sweep; name some of its points, such as {sweeps[0]}/POINT")
-    path = Path(output) if output else folders[0] / "timeline.json.gz"
+    path = output or folders[0] / "timeline.json.gz"
     if not path.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"-o {path}: a trace is a file .json or .json.gz")
     trace(folders, path)

@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
 from pdsim.calibration.definition import covers
+from pdsim.cli.help import parse
 from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.process import only_json
 from pdsim.config import compose, rules
@@ -39,20 +40,19 @@ from pdsim.version import __version__
 __all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
 
 
-def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
+def sweep(words: Sequence[str]) -> int:
     """Run every point of *words*, or those that an earlier call has not, and return the exit status.
 
     *words* are what stands behind ``pdsim sweep``. The points that ended are in a folder whose name is a hash of
-    *words*, so the same command goes on where it was interrupted, and another one begins anew. *json* prints the
-    table as one JSON object, *quiet* nothing at all.
+    *words*, so the same command goes on where it was interrupted, and another one begins anew.
 
     Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run. A point that
     fails, or that cannot be run, does not end the others: 1 is returned if any failed, 0 if all others could not be
     run. Ctrl-C raises a `KeyboardInterrupt` that says where the finished points are.
     """
-    asked = asked_of(words)
-    if asked.line.cfg:
-        raise ConfigError("--cfg is of one point; give pdsim run its words")
+    rest, options = parse("sweep", words)
+    json, quiet = "--json" in options, "--quiet" in options
+    asked = _asked(rest, options)
     executor = executor_of(asked.executor, asked.line)
     found = points(asked) if asked.search is None else _first(asked)
     if not found:
@@ -76,7 +76,7 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
             raise KeyboardInterrupt(f"the points that ended are in {folder}; the same command goes on") from None
         if json or not quiet:
             with suppress(SystemExit):
-                collect.show(folder, out, json=json)
+                collect.show(folder, out, json=json, verbose="--verbose" in options)
     return 0 if all(row["status"] in ("ok", "infeasible") for row in rows) else 1
 
 
@@ -99,65 +99,41 @@ class Asked:
 def asked_of(words: Sequence[str]) -> Asked:
     """Return what *words* ask for, options taken out and ``--seeds N`` turned into an axis of the key ``seed``.
 
-    Options may stand anywhere and be written as ``--name VALUE`` or ``--name=VALUE``; ``--zip`` may be repeated.
-
-    Raise a `ConfigError` for an unknown option, one without its value, a count that is none, and words that exclude
-    each other: ``--seeds`` with ``seed=`` or with a search, ``--maximize`` with ``--minimize``.
+    Raise a `ConfigError` for words that exclude each other, as for what `pdsim.cli.help.parse` refuses.
     """
-    zipped, options, rest = [], dict[str, str](), []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name not in ("--zip", "--seeds", *_OF_SEARCH):
-            rest.append(word)
-            continue
-        if not equals and (value := next(left, "")) == "":
-            raise ConfigError(f"{name} needs a value after it; see pdsim sweep --help")
-        if name == "--zip":
-            zipped.append(tuple(value.split(",")))
-        else:
-            options[name] = value
-    seeds = _count("--seeds", options.get("--seeds", "0"), least=int("--seeds" in options))
-    line = compose.read(rest, "sweep")
-    own = tuple(word for word in line.words if word.partition("=")[0].split(".")[0] == "executor")
-    kept = tuple(word for word in line.words if word not in own)
+    return _asked(*parse("sweep", words))
+
+
+def _asked(words: Sequence[str], options: Mapping[str, Any]) -> Asked:
+    own = tuple(word for word in words if word.partition("=")[0].split(".")[0] == "executor")
+    kept = [word for word in words if word not in own]
+    for name in ("--seeds", "--trials"):
+        if options.get(name, 1) < 1:
+            raise ConfigError(f"{name} {options[name]}: must be a whole number >= 1")
+    seeds, search = options.get("--seeds", 0), _search_of(options)
     if seeds and any(word.lstrip("+").startswith("seed=") for word in kept):
         raise ConfigError("--seeds and seed= say the same; give one of them")
-    if seeds:
-        kept = (*kept, f"seed=range({seeds})")
-    search = _search_of(options)
     if search is not None and seeds:
         raise ConfigError("--seeds with --search would search for a lucky seed; leave --seeds out")
-    return Asked(line=_with(line, kept), zipped=tuple(zipped), seeds=seeds, executor=own, search=search)
+    line = CommandLine.of([*kept, f"seed=range({seeds})"] if seeds else kept, options)
+    zipped = tuple(tuple(keys.split(",")) for keys in options.get("--zip", ()))
+    return Asked(line=line, zipped=zipped, seeds=seeds, executor=own, search=search)
 
 
-_OF_SEARCH = ("--search", "--trials", "--maximize", "--minimize")
-
-
-def _count(name: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name} {text}: must be a whole number >= 1")
-    return int(text)
-
-
-def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
-    asked = [name for name in _OF_SEARCH if name in options]
-    if not asked:
+def _search_of(options: Mapping[str, Any]) -> OptunaSearch | None:
+    belonging = [name for name in ("--search", "--trials", "--maximize", "--minimize") if name in options]
+    if not belonging:
         return None
-    if options.get("--search") != "optuna":
-        got = options.get("--search")
+    if (chosen := options.get("--search")) != "optuna":
         raise ConfigError(
-            f"--search {got} is not known; write --search optuna" if got else f"{asked[0]} needs --search optuna"
+            f"--search {chosen} is not known; write --search optuna"
+            if chosen
+            else f"{belonging[0]} needs --search optuna"
         )
     if "--maximize" in options and "--minimize" in options:
         raise ConfigError("--maximize and --minimize name one metric together; give one of them")
-    metric = options.get("--maximize") or options.get("--minimize")
-    trials = _count("--trials", options.get("--trials", "50"), least=1)
-    return OptunaSearch(trials=trials, metric=metric or OptunaSearch.metric, minimized="--minimize" in options)
-
-
-def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
-    return CommandLine(words=tuple(words), cfg=line.cfg, folder=line.folder, path=line.path, name=line.name)
+    metric = options.get("--maximize") or options.get("--minimize") or OptunaSearch.metric
+    return OptunaSearch(trials=options.get("--trials", 50), metric=metric, minimized="--minimize" in options)
 
 
 # --- points --------------------------------------------------------------------------------------------------------
@@ -334,7 +310,7 @@ def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
     name = names[-1] if names else "local"
     compose.ready([f"executor={name}"], line.folders)
     settings = [word for word in words if not word.startswith("executor=")]
-    with compose.initialized(_with(line, ())):
+    with compose.initialized(line):
         found = hydra.compose(f"executor/{name}", compose.ready(settings, line.folders))
     values = compose.resolved(found)["executor"]
     kind = values.pop("name", name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, instead, near
+from pdsim.core.errors import ConfigError, instead
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,33 +39,30 @@ __all__ = [
     "places",
     "plain",
     "raw",
-    "read",
     "ready",
     "resolved",
     "set_keys",
     "typed",
 ]
 
-_FLAGS = {
-    "--cfg": "cfg", "-c": "cfg", "--config-dir": "folder", "-cd": "folder", "--config-name": "name", "-cn": "name",
-    "--config-path": "path", "-cp": "path",
-}  # fmt: skip
-"""Options of every command that composes a configuration, with the field of `CommandLine` that takes the next
-word."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What was typed: overrides, and where the configuration is read from.
-
-    It is the same for all commands that compose; *words* are as typed, without their options.
-    """
+    """What was typed: overrides, and where the configuration is read from."""
 
     words: tuple[str, ...] = ()  # KEY=VALUE, as typed
-    cfg: str = ""  # "job": print the configuration and stop
     folder: str = ""  # of more configuration files
     path: str = ""  # of the primary configuration, instead of pdsim's own folder
     name: str = "config"  # of the primary configuration
+
+    @classmethod
+    def of(cls, words: Sequence[str], options: Mapping[str, Any]) -> CommandLine:
+        """Return the command line of *words* and *options*, by their long names; the folders they name exist."""
+        for name in ("--config-dir", "--config-path"):
+            if name in options and not Path(options[name]).is_dir():
+                raise ConfigError(f"{name} {options[name]} is not a folder; name one that has configuration files")
+        folder, path = (str(options.get(name, "")) for name in ("--config-dir", "--config-path"))
+        return cls(words=tuple(words), folder=folder, path=path, name=options.get("--config-name", "config"))
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -207,34 +204,6 @@ def load(values: dict[str, Any], words: Sequence[str]) -> Config:
 
 
 # --- to Hydra ------------------------------------------------------------------------------------------------------
-
-
-def read(words: Sequence[str], command: str = "run") -> CommandLine:
-    """Return *words*, overrides and options in any order, as a `CommandLine`.
-
-    Raise a `ConfigError` for an unknown option, and for one whose value is missing or no folder.
-    """
-    found: dict[str, str] = {}
-    kept: list[str] = []
-    left = iter(words)
-    for word in left:
-        if not word.startswith("-"):
-            kept.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        if name not in _FLAGS:
-            raise ConfigError(f"unknown option {name}; {near(name, _FLAGS)}see pdsim {command} --help")
-        field = _FLAGS[name]
-        if not equals and (value := next(left, "")) == "":
-            raise ConfigError(f"{name} needs a value after it; see pdsim {command} --help")
-        found[field] = value
-    line = CommandLine(words=tuple(kept), **found)
-    for name, folder in (("--config-dir", line.folder), ("--config-path", line.path)):
-        if folder and not Path(folder).is_dir():
-            raise ConfigError(f"{name} {folder} is not a folder; name one that has configuration files")
-    if line.cfg not in ("", "job"):
-        raise ConfigError(f"--cfg {line.cfg} is not known; --cfg job prints what the run will use")
-    return line
 
 
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
