@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
-from pdsim.calibration.files import link_of
+from pdsim.calibration.calibrate import link_of
 from pdsim.config import Config, ExperimentOptions, loading, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.calibration import samples
-from pdsim.calibration.fit import SCALE
 from pdsim.calibration.samples import Sample
+from pdsim.calibration.transfers import SCALE
 from pdsim.core.repository import data
 from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
 

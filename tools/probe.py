@@ -27,7 +27,6 @@ from statistics import mean, median, quantiles
 
 import numpy as np
 
-from pdsim.calibration import noise_floor
 from pdsim.calibration import samples as calibrated
 from pdsim.config import Config
 from pdsim.config.compose import compose
@@ -358,7 +357,7 @@ def samples(variants: Sequence[str], files: Sequence[Path], to: Path) -> None:
                 size=int(size),
                 operation=operation,
                 layout="scattered",
-                seconds=noise_floor.mean(medians) if len(medians) > 1 else medians[0],
+                seconds=calibrated.mean(medians) if len(medians) > 1 else medians[0],
                 low=float(low),
                 high=float(high),
                 repeats=sum(map(len, jobs)),

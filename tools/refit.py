@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.calibration import samples
-from pdsim.calibration.from_samples import Fitted, fitted
-from pdsim.calibration.summary import table
+from pdsim.calibration.calibrate import Fitted, fitted, table
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core import plugins

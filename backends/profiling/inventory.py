@@ -11,7 +11,7 @@ Sizes are powers of two and their halves between, up to what an engine's step ma
 since several copies of them are cycled through so that caches are cold
 (`backends.profiling.stopwatch.copies`).
 
-What each operator is, and how the times become a model, is `pdsim.calibration.kernel_fit`.
+What each operator is, and how the times become a model, is `pdsim.calibration.kernels`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 class Design(ExperimentOptions):
     """Which points are run: the part of `experiments.validate.ValidateOptions` that says so.
 
-    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them.
+    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.samples`, so that no fit has seen them.
     What the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.calibration import noise_floor
+from pdsim.calibration import samples
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import endpoints
@@ -34,7 +34,7 @@ def _mean(same: Sequence[Value]) -> Value:
     each = tuple(value.value for value in same)
     if len(each) == 1 or min(each) <= 0:
         return same[0]
-    return replace(same[0], value=noise_floor.mean(each), per_job=each)
+    return replace(same[0], value=samples.mean(each), per_job=each)
 
 
 def values(experiment: str, result: Result) -> list[Value]:

@@ -3,19 +3,27 @@
 
 It is a file of `conf/calibration`, with every sample that it was fitted to beside it (``<name>.csv``).  This module
 knows what such a file says and lays it over a configuration; it knows neither fits nor samples.
+
+Posting is the host's work, and hosts differ.  A calibration says by which factors (`Calibration.hosts`), a
+configuration which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Seconds, not_negative, one_of, positive
+from pdsim.hardware.costs import Engine, EngineModel
 
-__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "widening"]
+__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "drawn", "measure", "on_host", "widening"]
 
 OWNERS = ("hw", "backend")
 """The groups of a configuration whose parameters a calibration may set: those that keep sources."""
@@ -37,9 +45,7 @@ class HeldOut:
     p95: float
     bias: float  # mean of the signed error, model minus sample
     jobs: int = 1  # whose mean each sample is
-    floor: float | None = (
-        None  # of the median: what jobs that differ leave for any model, `pdsim.calibration.noise_floor`
-    )
+    floor: float | None = None  # of the median: what jobs that differ leave for any model, `samples.floor`
     floor_p95: float | None = None
 
     def __post_init__(self) -> None:
@@ -52,11 +58,10 @@ class HeldOut:
 class Calibration:
     """Fitted *parameters*, for the machines and backends that it names and for no others.
 
-    Life: `pdsim.calibration.from_samples.fitted` makes one, `pdsim.calibration.files.save` writes it, a
-    configuration names it or finds it by its pair of machine and backend, and `applied` lays it over the
-    configuration.  Values of *parameters* and *intervals* are text with a unit, as in YAML.  The ranges
-    *descriptors*, *bytes* and *gpus*, and those of *hosts*, are what a run is compared with: beyond them it is
-    extrapolated (`factors`).
+    `pdsim.calibration.calibrate` makes and writes one, a configuration names it or finds it by its pair of machine
+    and backend, and `applied` lays it over the configuration.  Values of *parameters* and *intervals* are text with
+    a unit, as in YAML.  The ranges *descriptors*, *bytes* and *gpus*, and those of *hosts*, are what a run is
+    compared with: beyond them it is extrapolated (`factors`).
 
     Raise a `ValueError` for an unknown kind, a factor of *hosts* that is not positive, a range that is not two
     ascending positive numbers, or a parameter outside the groups of `OWNERS`.
@@ -110,8 +115,8 @@ class Calibration:
             ("gpus", gpus, self.gpus),
             ("hosts", self.host, known),
         )
-        found = {name: max(at / span[1], span[0] / at) for name, at, span in compared if at and span}
-        return {name: factor for name, factor in found.items() if factor > 1.0}
+        factors = {name: max(at / span[1], span[0] / at) for name, at, span in compared if at and span}
+        return {name: factor for name, factor in factors.items() if factor > 1.0}
 
     def evidence(self, key: str) -> str:
         """Return the source of the parameter *key*, in the form of `pdsim.hardware.machine.EVIDENCE`."""
@@ -147,13 +152,13 @@ def applied(
     """
     _check_pair(values, calibration)
     by_hand = tuple(overridden)
-    found = dict(values)
     chosen = {key: value for key, value in calibration.parameters.items() if not covers(by_hand, key)}
+    changed = dict(values)
     for key, value in chosen.items():
-        found = _set(found, key.split("."), value, key)
+        changed = _set(changed, key.split("."), value, key)
     intervals = {key: span for key, span in calibration.intervals.items() if not covers(by_hand, key)}
     kept = replace(calibration, parameters={}, intervals=intervals)
-    return found, kept, {key: calibration.evidence(key) for key in chosen}
+    return changed, kept, {key: calibration.evidence(key) for key in chosen}
 
 
 def covers(keys: Iterable[str], number: str) -> bool:
@@ -187,3 +192,56 @@ def _set(values: Mapping[str, Any], path: list[str], value: Any, key: str) -> di
     if not isinstance(below, Mapping):
         raise ConfigError(f"calibration.parameters.{key}: this configuration has no {head} that it could belong to")
     return {**values, head: _set(below, rest, value, key)}
+
+
+# --- other hosts ---------------------------------------------------------------------------------------------------
+
+TURNS = 200_000
+"""Turns of the loop that `measure` times, as in the rows "host" of `data/benchmarks/probe-*.parquet`."""
+
+
+def on_host(engine: Engine, factor: float) -> Engine:
+    """Return *engine* on a host that takes *factor* times as long to post, and to see the end.
+
+    Scaled are *call*, *descriptor*, *latency* and the steps of the ramp, of both models; rates and what happens on
+    the wire stay, because the host has no part in them.
+    """
+    models = {at: getattr(engine, at) for at in ("intra", "inter")}
+    moved = {at: _model(model, factor) for at, model in models.items() if model is not None}
+    return replace(engine, intra=moved.get("intra"), inter=moved.get("inter"))
+
+
+def _model(model: EngineModel, factor: float) -> EngineModel:
+    scaled = {name: getattr(model, name) * factor for name in ("call", "descriptor", "latency")}
+    return replace(model, **scaled, ramp=tuple(replace(step, extra=step.extra * factor) for step in model.ramp))
+
+
+def drawn(hosts: Sequence[float], seed: int, count: int) -> list[float]:
+    """Return factors of *count* hosts such as *hosts*, drawn from *seed*: log-normal, with their mean and spread.
+
+    They are within 0.1 to 10, as `Config.host_factor` is.  Raise a `ValueError` for fewer than two hosts.
+
+    >>> drawn([0.9, 1.1], seed=0, count=2) == drawn([0.9, 1.1], seed=0, count=3)[:2]
+    True
+    """
+    if len(hosts) < 2:
+        raise ValueError(f"hosts must be two or more to have a spread, got {list(hosts)}")
+    logs = [math.log(factor) for factor in hosts]
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *b"host"])))
+    factors = np.exp(random.normal(statistics.mean(logs), statistics.stdev(logs), count))
+    return [float(factor) for factor in np.clip(factors, 0.1, 10.0)]
+
+
+def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:
+    """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms.
+
+    Runs for ``repeats * 10`` ms or so on the calling thread.  Compare the least with `Calibration.turn` of the
+    calibrated host: others are disturbed by whatever else runs.
+    """
+    turns = []
+    for _ in range(repeats):
+        begin, total = time.perf_counter(), 0
+        for index in range(TURNS):
+            total += index & 3
+        turns.append((time.perf_counter() - begin) / TURNS)
+    return min(turns), statistics.median(turns), max(turns)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
-from pdsim.calibration import samples, telemetry
+from pdsim.calibration import samples
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.core.errors import ConfigError
 
@@ -222,6 +224,44 @@ def _vllm(text: str) -> Rows:
             yield _sample(float(time) * 1e-3, blocks=blocks, size=round(nbytes / blocks), operation="read")
 
 
+# What engines count while they serve does not say how many descriptors a transfer had: each is taken as one.
+_OPERATIONS = {"agent_tx_bytes": "write", "agent_rx_bytes": "read"}
+
+
+def _nixl(text: str) -> Rows:
+    # Of the events that ``telemetry_reader`` prints, an agent writes for each transfer that it posted its time, in
+    # microseconds, and then its bytes.  Times include the first contact of two agents, which can take 0.2 s.
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    took = 0.0
+    for name, value in re.findall(r"Event name: (\w+)\s+Value: (\d+)", text):
+        if name == "agent_xfer_time":
+            took = int(value) * 1e-6
+        elif name in _OPERATIONS and took and int(value):
+            times[_OPERATIONS[name], int(value)].append(took)
+            took = 0.0
+    for (operation, size), own in sorted(times.items()):
+        low, _, high = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
+        yield Sample(
+            blocks=1, size=size, operation=operation, seconds=median(own), low=low, high=high, repeats=len(own)
+        )
+
+
+def _mooncake(text: str) -> Rows:
+    # A row is an interval that Mooncake logs with ``MC_TE_METRIC=1``: the mean of its transfers.  Their bytes are
+    # the throughput, of 2**20 bytes a second, times the interval, over the transfers.  Their time is the mean over
+    # the bins of the histogram, whose middle stands for each.  The log does not tell writes from reads.
+    rule = r"\(over last (\d+)s\): Throughput: ([\d.]+) MB/s \| Latency Distribution \(count=(\d+)\): (.*)"
+    for seconds, rate, count, bins in re.findall(rule, text):
+        size = round(float(rate) * 2**20 * int(seconds) / max(1, int(count)))
+        shares = [
+            (float(a), float(b), float(share)) for a, b, share in re.findall(r"(\d+)-(\d+)\D*:([\d.]+)%", bins)
+        ]
+        total = sum(share for *_, share in shares)
+        if size and total:
+            mean = sum((a + b) / 2 * share for a, b, share in shares) / total * 1e-6
+            yield Sample(blocks=1, size=size, seconds=mean, low=mean, high=mean, repeats=int(count))
+
+
 def _published(text: str) -> Rows:
     # Two shapes: a latency for each size and batch, or rates of writes and reads of a whole node for
     # each block size.  QPs, threads, batch and GPUs are read from the first line's words, as in
@@ -267,8 +307,8 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
     "perftest": (r"#bytes\s+#iterations", _perftest),
     "nvbandwidth": (r"nvbandwidth Version|GPU\(column\) bandwidth", _nvbandwidth),
     "vllm": (r"KV Transfer metrics: ", _vllm),
-    "nixl": (r"=== NIXL Telemetry Event ===", telemetry.nixl),
-    "mooncake": (r"\[Metrics\] Transfer Engine Stats", telemetry.mooncake),
+    "nixl": (r"=== NIXL Telemetry Event ===", _nixl),
+    "mooncake": (r"\[Metrics\] Transfer Engine Stats", _mooncake),
     "nccl-tests": (r"algbw\s+busbw", _nccl),
 }
 """By name: what shows that a text is of this tool, and the reader of its rows."""

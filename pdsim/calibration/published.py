@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pdsim.calibration.kernel_fit import Row
+from pdsim.calibration.kernels import Row
 from pdsim.compute.operators import Operators
 
 __all__ = ["TUNED", "rows"]
@@ -24,7 +24,7 @@ _LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tab
 def rows(operators: Operators) -> Iterator[Row]:
     """Yield the rows of *operators* in bf16, and in FP8 with scales of blocks those of products and experts.
 
-    Tables that are not there are left out.  The rows have all columns of `pdsim.calibration.kernel_fit`, 0 or
+    Tables that are not there are left out.  The rows have all columns of `pdsim.calibration.kernels`, 0 or
     empty where they say nothing.
     """
     for name, make in (

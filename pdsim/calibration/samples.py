@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples: how long a transfer of a certain kind took, and the CSV files that keep them.
+"""Samples: which transfers to measure, how long each took, how far jobs are apart, and the CSV files that keep them.
+
+The grid is a cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a
+few that are nearly all bytes; and points drawn at random between them, which no fit sees.  With one count alone the
+cost of a call and of a descriptor are one number, with one size alone the cost of a descriptor and of its bytes.
+Beside writes, a thinner cross of reads, each of which has a write of its own configuration there.
 
 The columns that say what was transferred are those of the points of ``experiment=transfer``, so that a file of
 samples can be measured again as it is: ``experiment.points=FILE``.
+
+A host may be slow for a whole job, and repeats within a job share that.  So several jobs are run, and the geometric
+mean of their medians counts; what jobs differ by is the *floor* of every model's error.
 """
 
 from __future__ import annotations
@@ -12,25 +20,38 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdsim.calibration import noise_floor
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Sample", "Samples", "from_transfers", "read", "write"]
+__all__ = [
+    "Cell",
+    "Floor",
+    "Sample",
+    "Samples",
+    "floor",
+    "from_transfers",
+    "grid",
+    "mean",
+    "read",
+    "reads",
+    "repeats",
+    "write",
+    "write_points",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One point and the median of its repeats, in seconds; the quartiles are the median where nobody told them.
+    """One point and the median of its repeats, in seconds; the quartiles are the median where the file has none.
 
-    Of several jobs it is the mean of their medians that counts: `pdsim.calibration.noise_floor`.
+    Of several jobs the geometric `mean` of their medians counts.
 
     Raise a `ValueError` for counts or times that are not positive, or times that are not finite.
     """
@@ -85,7 +106,7 @@ def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str]
     of which all failed has no sample.
 
     A transfer lasts from `TransferRecord.submitted` to `seen`.  Its label is as
-    `pdsim.calibration.sample_grid.Cell.label` has it; records with other labels are left out.  Samples come in the
+    `Cell.label` has it; records with other labels are left out.  Samples come in the
     order in which their labels first occur.
     """
     points: dict[str, dict[tuple[str, str], list[float]]] = {}
@@ -117,7 +138,7 @@ def _sample(label: str, flows: Sequence[Sequence[float]], by_job: Sequence[Seque
         size=int(size),
         concurrency=int(concurrency),
         flows=len(flows),
-        seconds=noise_floor.mean(medians) if len(medians) > 1 else medians[0],
+        seconds=mean(medians) if len(medians) > 1 else medians[0],
         low=low,
         high=high,
         repeats=len(every),
@@ -200,10 +221,162 @@ def _value(kind: str, text: str) -> Any:
     return {"int": int, "float": float, "str": str}[kind](text)
 
 
-def hold_out(rows: Iterable[Sample], held: Iterable[Sample]) -> list[Sample]:
-    """Return *rows* with those marked that are of the configuration of one of *held*.
+# --- jobs ----------------------------------------------------------------------------------------------------------
 
-    A configuration is `Sample.key`.  Rows that were marked already stay so.
+
+@dataclass(frozen=True)
+class Floor:
+    """What jobs alone make of the errors of a class of points: relative, 0.01 is 1 %.
+
+    With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number.  That is
+    the error of a model that knows this mean of every point, so no deterministic model can be expected to come
+    closer.
     """
-    keys = {row.key for row in held}
-    return [replace(row, held=row.held or row.key in keys) for row in rows]
+
+    jobs: int  # of a point, least
+    apart: float  # median distance of a job's median from the mean of the others
+    median: float  # of the absolute error that is left
+    p95: float  # its 95th percentile
+
+
+def mean(medians: Sequence[float]) -> float:
+    """Return the geometric mean of the *medians* of jobs: a job that is slow by a factor counts for the factor.
+
+    >>> round(mean([1.0, 4.0]), 9)
+    2.0
+    """
+    return float(np.exp(np.mean(np.log(medians))))
+
+
+def floor(points: Iterable[Sequence[float]]) -> Floor | None:
+    """Return the floor for *points*, each with the medians of its jobs; those of one job tell nothing.
+
+    With J jobs, m_j the logarithm of a median and m their mean, the sum of (m_j - m)^2 / J is (J - 1) / J s^2 in
+    expectation, so that |m_j - m| / sqrt(J - 1) has the size s / sqrt(J) of the error of a mean of J.
+
+    Return None if no point has several jobs.
+
+    >>> two = floor([(1.0, 1.21)])
+    >>> two.jobs, round(two.median, 4)  # log(1.21) / 2, from the mean of both
+    (2, 0.0953)
+    """
+    several = [np.log(medians) for medians in points if len(medians) > 1]
+    if not several:
+        return None
+    away = [np.abs(logs - logs.mean()) for logs in several]
+    left = np.concatenate([by / np.sqrt(len(by) - 1) for by in away])
+    apart = np.concatenate([by * len(by) / (len(by) - 1) for by in away])  # from the mean of the others
+    median, p95 = np.percentile(left, (50.0, 95.0))
+    return Floor(min(map(len, several)), float(np.median(apart)), float(median), float(p95))
+
+
+# --- which transfers to measure ------------------------------------------------------------------------------------
+
+SMALLEST, LARGEST = 4 << 10, 256 << 20
+COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
+AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
+LONG = tuple((count, 4 << 20) for count in (2, 8, 32))  # nearly all bytes: what tells a rate from posting
+READ_SIZES = tuple(SMALLEST << power for power in range(0, 17, 2))
+READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), AT  # where it turns from posting to the wire, too
+CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
+
+DRAWS = 1000
+"""Points drawn for each to be held out: of those that fit few are small, and there may be none."""
+
+MOST, CHEAP = 50, 20e-3
+"""Repeats that are enough for any point, and seconds that those beyond the least may take."""
+
+
+class Cell(NamedTuple):
+    """A point of ``experiment=transfer``: the columns of its file of points.
+
+    A transfer of *blocks* descriptors of *size* bytes, with *concurrency* of them in flight; *operation* is "write"
+    or "read", *pattern* as in ``experiment=transfer``.
+    """
+
+    pattern: str
+    blocks: int
+    size: int
+    concurrency: int
+    operation: str
+
+    @property
+    def label(self) -> str:
+        """The label of its transfers.
+
+        >>> Cell("pair", 16, 65536, 1, "read").label
+        'pair 16x65536 c1 read'
+        """
+        words = f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}"
+        return words if self.operation == "write" else f"{words} {self.operation}"
+
+
+def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell], list[Cell]]:
+    """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time.
+
+    Raise a `ConfigError` if there are not so many points to hold out.
+
+    Points to hold out are drawn log-uniformly from 1 to 4096 descriptors of 4 KiB to 256 MiB, from *seed*, without
+    repeats and without points of the grid.  The order of both lists is that in which they should be measured.
+    """
+    sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
+    found = [(1, size, 1) for size in sizes]
+    found += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
+    found += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
+    cells = {
+        Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest
+    }
+    random = np.random.Generator(np.random.PCG64([seed, 2]))
+    left: dict[Cell, None] = {}
+    for _ in range(DRAWS * held):
+        if len(left) == held:
+            break
+        blocks, size = (round(2.0 ** random.uniform(0.0, top)) for top in (12.0, 18.0))
+        cell = Cell("pair", blocks, SMALLEST * size // 4, 1, operation)
+        if cell.size >= SMALLEST and blocks * cell.size <= largest and cell not in cells:
+            left[cell] = None
+    if len(left) < held:
+        raise ConfigError(
+            f"--held {held}: of {largest} bytes or fewer the grid leaves {len(left)} points; lower --held, or raise "
+            f"--largest"
+        )
+    return list(cells), list(left)
+
+
+def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads.
+
+    Only reads of up to *largest* bytes, one at a time.  Every size and count of them is one of `grid`, so that each
+    has a write of its own configuration.
+    """
+    found = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
+    cells = [Cell("pair", n, size, 1, "read") for n, size in found if n * size <= largest]
+    return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
+
+
+def repeats(cell: Cell, least: int) -> int:
+    """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows.
+
+    The median of a few is only good where none of them takes long enough to be disturbed.
+
+    The estimate of one transfer's time is rough: 50 us, 3 us for a descriptor and 100 GB/s.  The most is `MOST`.
+    """
+    call, descriptor, rate = 50e-6, 3e-6, 100e9  # assumed: about what engines between GPUs take
+    one = call + cell.blocks * descriptor + cell.blocks * cell.size / rate
+    return max(least, min(MOST, int(CHEAP / one / _crowd(cell))))
+
+
+def _crowd(cell: Cell) -> int:
+    return 2 * cell.concurrency if cell.concurrency > 1 else 1  # at most half of them begin or end the crowd
+
+
+def write_points(path: Path, cells: Iterable[Cell], repeat: int) -> None:
+    """Write *cells* as a file of points to be repeated *repeat* times or more, crowds until they are in full swing.
+
+    CSV, with the columns of `Cell` and ``repeat``; ``experiment=transfer experiment.points=FILE`` reads it.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow((*Cell._fields, "repeat"))
+        for cell in cells:
+            table.writerow((*cell, repeats(cell, repeat) * _crowd(cell)))

@@ -5,9 +5,8 @@ Both ways end in the same two files, so that a calibration can be fitted again f
 ``NAME.yaml``, which `pdsim.config.loading` lays over the configuration of a run, and ``NAME.csv``,
 one row for each measured point (`pdsim.calibration.samples`).
 
-The fit and its intervals are `pdsim.calibration.from_samples`; what is printed is
-`pdsim.calibration.summary`.  This module asks for the transfers, several jobs of them, and decides
-what can be refused before the first.
+The fit, its files and its tables are `pdsim.calibration.calibrate`.  This module asks for the
+transfers, several jobs of them, and refuses what it can before the first.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.calibration import files, host_factor, importers, sample_grid, summary
+from pdsim.calibration import calibrate as fits
+from pdsim.calibration import importers
 from pdsim.calibration import samples as points
-from pdsim.calibration.from_samples import base_of, fitted
+from pdsim.calibration.definition import measure
 from pdsim.calibration.samples import Samples
 from pdsim.cli.help import parse, plain_name
 from pdsim.config import Config
@@ -46,12 +46,12 @@ def calibrate(words: Sequence[str]) -> int:
     at = asked.get("--path", "")
     if at not in ("", "intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
-    for option, least in (("--largest", sample_grid.SMALLEST), ("--repeat", 1), ("--jobs", 1)):
+    for option, least in (("--largest", points.SMALLEST), ("--repeat", 1), ("--jobs", 1)):
         if asked.get(option, least) < least:
             raise ConfigError(f"{option} {asked[option]}: must be >= {least}")
     config = compose([*overrides, "experiment=transfer", "calibration=none"])
     at = at or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
-    base_of(config.backend, at)  # refuses what it has to before minutes of measuring
+    fits.base_of(config.backend, at)  # refuses what it has to before minutes of measuring
     store.make(to, "--to ")
     if "--from" in asked:
         samples = importers.read(asked["--from"], asked.get("--format", ""))
@@ -59,7 +59,7 @@ def calibrate(words: Sequence[str]) -> int:
         samples = _measured(asked, overrides, config, command)
     with terminal.Progress("calibrate", at_once=True) as bar:
         bar(0.0, f"fits {len(samples.rows)} samples")  # hundreds of times, for the intervals
-        done = fitted(
+        done = fits.fitted(
             samples,
             config.hw,
             config.backend,
@@ -69,10 +69,10 @@ def calibrate(words: Sequence[str]) -> int:
             command,
         )
     title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
-    path = files.save(to, done.calibration, done.samples, title)
-    for one in (summary.parameters(done), summary.table([done])):
+    path = fits.save(to, done.calibration, done.samples, title)
+    for one in (fits.parameter_table(done), fits.table([done])):
         terminal.show_table(one)
-    if apart := summary.apart(samples):
+    if apart := fits.job_spread(samples):
         print(apart)  # noqa: T201
     print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}")  # noqa: T201
     return 0
@@ -93,12 +93,12 @@ def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config
 
     largest, jobs, repeat = asked.get("--largest", 256 << 20), asked.get("--jobs", 9), asked.get("--repeat", 5)
     operation = str(vars(config.experiment)["operation"])
-    cells, left = sample_grid.grid(operation, largest, asked.get("--held", 16), config.seed)
+    cells, left = points.grid(operation, largest, asked.get("--held", 16), config.seed)
     if operation == "write":
-        more, more_left = sample_grid.reads(largest, left)
+        more, more_left = points.reads(largest, left)
         cells, left = [*cells, *more], [*left, *more_left]
     listed = store.make(Path(config.output), "output=") / f"calibrate-points-{os.getpid()}.csv"
-    sample_grid.write(listed, [*cells, *left], repeat)
+    points.write_points(listed, [*cells, *left], repeat)
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *overrides, "experiment=transfer", "calibration=none", *own]
@@ -113,7 +113,7 @@ def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
     about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
     if kind == "measured":
-        about |= environment.here() | {"turn": f"{host_factor.measure()[0] * 1e9:.2f}ns"}
+        about |= environment.here() | {"turn": f"{measure()[0] * 1e9:.2f}ns"}
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 

@@ -20,7 +20,7 @@ from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.live_deployment import installed
-from pdsim.calibration.host_factor import measure
+from pdsim.calibration.definition import measure
 from pdsim.core import clock
 from pdsim.core.plugins import conf, describe, groups, options
 from pdsim.core.units import format_size, parse_time

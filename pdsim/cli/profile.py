@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdsim.calibration import kernel_fit as fits
+from pdsim.calibration import kernels as fits
 from pdsim.cli.help import parse, plain_name
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof

@@ -21,8 +21,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from functools import cache
 from typing import Any, TypeVar
 
-from pdsim.calibration.definition import Calibration, applied, covers
-from pdsim.calibration.host_factor import drawn, on_host
+from pdsim.calibration.definition import Calibration, applied, covers, drawn, on_host
 from pdsim.config import Config
 from pdsim.config.typed import Known, build, join, required, split_keys
 from pdsim.core.errors import ConfigError

@@ -10,6 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from pdsim.core.units import Rate, Seconds, Size, not_negative, one_of, positive
 from pdsim.hardware.machine import VENDORS
@@ -26,6 +30,16 @@ __all__ = [
     "Ramp",
     "Workers",
 ]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+def _least(one: Any, other: Any) -> Any:  # of numbers, or of arrays
+    return min(one, other) if isinstance(one, int | float) else np.minimum(one, other)
+
+
+def _most(one: Any, other: Any) -> Any:
+    return max(one, other) if isinstance(one, int | float) else np.maximum(one, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +75,9 @@ class InlineSaving:
         positive("small", bytes=self.bytes, descriptors=self.descriptors)
         not_negative("small", saving=self.saving)
 
-    def takes(self, descriptors: int, nbytes: float) -> bool:
-        """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
-        return nbytes <= self.bytes and descriptors <= self.descriptors
+    def takes(self, descriptors: Any, nbytes: Any) -> Any:
+        """Return whether a batch of so many *descriptors* and *nbytes* is one of them; numbers or arrays."""
+        return (nbytes <= self.bytes) & (descriptors <= self.descriptors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +106,14 @@ class Workers:
     def __post_init__(self) -> None:
         positive("workers", threads=self.threads, least=self.least)
 
-    def longest(self, descriptors: int) -> int:
-        """Return the descriptors that one thread posts of a batch of so many.
+    def longest(self, descriptors: Any) -> Any:
+        """Return the descriptors that one thread posts of a batch of so many; a number or an array.
 
         >>> workers = Workers(threads=4, least=1024)
         >>> [workers.longest(count) for count in (1023, 1500, 8192)]
         [1023, 1024, 2048]
         """
-        return min(descriptors, max(descriptors // self.threads, self.least))
+        return _least(descriptors, _most(descriptors // self.threads, self.least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,17 +253,21 @@ class EngineModel:
         )
 
     def posting(self, descriptors: int) -> Seconds:
-        """Return the seconds for which one call with so many *descriptors* keeps the posting thread.
+        """Return the seconds for which one call with so many *descriptors*, a number, keeps the posting thread.
 
         >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
         >>> f"{model.posting(10):.6f}"
         '0.000031'
         """
+        seconds: float = self._posting(descriptors)
+        return seconds
+
+    def _posting(self, descriptors: Any) -> Any:
         if self.workers is not None:
             descriptors = self.workers.longest(descriptors)
         seconds = self.call + descriptors * self.descriptor
         for ramp in self.ramp:
-            seconds += min(descriptors, ramp.first) * ramp.extra
+            seconds = seconds + _least(descriptors, ramp.first) * ramp.extra
         return seconds
 
     def inline_saving(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
@@ -262,10 +280,15 @@ class EngineModel:
         >>> [f"{1e6 * part:.0f}" for part in model.inline_saving(1, 4096)], model.inline_saving(2, 4096)
         (['1', '2'], (0.0, 0.0))
         """
-        if self.small is None or not self.small.takes(descriptors, nbytes):
+        early, late = self._inline_saving(descriptors, nbytes)
+        return early, late
+
+    def _inline_saving(self, descriptors: Any, nbytes: Any) -> tuple[Any, Any]:
+        if self.small is None:
             return 0.0, 0.0
-        late = min(self.small.saving, self.latency)
-        return min(self.small.saving - late, self.call), late
+        saving = self.small.saving * self.small.takes(descriptors, nbytes)
+        late = _least(saving, self.latency)
+        return _least(saving - late, self.call), late
 
     def fastest(self, *, read: bool) -> Rate:
         """Return the highest rate of one write, or of one *read*, in bytes/s; ``inf`` leaves it to the links."""
@@ -279,30 +302,47 @@ class EngineModel:
         seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
         return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
 
+    def stages(self, descriptors: Any, nbytes: Any, narrowest: Rate = math.inf, *, read: bool = False) -> Any:
+        """Return the seconds of posting, of the first descriptor's posting, of the wire, and of latency.
+
+        For one transfer of *descriptors* and *nbytes*, numbers, or for many, arrays; links let *narrowest* bytes/s
+        through.
+        """
+        narrowest = min(narrowest, self.queues * self.queue_rate)
+        held = descriptors * self.wire_overhead(narrowest, read=read)
+        wire = (nbytes + held) / min(self.fastest(read=read), narrowest)
+        early, late = self._inline_saving(descriptors, nbytes)
+        latency = self.latency + (self.read if read else 0.0) - late
+        return self._posting(descriptors) - early, self._posting(1) - early, wire, latency
+
+    def isolated_times(
+        self, descriptors: Floats, nbytes: Floats, narrowest: Rate = math.inf, *, read: bool = False
+    ) -> Floats:
+        """Return `isolated_time` of many transfers at once: arrays of one shape."""
+        times: Floats = self._isolated(descriptors, nbytes, narrowest, read)
+        return times
+
     def isolated_time(
         self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False
     ) -> Seconds:
         """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
 
-        The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14), and fits
-        use the same formula over arrays (`pdsim.calibration.forms`).  A sum of 1 MiB in 16 descriptors:
+        The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14).  A sum of
+        1 MiB in 16 descriptors:
 
         >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
         >>> f"{model.isolated_time(16, 1 << 20):.9f}"
         '0.000045621'
         """
-        narrowest = min(narrowest, self.queues * self.queue_rate)
-        wire = (nbytes + descriptors * self.wire_overhead(narrowest, read=read)) / min(
-            self.fastest(read=read), narrowest
-        )
-        early, late = self.inline_saving(descriptors, nbytes)
-        posting = self.posting(descriptors) - early
-        latency = self.latency + (self.read if read else 0.0) - late
+        return float(self._isolated(descriptors, nbytes, narrowest, read))
+
+    def _isolated(self, descriptors: Any, nbytes: Any, narrowest: Rate, read: bool) -> Any:
+        posting, first, wire, latency = self.stages(descriptors, nbytes, narrowest, read=read)
         if not self.overlap:
             return posting + wire + latency
         if not self.pipelined:
-            return max(posting, wire) + latency
-        return max(self.posting(1) - early + wire, posting + wire / descriptors) + latency
+            return _most(posting, wire) + latency
+        return _most(first + wire, posting + wire / descriptors) + latency
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pdsim.calibration.definition import Calibration, widening
-from pdsim.calibration.host_factor import drawn, on_host
+from pdsim.calibration.definition import Calibration, drawn, on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import format_rate, format_size
 from pdsim.hardware.machine import EVIDENCE

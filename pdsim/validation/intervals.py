@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from pdsim.calibration.definition import widening
-from pdsim.calibration.host_factor import on_host
+from pdsim.calibration.definition import on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import Ramp

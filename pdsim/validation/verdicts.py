@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.calibration.noise_floor import Floor, floor
+from pdsim.calibration.samples import Floor, floor
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile

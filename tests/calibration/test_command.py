@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 import conf
 from pdsim.calibration.definition import Calibration
-from pdsim.calibration.sample_grid import Cell, grid, reads, repeats, write
+from pdsim.calibration.samples import Cell, grid, reads, repeats, write_points
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
 from pdsim.config.typed import build
@@ -147,7 +147,7 @@ def test_quick_points_are_repeated_more_often_than_long_ones():
 
 
 def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
-    write(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 50)
+    write_points(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 50)
     rows = list(csv.DictReader((tmp_path / "points.csv").open()))
     assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "50"), ("2", "200"), ("4", "400")}
     assert {row["operation"] for row in rows} == {"read"}

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import transfer
 from pdsim.calibration import samples
-from pdsim.calibration.host_factor import drawn, measure
+from pdsim.calibration.definition import drawn, measure
 from pdsim.cli.doctor import host
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError

@@ -9,12 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.calibration.forms import Form, Points, start_of
 from pdsim.config.compose import compose
 from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_rate, parse_time
-from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
+from pdsim.hardware.costs import EngineModel, InlineSaving, OptionCosts, Ramp, Workers
 from tools import option_fit
 
 OFF = EngineModel(
@@ -53,13 +52,14 @@ def test_threads_of_the_engine_post_large_batches_in_pieces(descriptors, longest
     assert model.posting(descriptors) == OFF.posting(longest)
 
 
-def test_a_fit_knows_the_threads_as_the_model_does():
-    model = replace(OFF, wire_descriptor=0.0, workers=Workers(threads=4, least=1024))
-    at = {**start_of(model), "descriptor": model.descriptor, "latency": model.latency}
-    counts = np.array([1.0, 1000.0, 1024.0, 1517.0, 8192.0])
-    points = Points(counts, np.full(5, 4096.0), np.ones(5), np.ones(5))
-    found = Form("maximum", ()).seconds(at, points)
-    assert found == pytest.approx([model.isolated_time(int(count), count * 4096) for count in counts], rel=1e-12)
+@pytest.mark.parametrize("stages", [{"overlap": False}, {}, {"pipelined": True}], ids=["sum", "maximum", "pipeline"])
+def test_times_of_arrays_are_those_of_their_numbers(stages):
+    ramps = (Ramp(first=16, extra=1e-6),)
+    model = replace(OFF, workers=Workers(threads=4, least=1024), ramp=ramps, read=1e-6, read_rate=300e9, **stages)
+    model = replace(model, small=InlineSaving(bytes=1 << 16, descriptors=4, saving=1e-3))
+    counts = np.array([1.0, 12.0, 1000.0, 1024.0, 1517.0, 8192.0])
+    alone = [model.isolated_time(int(count), count * 4096, read=True) for count in counts]
+    assert model.isolated_times(counts, counts * 4096, read=True) == pytest.approx(alone, rel=1e-14)
 
 
 def test_intervals_name_what_they_are_of():

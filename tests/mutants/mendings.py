@@ -49,19 +49,20 @@ _CAUSES = "tests/experiments/test_faults_causes.py"
 MENDINGS = (
     # --- the points of the trial by others
     Mending("T1 margins", "rounding chose the form of a calibration",
-         "tests/calibration/test_fit.py::test_of_two_forms_that_say_the_same_rounding_does_not_choose",
-         "pdsim/calibration/fit.py", "enough = means[close].min() + NEGLIGIBLE", "enough = means[close].min()"),
+         "tests/calibration/test_transfers.py::test_of_two_forms_that_say_the_same_rounding_does_not_choose",
+         "pdsim/calibration/transfers.py",
+         "enough = means[close].min() + NEGLIGIBLE", "enough = means[close].min()"),
     Mending("T1 starts", "rounding chose among searches that ended equally well",
-         "tests/calibration/test_fit.py::test_of_two_starts_that_end_equally_well_rounding_does_not_choose",
-         "pdsim/calibration/fit.py",
+         "tests/calibration/test_transfers.py::test_of_two_starts_that_end_equally_well_rounding_does_not_choose",
+         "pdsim/calibration/transfers.py",
          "results) * (1.0 + EQUAL) + len(points) * NEGLIGIBLE**4", "results)"),
     Mending("T1 cells", "rounding chose among cells of equal loss",
-         "tests/calibration/test_crowds.py::test_among_cells_of_equal_loss_rounding_does_not_choose",
-         "pdsim/calibration/concurrency.py", "* (1.0 + EQUAL) + samples * EQUAL\n", "\n"),
+         "tests/calibration/test_transfers.py::test_among_cells_of_equal_loss_rounding_does_not_choose",
+         "pdsim/calibration/transfers.py", "* (1.0 + _SAME) + samples * _SAME\n", "\n"),
     Mending("T1 null space", "rounding chose the parameter to give up",
-         "tests/calibration/test_fit.py"
+         "tests/calibration/test_transfers.py"
          "::test_of_three_parameters_that_are_one_number_rounding_does_not_choose_which_to_give_up",
-         "pdsim/calibration/fit.py",
+         "pdsim/calibration/transfers.py",
          "np.sqrt((rows[rank:] ** 2).sum(axis=0))", "abs(rows[-1])"),
     Mending("T2 incarnation", "a new process took an introduction that was meant for its dead predecessor",
          f"{_SERVING}::test_both_sides_started_again_at_once_connect_again",

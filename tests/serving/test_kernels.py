@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from backends.profiling.inventory import Subject, plan
-from pdsim.calibration import kernel_fit as fit
+from pdsim.calibration import kernels as fit
 from pdsim.calibration import published
-from pdsim.calibration.roof_fit import fit_roof, row_seconds
+from pdsim.calibration.kernels import fit_roof, row_seconds
 from pdsim.cli.profile import read
 from pdsim.compute.forward import Compute, OperatorForward, forward, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof

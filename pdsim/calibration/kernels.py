@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit `Kernels` to what was measured, and say how far off they are where they were not fitted.
+"""Fit `Kernels` to measured operators, and say how far off they are where they were not fitted.
 
-Every second size of an operator is held out, and all whole forwards; `pdsim.calibration.roof_fit` fits one
-operator (`pdsim profile` asks for SciPy first).
+Every second size of an operator is held out, and all whole forwards (`pdsim profile` asks for SciPy first).  How
+tiles are cut is not differentiable: each of a few ways is fitted, and the best is taken.
 
 A row is one measured point, as `pdsim profile` writes them and `pdsim.calibration.published` makes them of
 the tables of others: the operator, its sizes as integers (0 where one has no meaning), and seconds (median, least
@@ -11,37 +11,37 @@ and most).  ``round`` is 0 but for repetitions, which only tell how stable the G
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from pdsim.calibration.roof_fit import OPERATORS, fit_roof, row_seconds
+from pdsim.calibration.robust import SHARE, Space, robust_fit
 from pdsim.compute.forward import OperatorForward
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key
-from pdsim.compute.row_work import Row, operator_of
+from pdsim.compute.row_work import Row, merged, operator_of, work
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
-__all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split"]
+__all__ = [
+    "OPERATORS",
+    "Errors",
+    "KernelFit",
+    "Row",
+    "fit",
+    "fit_roof",
+    "forward_of",
+    "layer_launch",
+    "row_seconds",
+    "rows_of",
+    "split",
+]
 
 _NUMBERS = (
-    *(
-        "tp",
-        "layers",
-        "tokens",
-        "n",
-        "k",
-        "batch",
-        "context",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "value_dim",
-        "experts",
-    ),
-    *("hit", "per_token", "width", "gpus", "round", "repeats"),
+    *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim"),
+    *("experts", "hit", "per_token", "width", "gpus", "round", "repeats"),
 )
 _SIZES = {"decode": ("batch", "context"), "mla_decode": ("batch", "context"), "mla_absorb": ("batch",)}
 """Columns whose values are sizes, every second of which is held out; of other operators ``tokens``."""
@@ -224,18 +224,124 @@ def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[st
 
 
 def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
-    from scipy.optimize import least_squares
-
     mine = [row for row in rows if row["operator"] == "allreduce" and row["gpus"] == gpus]
     nbytes = np.array([2.0 * row["tokens"] * row["n"] for row in mine])
     seconds = np.array([row["seconds"] for row in mine])
+    start = {"latency": float(seconds.min()), "rate": float(nbytes.max() / seconds.max())}
+    ring = robust_fit(lambda at: at["latency"] + nbytes / at["rate"], seconds, start, scale=SCALE).values
+    return AllReduce(**{name: float(f"{value:.4g}") for name, value in ring.items()})
 
-    def residuals(values: Any) -> Any:
-        return np.log((np.exp(values[0]) + nbytes / np.exp(values[1])) / seconds)
 
-    start = [np.log(seconds.min()), np.log(nbytes.max() / seconds.max())]
-    latency, rate = np.exp(least_squares(residuals, start, loss="soft_l1", f_scale=0.05).x)
-    return AllReduce(latency=float(f"{latency:.4g}"), rate=float(f"{rate:.4g}"))
+# --- roofs ---------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    "gemm": "fmbw",
+    "gemm_fp8": "fmbw",
+    "prefill": "fwa",
+    "decode": "fmwa",
+    "mla_prefill": "fmw",
+    "mla_decode": "fm",
+    "mla_absorb": "fm",
+    "experts": "fmbw",
+    "experts_fp8": "fmbw",
+    "experts_tuned": "fmbw",
+    "routing": "ma",
+    "norm": "mw",
+    "activation": "m",
+    "rotary": "ma",
+}
+"""Operators, and the parts of their time.
+
+Arithmetic (f), memory (m), blocks and depth of tiles (b, w), and kernels that only some rows have (a).
+"""
+
+_ROWS: dict[str, tuple[int, ...]] = dict.fromkeys(
+    ("gemm", "gemm_fp8", "experts", "experts_fp8", "experts_tuned"), (0, 8, 16, 32, 64, 128)
+)
+_ROWS |= {"prefill": (0, 64, 128), "mla_prefill": (0, 64, 128), "decode": (0, 128)}
+_COLUMNS = (64, 128, 256)
+_GROUPED = 128
+"""Columns of the tiles of PyTorch's grouped products, of twice as many where experts have many rows."""
+_MAXIMUM = 21.0
+"""A blend at which the longest part nearly counts alone."""
+_NOTHING = 1e-13
+"""Seconds, and shares, that a fit has driven to zero."""
+SCALE = 0.05
+"""The relative error from which on a row counts less."""
+_BLEND = Space(lambda value: math.log(value - 1.0), lambda at: 1.0 + math.exp(min(at, 3.0)))
+_FEW = 12
+"""Rows below which nothing is said of a blend."""
+
+
+def fit_roof(name: str, rows: Sequence[Row], peaks: Peaks, blend: float = 0.0) -> Roof:
+    """Return the roof of the operator *name* that fits *rows* best, of all tiles that are tried.
+
+    The time is ``launch + count * part + merge + (compute**p + memory**p + tiles**p)**(1/p)``: a blend that is their
+    sum for ``p = 1`` and their maximum for large *p*; *count* is the number of experts.  Of decode attention the
+    longest part counts alone, since a step is linear in its context.  Of a few rows the *blend* is the given one, of
+    the same kernel.
+    """
+    power = _MAXIMUM if name == "decode" else blend if blend and len(rows) < _FEW else 0.0
+    found = [_fitted(name, rows, peaks, cut, power) for cut in _cuts(name, peaks.processors)]
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _cuts(name: str, processors: int) -> Iterator[Roof]:
+    for tile in _ROWS.get(name, (0,)):
+        yield Roof(tile=tile)
+        if tile and processors and "b" in OPERATORS[name]:
+            for columns in _COLUMNS:
+                yield Roof(tile=tile, columns=columns)
+                if name == "experts" and columns == _GROUPED:
+                    yield Roof(tile=tile, columns=columns, widened=True)
+
+
+def row_seconds(roof: Roof, row: Row, peaks: Peaks) -> float:
+    """Return what *roof* says of an operator's *row*."""
+    narrow = row["dtype"] == "fp8"
+    seconds = roof.seconds(work(row, roof, peaks.processors), peaks, narrow, row["experts"])
+    return seconds + (roof.merge if merged(row, roof, peaks.processors) else 0.0)
+
+
+def _fitted(name: str, rows: Sequence[Row], peaks: Peaks, cut: Roof, power: float) -> tuple[float, Roof]:
+    flops, nbytes, turns, depth = np.array([work(row, cut, peaks.processors) for row in rows], dtype=float).T
+    merge = np.array([merged(row, cut, peaks.processors) for row in rows], dtype=float)
+    count = np.array([row["experts"] if name.startswith("experts") else 0.0 for row in rows])
+    if len(set(count)) == 1:  # of one number of experts nothing can be told
+        count = 0 * count
+    seconds = np.array([row["seconds"] for row in rows])
+    least, has = float(seconds.min()), OPERATORS[name]
+    half = SHARE.outward(0.5)
+    walk = 0.3 * float(np.median(seconds[depth > 0] / depth[depth > 0])) if depth.any() else 0.0
+    asked: tuple[tuple[str, float, Any], ...] = (  # parameters, where to begin, and whether these rows tell them
+        ("launch", 0.7 * least, True),
+        ("flops_share", half, "f" in has and flops.any()),
+        ("memory_share", half, "m" in has and nbytes.any()),
+        ("block", 0.1 * least, "b" in has and turns.any()),
+        ("walk", walk, "w" in has and depth.any()),
+        ("merge", 0.5 * least, "a" in has and merge.any() and not merge.all()),
+        ("part", 1e-8, count.any()),
+    )
+    start = {key: value for key, value, some in asked if some}
+    peak = peaks.narrow if name.endswith("_fp8") else peaks.flops
+    if not power and sum(key in start for key in ("flops_share", "memory_share", "walk")) > 1:
+        start["blend"] = 2.0
+
+    def predicted(one: Mapping[str, float]) -> Any:
+        compute = flops / (peak * one["flops_share"]) if "flops_share" in one else 0.0 * flops
+        memory = nbytes / (peaks.memory * one["memory_share"]) if "memory_share" in one else 0.0 * flops
+        tiles = turns * one.get("block", 0.0) + depth * one.get("walk", 0.0)
+        longest = np.maximum(np.maximum(compute, memory), np.maximum(tiles, 1e-15))
+        blend = one.get("blend", power or 1.0)
+        norm = sum((part / longest) ** blend for part in (compute, memory, tiles))
+        constant = one["launch"] + merge * one.get("merge", 0.0) + count * one.get("part", 0.0)
+        return constant + longest * norm ** (1.0 / blend)
+
+    spaces = {"flops_share": SHARE, "memory_share": SHARE, "blend": _BLEND}
+    best = robust_fit(predicted, seconds, start, scale=SCALE, spaces=spaces)
+    chosen: dict[str, Any] = {"blend": power or 1.0} | best.values
+    chosen = {key: float(f"{value:.4g}") for key, value in chosen.items() if value > _NOTHING}
+    return best.cost, replace(cut, **chosen)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
