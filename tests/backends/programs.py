@@ -38,6 +38,12 @@ def surroundings(rank: Rank) -> Program:
     }
 
 
+def show_process(rank: Rank) -> Program:
+    """Return the command line and the environment of this process."""
+    yield rank.clock.timeout(0.0)
+    return "".join(Path(f"/proc/self/{name}").read_bytes().decode() for name in ("cmdline", "environ"))
+
+
 def identify(rank: Rank) -> Program:
     """Return the numbers of this process and of its parent."""
     yield rank.clock.timeout(0.0)

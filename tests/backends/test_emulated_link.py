@@ -140,7 +140,7 @@ def test_a_packet_forwarder_that_has_died_is_an_error():
 def test_nothing_is_left_when_a_rank_fails(mooncake):
     before = state()
     ranks = [at(0, "a", programs.say_and_die, code=1), at(1, "b", programs.sleep, seconds=600)]
-    Processes(mooncake, deadline=3, link=LINK, nodes=2).run(ranks)
+    Processes(mooncake, deadline=1.5, link=LINK, nodes=2).run(ranks)
     assert state() == before
 
 
@@ -152,6 +152,7 @@ def test_nothing_is_left_when_the_packet_forwarder_cannot_be_made(monkeypatch):
     assert state() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_when_the_supervisor_is_signalled(mooncake, number):
     supervisor = subprocess.Popen([sys.executable, "-c", RUN], stderr=subprocess.DEVNULL)

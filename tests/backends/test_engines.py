@@ -1,9 +1,13 @@
 """What each engine is known to do on this machine, and how the wrapper makes up for it."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from pdsim.core.errors import ConfigError
 from tests.backends import programs
-from tests.support.engines import make_target, spec
+from tests.support.engines import engine, make_target, spec
 
 
 def test_everything_listens_on_loopback_only_except_mooncake(any_engine):
@@ -66,3 +70,14 @@ def test_a_write_settles_though_its_target_dies_after_the_engine_says_so():
     """A process's connections are closed before it is dead, and then the engine comes first."""
     found = settled("mooncake_tcp", programs.settle_once_death_is_proven, late=3)
     assert found == ["PeerLost", True, 0]
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [("progress_thread", "yes", "true or false"), ("num_threads", "four", "a whole number, 0 for none")],
+)
+def test_a_wrong_option_of_nixl_is_refused(option: str, value: str, rule: str):
+    target = make_target("nixl_tcp").using(replace(engine("nixl_tcp"), options={option: value}))
+    with pytest.raises(ConfigError, match=rf"backend\.options\.{option} must be {rule}"):
+        target.run([spec("a", programs.sleep, seconds=0)])

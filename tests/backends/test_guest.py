@@ -34,19 +34,10 @@ def test_everything_to_install_is_named_at_once(bare):
     assert "apt-get install -y --no-install-recommends qemu-system-x86" in found
 
 
-def test_gcc_and_a_second_python_are_for_mori_only(bare):
-    assert "gcc" not in engines.missing_requirements("mooncake")
-
-
 def test_a_guest_that_lacks_something_is_not_started(bare):
     with pytest.raises(BackendUnavailable, match=r"apt-get install .* qemu-system-x86"), machine.boot():
         pass
     assert not os.listdir(os.environ["HOME"])  # noqa: PTH208
-
-
-def test_a_library_that_is_missing_is_named(bare, monkeypatch):
-    monkeypatch.setattr(engines.registry, "diagnose_library", lambda name: f"no {name}: pip install it")
-    assert engines.missing_requirements("nixl").endswith("; no nixl: pip install it")
 
 
 def test_an_engine_that_does_not_go_over_rdma_has_no_guest():

@@ -1,9 +1,12 @@
 """The supervisor: how ranks end, and what it says of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from backends.jobs.launcher import Processes
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.transfer.job import RankSpec
 from tests.backends import programs
 from tests.support.engines import spec
 
@@ -80,22 +83,16 @@ def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
 
 
 def test_a_program_that_does_not_exist_is_a_configuration_error(processes):
-    from pdsim.transfer.job import RankSpec
-
     with pytest.raises(ConfigError, match="has no 'nothing'"):
         processes.run([RankSpec("a", "tests.backends.programs:nothing")])
 
 
 def test_an_engine_that_does_not_exist_is_a_configuration_error(mooncake):
-    from dataclasses import replace
-
     with pytest.raises(ConfigError, match="nothing is registered as 'carrier_pigeon'"):
         Processes(replace(mooncake, implementation="carrier_pigeon")).run([spec("a", programs.sleep, seconds=1)])
 
 
 def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
-    from dataclasses import replace
-
     with pytest.raises(BackendUnavailable, match="needs Mooncake built with CUDA, and"):
         Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
 
@@ -106,8 +103,9 @@ def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, m
     assert outcome.ranks["a"].error == ""
 
 
-def test_a_rank_is_stopped_from_one_time_to_another(processes):
-    outcome = processes.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": [(0.5, 1.0), (1.2, 2.2)]})
+def test_a_rank_is_stopped_from_one_time_to_another_and_is_not_lost(mooncake):
+    target = Processes(mooncake, deadline=60, silence=5.0)
+    outcome = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": [(0.5, 1.0), (1.2, 2.2)]})
     # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate
     assert [span for span in ((0.5, 1.0), (1.2, 2.2)) if not holds(outcome.ranks["a"].value, span)] == []
 

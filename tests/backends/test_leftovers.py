@@ -64,6 +64,7 @@ def gone(processes):
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_when_the_supervisor_is_signalled(any_engine, number):
     before = files()
@@ -86,7 +87,7 @@ def test_when_the_supervisor_is_signalled(any_engine, number):
 
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):
     before, family = files(), children()
-    outcome = Processes(any_engine, deadline=3.0).run(
+    outcome = Processes(any_engine, deadline=1.5).run(
         [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
     )
     assert sorted(outcome.ranks) == ["a", "b"]

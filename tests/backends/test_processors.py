@@ -28,12 +28,9 @@ def test_each_rank_has_a_run_of_processors_of_its_own(sixteen):
     }
 
 
-def test_ranks_on_hosts_alone_may_roam(sixteen):
-    assert shares(ranks(None, None)) == {}
-
-
-def test_ranks_for_whom_there_are_too_few_may_roam(sixteen):
-    assert shares(ranks(0, 1, 2, 3, 0)) == {}
+@pytest.mark.parametrize("gpus", [(None, None), (0, 1, 2, 3, 0)], ids=["none drives a GPU", "too few each"])
+def test_ranks_may_roam(sixteen, gpus):
+    assert shares(ranks(*gpus)) == {}
 
 
 def attributes():

@@ -10,6 +10,7 @@ import pytest
 from pdsim.cli import profile
 from pdsim.cli.main import main
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("torch", reason="measuring a forward needs PyTorch")
 
 

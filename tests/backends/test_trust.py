@@ -99,6 +99,7 @@ def greets(address: Any) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_messages_of_another_process_fail_no_request(engine: str):
     for seconds in (4, 12, 36):  # a busy machine may not get round to all ports within the first
@@ -126,8 +127,9 @@ def test_messages_of_another_process_fail_no_request(engine: str):
     pytest.fail(f"{len(reached)} of 6 ports were reached, and refused was {refused}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES[:1])
 def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(engine: str, rank: str):
     started = Started()
 
@@ -153,7 +155,8 @@ def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(engine: str, ra
     assert not any(psutil.pid_exists(pid) for pid in started.pids)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES[1:])
 def test_a_killed_router_gives_one_line_for_each_request(engine: str):
     started = Started()
 
@@ -165,13 +168,13 @@ def test_a_killed_router_gives_one_line_for_each_request(engine: str):
         result = run(engine, started, "workload.count=100", "workload.rate=20", "experiment.deadline=2s")
     assert set(result.requests["status"]) == {"PeerLost: router: killed by signal 9"}
     requests = [f"request {number}: PeerLost: router: killed by signal 9" for number in range(100)]
-    ranks = ["router", "prefill0.0", "decode0.0"]
-    assert [failure.partition(":")[0] for failure in result.failures[:3]] == ranks
+    assert [failure.partition(":")[0] for failure in result.failures[:3]] == RANKS
     assert result.failures[0] == "router: killed by signal 9"
     assert result.failures[3:] == requests
     assert not any("\n" in failure for failure in result.failures)
 
 
+@pytest.mark.slow
 @pytest.mark.mooncake
 def test_a_rank_that_computes_for_long_is_not_silent_for_the_limit(mooncake: Any):
     outcome = Processes(mooncake, deadline=60, silence=2.0).run([spec("a", programs.sleep, seconds=5.0)])
@@ -192,22 +195,3 @@ def test_a_rank_whose_clock_hangs_is_ended(mooncake: Any):
     outcome = Processes(mooncake, deadline=60, silence=1.0).run([spec("a", programs.hang)])
     assert outcome.ranks["a"].error.startswith("PeerLost: silent for 1 s")
     assert outcome.seconds < 30
-
-
-@pytest.mark.mooncake
-def test_a_rank_that_is_stopped_and_goes_on_in_time_is_not_ended(mooncake: Any):
-    started = Started()
-
-    def pause(over: threading.Event) -> None:
-        while not (started.pids and ports(started.pids[0])):
-            if over.wait(0.05):
-                return
-        os.kill(started.pids[0], signal.SIGSTOP)
-        over.wait(1.0)
-        os.kill(started.pids[0], signal.SIGCONT)
-
-    with meanwhile(pause):
-        outcome = Processes(mooncake, deadline=60, silence=5.0, spawn=started.spawn).run(
-            [spec("a", programs.sleep, seconds=2.0)]
-        )
-    assert outcome.ranks["a"].value == "slept"

@@ -72,11 +72,8 @@ def wheel():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_is_the_version_that_the_adapter_was_written_for(wheel):
+def test_the_wheel_takes_and_has_what_the_adapter_uses(wheel):
     assert wheel["version"] == "1.2.4"
-
-
-def test_the_engine_takes_what_the_adapter_gives(wheel):
     given = {
         "allocate_transfer_uid": [],
         "create_backend": ["type", "config"],
@@ -88,33 +85,18 @@ def test_the_engine_takes_what_the_adapter_gives(wheel):
         "register_remote_engine": ["engine_desc"],
     }
     assert {name: wheel["engine"][name] for name in given} == given
-
-
-def test_sessions_statuses_and_failures_have_what_the_adapter_asks_for(wheel):
     assert {"batch_read", "batch_write"} <= set(wheel["session"])
     assert {"Code", "InProgress", "Message", "Succeeded"} <= set(wheel["status"])
     assert {"detail", "reason", "remote_engine_key"} <= set(wheel["failure"])
     assert "PEER_UNREACHABLE" in wheel["failures"]
-
-
-def test_both_transports_and_both_kinds_of_memory_can_be_named(wheel):
     assert {"RDMA", "XGMI"} <= set(wheel["backends"])
     assert {"CPU", "GPU"} <= set(wheel["places"])
-    given = {
-        "qp_per_transfer",
-        "num_worker_threads",
-        "enable_notification",
-        "enable_transfer_chunking",
-        "chunk_bytes",
-    }
-    assert given <= set(wheel["rdma"])
+    options = {"qp_per_transfer", "num_worker_threads", "enable_notification", "enable_transfer_chunking"}
+    assert {*options, "chunk_bytes"} <= set(wheel["rdma"])
     assert wheel["xgmi"] == ["num_streams", "num_events"]
 
 
-def test_descriptions_survive_the_way_to_a_peer(wheel):
+def test_descriptions_survive_and_rdma_without_a_device_is_refused(wheel):
     assert wheel["memory"] == [4096, 8192, 0, True]
     assert wheel["failed"] is False
-
-
-def test_rdma_without_a_device_is_refused_and_not_replaced(wheel):
     assert wheel["refused"].startswith("no active RDMA device on this host")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +110,7 @@ def test_the_key_comes_from_the_environment(make_llama, tmp_path, monkeypatch):
         serve(replace(settings, live=replace(settings.live, model="")), [Request(0.0, 10, 2)], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_leaves_rows_with_reasons(make_llama, tmp_path):
     port = free_port()
     server = make_llama(port=port)
@@ -162,18 +161,3 @@ def test_a_server_that_is_no_half_of_a_pair_is_found_out(llama, tmp_path):
     )
     sglang = serve(config("live.engine=sglang", *pair), [Request(0.0, 10, 2)], tmp_path)
     assert sglang.rows[0].status.startswith("HTTP 404: ")
-
-
-def test_many_requests_at_once_all_end(llama, tmp_path):
-    requests = [Request(0.002 * number, 20, 5) for number in range(60)]
-    served = serve(config(f"live.url={llama.url}"), requests, tmp_path)
-    assert [row.status for row in served.rows] == ["ok"] * 60
-    assert {row.tokens for row in served.rows} == {5}
-    assert asyncio.run(_alive(llama.url))
-
-
-async def _alive(url: str) -> bool:
-    import aiohttp
-
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as answer:
-        return json.loads(await answer.text())["status"] == "ok"

@@ -276,7 +276,7 @@ def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
     assert re.search(line, refused)
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "tiny"])
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b", "tiny"])
 def test_a_model_folder_has_the_shape_and_all_tokens(tmp_path, model):
     llm = compose(["hw=8xh200", f"model={model}"]).model
     folder = model_folder.write(llm, tmp_path / "model")
