@@ -34,14 +34,20 @@ _log = logging.getLogger(__name__)
 
 
 def run(
-    config: Config, words: Sequence[str] = (), *, quiet: bool = False, progress: ShowProgress | None = None
+    config: Config,
+    words: Sequence[str] = (),
+    options: Sequence[str] = (),
+    *,
+    quiet: bool = False,
+    progress: ShowProgress | None = None,
 ) -> tuple[Result, Path]:
     """Run *config*, which the overrides *words* were composed to, keep its result, and return it and its folder.
 
-    Among the notes of the result is what was set in vain.  *quiet*, *progress* and errors are those of `execute`.
+    Among the notes of the result is what was set in vain.  The others are those of `execute`, and so are errors.
     """
     plain = [word.lstrip("+") for word in words]
-    return execute(config, plain, notes=rules.notes(config, compose.set_keys(plain)), quiet=quiet, progress=progress)
+    notes = rules.notes(config, compose.set_keys(plain))
+    return execute(config, plain, options, notes=notes, quiet=quiet, progress=progress)
 
 
 class Meter:
@@ -81,6 +87,7 @@ class Meter:
 def execute(
     config: Config,
     words: Sequence[str] = (),
+    options: Sequence[str] = (),
     *,
     notes: Sequence[str] = (),
     quiet: bool = False,
@@ -90,7 +97,8 @@ def execute(
 ) -> tuple[Result, Path]:
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
-    *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
+    *words* are the overrides that *config* was composed of, *options* say from which folder (``--config-dir=DIR``);
+    *notes* are added to those of the result; with *quiet*
     nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with
     the date in it; *durable* is that of `pdsim.results.store.Run`.
 
@@ -103,7 +111,7 @@ def execute(
     measure: Callable[..., Result] = experiment.run
     keeps_files: bool = getattr(experiment, "KEEPS_FILES", False)
     fresh = not Path(config.output).exists()
-    kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name, durable=durable)
+    kept = Run(config, command=["pdsim", "run", *options, *words], overrides=words, name=name, durable=durable)
     try:
         measures = config.target != "model" or keeps_files
         with kept, _shown(config, measures, quiet=quiet, progress=progress) as show:

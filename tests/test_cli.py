@@ -291,11 +291,11 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     assert status == 0
     assert "serve on 8xh20 with mooncake_nvlink" in out
     _, offered, slo, *rest = out.splitlines()
-    assert offered.startswith("offered load: prefill ")
+    assert offered.startswith("load: prefill ")
     assert slo.startswith(
-        "SLO met: 100.0 % of 3 requests have TTFT <= 5 s and TPOT <= 50 ms; it keeps up: 3 served in "
+        "SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in "
     )
-    assert len(rest) <= 9
+    assert len(rest) <= 13
 
 
 def test_json_is_all_that_is_on_standard_output(pdsim_says):

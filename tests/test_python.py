@@ -28,7 +28,7 @@ def test_a_run_has_its_metrics_requests_and_configuration():
     assert (run.config["hw.name"], run.config["kv.staging"], run.config["workload.count"]) == ("8xh200", True, 3)
     assert (run.evidence, run.failures) == ("assumed", [])
     assert run.definitions["requests_ok"].startswith("requests that got all their tokens")
-    assert "it keeps up: 3 served in " in str(run)
+    assert "; 3 served in " in str(run)
 
 
 def test_it_is_the_run_of_the_command_line_and_can_be_loaded_again(tmp_path):

@@ -106,8 +106,8 @@ def tables(
         "rate": "requests a second of all copies",
         "tokens/s/GPU": "output tokens, over all GPUs of the machine",
         "load": "of the busier side",
-        "sure from": "the highest load that holds with 95 %",
-        "sure to": "the lowest that fails with 95 %, or 1",
+        "95 % from": "of the load: the highest that holds",
+        "95 % to": "the lowest that fails, or 1",
         "TTFT p90 s": "",
         "TPOT p90 s": "",
         "attainment": "share of requests that meet the SLO",
@@ -164,14 +164,14 @@ def _answer(
         return [*lines, ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]]
     shape, one, probe = order[0]
     scale = _rate(shape, probe, gpus) / probe.load
-    times = "once" if gpus == shape.gpus else f"{gpus // shape.gpus} times"
+    copies = gpus // shape.gpus
     lines += [
-        ["best", f"{shape}, {times} on {gpus} GPUs"],
+        ["best", f"{shape}, {copies} {'copy' if copies == 1 else 'copies'} on {gpus} GPUs"],
         [
             "serves",
             f"{_rate(shape, probe, gpus):.3g} requests/s, {_tokens(shape, probe, gpus):.4g} tokens/s/GPU out",
         ],
-        ["between", f"{one.low * scale:.3g} (holds) and {one.high * scale:.3g} requests/s (fails), each with 95 %"],
+        ["95 % interval", f"{one.low * scale:.3g} to {one.high * scale:.3g} requests/s"],
         [
             "attainment",
             f"{probe.attainment:.1%} +- {probe.half:.1%} of {probe.requests} requests at load {probe.load:.2f}",

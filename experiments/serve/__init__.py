@@ -163,7 +163,7 @@ def observed(config: Config, table: Any, source: str) -> Result:
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
     if offered is None:
         why = "users wait for their answers" if workload.arrivals == "sessions" else "all requests arrive at once"
-        return [f"offered load: none, for {why}"]
+        return [f"load: unknown, {why}"]
     warning = offered.warning(workload)
     return [offered.line(workload), *([warning] if warning else [])]
 

@@ -144,7 +144,8 @@ def _run(words: Sequence[str]) -> int:
     begun()
     json, quiet = "--json" in asked, "--quiet" in asked
     with only_json(json) as out:
-        result, folder = run(config, rest, quiet=quiet or json)
+        options = [f"{name}={value}" for name, value in asked.items() if name.startswith("--config-")]
+        result, folder = run(config, rest, options, quiet=quiet or json)
         if json:
             out.write(terminal.as_json(folder) + "\n")
         elif not quiet:

@@ -2,9 +2,9 @@
 """What a person reads at the end of a run, and what a machine does.
 
 Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.  `brief_lines` are the
-twelve lines of a run: verdict, latencies, what bounds it, evidence, what to type next; failures, and what was typed
-in vain, come on top.  The phase that takes the largest share of all requests' time is what bounds a run, as far as
-shares can tell; ``pdsim explain``, which the last line names, simulates it.  ``-v`` prints everything (`show`), each
+dozen lines of a run: load, verdict, latencies, what bounds it, evidence, what to type next; failures, and settings
+without effect, come on top.  The phase that takes the largest share of all requests' time bounds a run, as far as
+shares can tell; ``pdsim explain``, which the last lines name, simulates it.  ``-v`` prints everything (`show`), each
 number with its definition.  Both print what the numbers rest on; without evidence none are printed.
 
 On a terminal rich draws tables and a bar; anywhere else lines are plain, have no colour and are never broken, and
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "alike", "as_json", "brief_lines", "share", "show", "show_lines", "show_table"]
 
-_STYLES = {"failed": "red", "warning": "yellow", "SLO missed": "yellow", "SLO met": "green"}
+GOAL = 0.99
+"""Share of requests that is to meet the SLO."""
+_STYLES = {"failed": "red", "warning": "yellow"}
 """Of lines of `brief_lines`, by how they begin."""
 _USE = ["name", "utilisation"]
 """Columns of tables of links and memories, of which those that are alike are one row."""
@@ -61,8 +63,10 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
     console = _console(file)
     _say(console, _headline(run), style="bold")
     if not verbose:
+        met = run["metrics"].get("slo_attainment", {}).get("value") or 0.0
+        styles = {**_STYLES, "SLO": "green" if met >= GOAL else "yellow"}
         for line in brief_lines(run, folder):
-            _say(console, line, style=_STYLES.get(line.partition(":")[0], ""))
+            _say(console, line, style=styles.get(line.partition(":")[0], ""))
         return
     proof = Evidence(run["evidence"]["sources"])
     if proof.sources:
@@ -375,42 +379,63 @@ class Progress:
         self.close()
 
 
-# --- the twelve lines of a run -------------------------------------------------------------------------------------
+# --- the dozen lines of a run --------------------------------------------------------------------------------------
 
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "transfer": "KV transfer"}
 _BOUND = {
     "queueing": "requests wait for an instance: add instances, or lower the load",
-    "compute": "forwards take most of the time: more GPUs an instance, or faster ones",
+    "prefill": "prefill compute dominates: more or faster GPUs for prefill",
+    "decode": "decode steps dominate: more or faster GPUs for decode",
     "handshake": "prefill waits for the pages of decode: add memory to decode",
     "transfer": "KV arrives late: compare backends, or stage",
     "polling": "decode looks between two steps only: shorter steps",
 }
-_LONGEST = 48  # characters of a source
+_PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
+_RESTS_ON = {"transfer": ("backend.", "collective."), "polling": ("engine.",), "handshake": ("engine.", "hw.")}
+"""Parameters that a phase depends on most, by how they begin; others depend on ``compute``."""
+_TRUST = {
+    "measured": "every number rests on measurements",
+    "published": "the numbers rest on published figures",
+    "datasheet": "the numbers rest on datasheets, which state peaks",
+    "assumed": "the numbers are estimates",
+}
+_LONGEST = 80  # characters of a source
 _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 
 
-def brief_lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> Iterator[str]:
     """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline.
 
-    Of a run that served requests they are offered load, verdict, latencies and what bounds it; of any other its
-    first table or metrics. Then come failures, the weakest evidence, the first warning, and what to type next.
-    Without evidence there is no number.
+    Of a run that served requests they are load, verdict, latencies and what bounds it; of any other its first table
+    or metrics. Then come failures, the weakest evidence, the first warning, and what to type next. Without evidence
+    there is no number. A *page* has tables and commands elsewhere, so they are left out.
     """
-    proof, metrics = Evidence(run["evidence"]["sources"]), _values(run)
+    proof = Evidence(run["evidence"]["sources"])
+    metrics = {name: metric["value"] for name, metric in run["metrics"].items()}
+    shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _PHASES}
+    most = max(shares, key=lambda name: shares[name])
     if not proof.sources:
         yield "evidence: none, so no number is printed: give hw and backend their sources"
     elif "ttft_p50_s" in metrics:
-        yield from _served(run, metrics, schema.read_configuration(folder / "config.yaml"))
-    else:
+        yield from (note for note in run["notes"] if note.startswith("load: "))
+        yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
+        yield from () if page else _latencies(metrics)
+        yield from _bound(run, metrics, shares, most)
+    elif not page:
         yield from _measured(run)
-    yield from _failures(run["failures"])
+    failures = run["failures"]
+    yield from (f"failed: {failure}" for failure in failures[:3])
+    if len(failures) > 3:
+        yield f"... and {len(failures) - 3} more: -v"
     if proof.sources:
-        yield _weakest(proof)
+        yield _evidence(proof, most)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
-    yield from (f"note: {note}" for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
-    yield f"results: {folder}; next: {_next(run, folder)}"
+    yield from (note for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
+    if not page:
+        yield from (f"results: {folder}", "next:")
+        yield from (f"  {command}" for command in _next(run, folder))
 
 
 def share(value: float) -> str:
@@ -443,44 +468,42 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     return sorted(rows, key=lambda row: (-row[3], row[0]))
 
 
-def _values(run: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metric["value"] for name, metric in run["metrics"].items()}
-
-
-def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+def _verdict(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
-    met = metrics.get("slo_attainment") or 0.0
     limits = [config.get(f"slo.{name}") for name in ("ttft", "tpot")]
     if not all(isinstance(limit, int | float) for limit in limits):
         raise ConfigError(f"config.yaml of the run has no limits in slo, got {limits}; it was changed since")
     slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
-    yield from (note for note in run["notes"] if note.startswith("offered load: "))
-    offered = max(metrics.get(f"offered_load_{side}") or 0.0 for side in ("prefill", "decode"))
-    load = "overloaded, latencies measure the queue" if offered > 1.0 else "it keeps up"
     rate, good = metrics.get("request_rate"), metrics.get("goodput")
     served = f"{done} served in {format_time(metrics['makespan_s'])}{f', {failed} failed' if failed else ''}"
     speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""
-    verdict = f"SLO {'met' if met >= 0.99 else 'missed'}: {share(met)} of {total} requests have {slo}"
-    yield f"{verdict}; {load}: {served}{speed}"
+    met = share(metrics.get("slo_attainment") or 0.0)
+    return f"SLO: {met} of {total} requests meet {slo} (goal {100 * GOAL:.0f} %); {served}{speed}"
+
+
+def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'':<12}{'p50':>10}{'p90':>10}{'p99':>10}"
     for name, title in _LATENCIES.items():
-        found = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
-        cells = "".join(f"{'-' if value is None else format_time(value):>10}" for value in found)
-        yield f"{title:<12}{cells}"
-    yield from _bound(run, metrics)
+        values = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
+        cells = ["-" if value is None else format_time(value) for value in values]
+        yield f"{title:<12}{''.join(f'{cell:>10}' for cell in cells)}"
 
 
-def _bound(run: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[str]:
-    shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _BOUND}
-    most = max(shares, key=lambda name: shares[name])
+def _bound(
+    run: Mapping[str, Any], metrics: Mapping[str, Any], shares: Mapping[str, float], most: str
+) -> Iterator[str]:
     used = [
-        f"{what} {share(most)}"
-        for what, found in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
-        for _, _, _, most in alike(found)[:1]
+        f"{what} {share(highest)}"
+        for what, of in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
+        for _, _, _, highest in alike(of)[:1]
     ]
     if shares[most]:
         others = [f"{name} {share(value)}" for name, value in shares.items() if name != most and value >= 5e-4]
-        yield f"bound by {', '.join([f'{most} {share(shares[most])}', *others, *used])}; {_BOUND[most]}"
+        cause = most
+        if most == "compute":  # after the first token all of it is decode
+            e2e, ttft = (metrics.get(f"{name}_avg_s") or 0.0 for name in ("e2e", "ttft"))
+            cause = "decode" if 2 * (e2e - ttft) > shares[most] * e2e else "prefill"
+        yield f"bound by {', '.join([f'{most} {share(shares[most])}', *others, *used])}; {_BOUND[cause]}"
     elif used:
         yield f"use: {', '.join(used)}"
 
@@ -502,35 +525,30 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"... and {left} more: -v"
 
 
-def _failures(failures: Sequence[str]) -> Iterator[str]:
-    yield from (f"failed: {failure}" for failure in failures[:3])
-    if len(failures) > 3:
-        yield f"... and {len(failures) - 3} more: -v"
+def _evidence(proof: Evidence, most: str) -> str:
+    # The parameter that is named is one that the phase which took *most* time depends on, if any, and of those one
+    # that was measured elsewhere: it says the most.
+    keys = proof.kinds[proof.weakest]
+    borrowed = [key for key in keys if proof.sources[key].partition(": ")[2].startswith("measured on ")]
+    begins = _RESTS_ON.get(most, ("compute", "backend.intra.", "backend."))
+    key = next((key for begin in begins for key in (*borrowed, *keys) if key.startswith(begin)), keys[0])
+    text = proof.sources[key].partition(":")[2].strip()
+    text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}..."
+    more = f"; {len(keys) - 1} more: -v" if len(keys) > 1 else ""
+    are = "are" if key.endswith("s") and "." not in key else "is"
+    return f"evidence: {_TRUST[proof.weakest]}: {key} {are} {proof.weakest} ({short}{more})"
 
 
-def _weakest(proof: Evidence) -> str:
-    texts = proof.texts(proof.weakest)
-    borrowed = [text for text in texts if text.startswith("measured on ")]  # it says most about transfers
-    text = borrowed[0] if borrowed else next(iter(texts))
-    left = len(proof.kinds[proof.weakest]) - len(texts[text])
-    more = f"; {left} more: -v" if left else ""
-    head = text.split(": ")[0] if borrowed else text
-    short = head if len(head) <= _LONGEST else f"{head[:_LONGEST].rstrip()}..."
-    names = texts[text]
-    keys = f"{names[0]} and {len(names) - 1} more" if len(names) > 2 else ", ".join(names)
-    return f"weakest evidence: {proof.weakest} ({keys}: {short}{more})"
-
-
-def _next(run: Mapping[str, Any], folder: Path) -> str:
+def _next(run: Mapping[str, Any], folder: Path) -> list[str]:
     if run["experiment"].startswith("validate"):
-        return f"pdsim report {join([str(folder)])}"
+        return [f"pdsim report {join([str(folder)])}"]
+    options = [word for word in run.get("command", ()) if word.startswith("--config-")]
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
-    return f"pdsim explain {join([str(folder)])}; pdsim sweep {join([*words, 'seed=0,1,2'])}"
+    return [f"pdsim explain {join([str(folder)])}", f"pdsim sweep {join([*options, *words, 'seed=0,1,2'])}"]
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float) and not isinstance(value, bool):
-        return f"{value:.4g}"
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -56,11 +56,10 @@ class OfferedLoad:
         return f"workload.speed={workload.speed / self.highest:.3g}"
 
     def line(self, workload: Workload) -> str:
-        """Return what a reader is told first."""
-        return (
-            f"offered load: prefill {self.prefill:.3g}, decode {self.decode:.3g}: at most {self.at_most(workload)} "
-            "can be served"
-        )
+        """Return the load of both sides and the highest setting that can be served, in a sentence."""
+        sides = (f"{name} {100 * load:.0f} %" for name, load in (("prefill", self.prefill), ("decode", self.decode)))
+        verdict = "; overloaded, latencies measure the queue" if self.highest > 1 else ""
+        return f"load: {', '.join(sides)} of capacity{verdict}; at most {self.at_most(workload)} can be served"
 
     def warning(self, workload: Workload) -> str:
         """Return what is wrong with so high a load; nothing below `WARNING`."""

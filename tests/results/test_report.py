@@ -147,15 +147,15 @@ def served(**changes):
 
 def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     outcome = Outcome({}, 90.0, links={"node0/gpu0/out": 3.3e-4, "node0/gpu1/out": 1e-4}, pools={"host": 0.941})
-    notes = ["offered load: prefill 2, decode 0.5: at most half", "warning: a", "warning: b"]
-    folder = Run(config, overrides=["hw=toy", "seed=3"]).finish(
+    notes = ["load: prefill 200 %, decode 50 % of capacity", "warning: a", "warning: b"]
+    folder = Run(config, command=["pdsim", "run", "--config-dir=mine"], overrides=["hw=toy", "seed=3"]).finish(
         make_result(summary=served(offered_load_prefill=2.0), tables=[], notes=notes, outcome=outcome)
     )
     assert printed(folder, verbose=False).splitlines() == [
         "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
-        "offered load: prefill 2, decode 0.5: at most half",
-        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms; overloaded, latencies measure the "
-        "queue: 4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
+        "load: prefill 200 %, decode 50 % of capacity",
+        "SLO: 75.0 % of 4 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); "
+        "4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
         "                   p50       p90       p99",
         "TTFT             50 us    1.25 s         -",
         "TPOT                 -         -         -",
@@ -163,11 +163,21 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         "KV transfer          -         -         -",
         "bound by queueing 90.0 %, compute 10 %, busiest link 0.033 %, fullest memory 94.1 %; "
         "requests wait for an instance: add instances, or lower the load",
-        "weakest evidence: assumed (hw.host.memory: as in the shop)",
+        "evidence: the numbers are estimates: hw.host.memory is assumed (as in the shop)",
         "warning: a (and 1 more: -v)",
-        f"results: {folder}; next: pdsim explain {folder}; pdsim sweep hw=toy seed=0,1,2",
+        f"results: {folder}",
+        "next:",
+        f"  pdsim explain {folder}",
+        "  pdsim sweep --config-dir=mine hw=toy seed=0,1,2",
     ]
-    assert len(printed(folder, verbose=False).splitlines()) == 12
+
+
+@pytest.mark.parametrize(("e2e", "cause"), [(10.0, "decode steps dominate"), (1.5, "prefill compute dominates")])
+def test_compute_is_that_of_the_side_that_takes_longer(config, e2e, cause):
+    metrics = served(share_queueing=0.0, share_compute=1.0, ttft_avg_s=1.0, e2e_avg_s=e2e)
+    text = printed(Run(config).finish(make_result(summary=metrics, tables=[])), verbose=False)
+    assert "bound by compute 100.0 %" in text
+    assert f"; {cause}: " in text
 
 
 def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):

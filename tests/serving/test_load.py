@@ -171,7 +171,7 @@ def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
     assert found.offered_load is not None
     span = found.requests["arrival"][-1] - found.requests["arrival"][0]
     assert values(found)["makespan_s"] == pytest.approx(found.offered_load["prefill"] * span, rel=0.01)
-    assert found.notes[0].startswith("offered load: prefill ")
+    assert found.notes[0].startswith("load: prefill ")
     assert found.notes[1].startswith("warning: overloaded: prefill is offered ")
 
 

@@ -94,7 +94,7 @@ def test_a_ramp_brings_as_many_requests_as_its_rate():
 
 def test_a_closed_loop_has_no_offered_load_and_none_can_be_asked_for():
     result = serve(SESSIONS)
-    assert result.notes[0] == "offered load: none, for users wait for their answers"
+    assert result.notes[0] == "load: unknown, users wait for their answers"
     with pytest.raises(ValueError, match="sessions has no skip, seconds or load"):
         replace(SESSIONS, load=0.5)
     with pytest.raises(ConfigError, match=r"set workload\.count=N"):

@@ -24,10 +24,6 @@ from pdsim.results.report.page import Content, Tile
 
 __all__ = ["content", "figures", "proofs"]
 
-_UNPRINTED = ("results:", "next:", "... and", " ", "TTFT ", "TPOT ", "end to end ", "KV transfer ")
-"""How lines of `terminal.brief_lines` begin that a page leaves out: folders, commands, the table of latencies."""
-_PRINTED = ("evidence", "weakest evidence", "failed", "warning", "note")
-"""How those lines begin, of a run that serves nothing, that are not a table."""
 _TILES = {
     "ttft_p50_s": "TTFT, median",
     "ttft_p99_s": "TTFT, p99",
@@ -59,12 +55,10 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     run = KeptRun(folder)
     about = run.about
     served = "ttft_p50_s" in run.metrics
-    lines = [
-        line
-        for line in terminal.brief_lines(about, folder)
-        if (not line.startswith(_UNPRINTED) if served else line.startswith(_PRINTED))
-    ]
-    warned = [line for line in lines if line.startswith(("warning", "failed", "SLO missed"))]
+    lines = [line for line in terminal.brief_lines(about, folder, page=True) if not line.startswith("... ")]
+    warned = [line for line in lines if line.startswith(("warning", "failed"))]
+    if (met := run.metrics.get("slo_attainment")) is not None and met < terminal.GOAL:
+        warned += [line for line in lines if line.startswith("SLO: ")]
     if (left := len(about["failures"]) - 3) > 0:
         lines.append(f"and {left} more failures: pdsim show -v {folder}")
         warned.append(lines[-1])
@@ -106,7 +100,7 @@ def _tiles(run: KeptRun) -> list[Tile]:
     metrics = run.metrics
     found = []
     if (met := metrics.get("slo_attainment")) is not None:
-        found.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= 0.99 else "bad"))
+        found.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= terminal.GOAL else "bad"))
     if (good := metrics.get("goodput")) is not None:
         found.append(Tile("goodput", f"{good:.3g}/s"))
     for name, title in _TILES.items():
