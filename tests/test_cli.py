@@ -292,9 +292,7 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     assert "serve on 8xh20 with mooncake_nvlink" in out
     _, offered, slo, *rest = out.splitlines()
     assert offered.startswith("load: prefill ")
-    assert slo.startswith(
-        "SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in "
-    )
+    assert slo.startswith("SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in ")
     assert len(rest) <= 13
 
 
