@@ -197,7 +197,7 @@ def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
 def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
     number = series.colour % 8
     colour = "@muted" if series.plain else f"@c{number}"
-    trace = {"type": "scatter", "x": _short(series.x), "y": _short(series.y), "name": series.name}
+    trace: dict[str, Any] = {"type": "scatter", "x": _short(series.x), "y": _short(series.y), "name": series.name}
     trace |= {"showlegend": bool(series.name)}
     if series.kind == "band":
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}

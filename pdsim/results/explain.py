@@ -2,7 +2,7 @@
 """Where the time of a run went, phase by phase, and which phase makes two runs differ.
 
 From the rows that the runs kept: phases of requests add up to their end-to-end time, stages of transfers to their
-latency.  What a relief of a cause would bring takes another simulation: `pdsim.sweep.relief`.
+latency.  What would help takes another simulation: `pdsim.sweep.what_if`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import format_rate, format_size, format_time
+from pdsim.core.units import format_rate, format_time
 from pdsim.results import schema, store
 from pdsim.results.record import Table
 from pdsim.results.terminal import share
@@ -69,37 +69,17 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
 
 
 def tables(folders: Sequence[Path]) -> list[Table]:
-    """Return a table of phases and one of stages: of one run with shares, of two with the part in their difference.
+    """Return a table of phases and one of stages of the runs in two *folders*, with the part in their difference.
 
-    A table that not all of *folders* have rows for is left out; the last one has bytes and descriptors of a mean
-    transfer.
+    A table that one of them has no rows for is left out.
     """
-    found = [causes(folder) for folder in folders]
+    both = [causes(folder) for folder in folders]
     parts = (("request", "requests", PHASES), ("transfer", "transfers", STAGES))
-    made = [
-        _one(title, each[0], what) if len(each) == 1 else _two(title, each, what)
+    return [
+        _two(title, [one[part] for one in both], what)
         for part, title, what in parts
-        if len(each := [one[part] for one in found if part in one]) == len(found)
+        if all(part in one for one in both)
     ]
-    sizes = [one["size"] for one in found if "size" in one]
-    if len(sizes) == len(found):
-        rows = [
-            [str(f), format_size(s["nbytes"]), _number(s["batch_size"])] for f, s in zip(folders, sizes, strict=True)
-        ]
-        made.append(Table("A transfer, in the mean", {"run": "", "bytes": "", "descriptors": ""}, rows))
-    return made
-
-
-def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Table:
-    total = sum(means.values())
-    order = sorted(means, key=lambda name: -means[name])
-    bound = f"bound by {order[0]}" if total else "no time passed"
-    rows = [
-        [name, format_time(means[name]), share(means[name] / total) if total else "-", what[name]] for name in order
-    ]
-    return Table(
-        f"Mean of {title}, {format_time(total)}: {bound}", {"phase": "", "time": "", "share": "", "what": ""}, rows
-    )
 
 
 def accounts(folder: Path, request: int | None = None) -> dict[str, float]:

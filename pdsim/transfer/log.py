@@ -367,8 +367,8 @@ class TransferLog(_RecordSequence):
     def runs(self) -> Iterator[RecordRun]:
         """Yield what the records have in common, run by run."""
         for block in self._read():
-            for code, *rest in block.runs():
-                yield RecordRun(block.kinds[code], *rest)
+            for code, label, nbytes, descriptors, count in block.runs():
+                yield RecordRun(block.kinds[code], label, nbytes, descriptors, count)
 
     def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
         """Yield the columns of `TransferRecord`, of at most so many *rows* at a time; none without records.

@@ -8,7 +8,7 @@ import pytest
 import pdsim
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
-from pdsim.results.explain import accounts, causes, difference, tables
+from pdsim.results.explain import accounts, causes, difference
 from pdsim.results.store import Run
 from tests.support.configs import make_config, make_result, record
 
@@ -26,14 +26,6 @@ def test_stages_of_transfers_are_their_means(tmp_path):
     }
     assert found["size"] == {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
     assert "request" not in found
-
-
-def test_one_run_has_shares_the_greatest_first(tmp_path):
-    table, size = tables([kept(tmp_path, record())])
-    assert table.title == "Mean of transfers, 13 us: bound by tx"
-    found = [(name, time, share) for name, time, share, _ in table.rows]
-    assert found == [("tx", "10 us", "76.9 %"), ("post", "2 us", "15.4 %"), ("prep", "1 us", "7.7 %")]
-    assert [row[1:] for row in size.rows] == [["64 KiB", "16"]]
 
 
 def test_two_runs_differ_by_what_was_changed(tmp_path, monkeypatch, capsys):

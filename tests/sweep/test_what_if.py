@@ -1,4 +1,4 @@
-"""Reliefs are other configurations: what they change, and that a run with them is the run of those numbers."""
+"""What-ifs are other configurations: what they change, and that a run with them is the run of those numbers."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,10 +10,10 @@ from pdsim.config.compose import compose
 from pdsim.config.loading import plain
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
-from pdsim.sweep.relief import RELIEFS, exchanged, relieved, try_exchanges, try_reliefs
+from pdsim.sweep.what_if import WHAT_IFS, changed, exchanged, try_exchanges, try_what_ifs
 
 WORDS = ("workload=poisson", "workload.count=12", "workload.rate=4")
-BY_CAUSE = {each.cause: each for each in RELIEFS}
+BY_CAUSE = {each.cause: each for each in WHAT_IFS}
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +23,19 @@ def config():
 
 @pytest.mark.parametrize("cause", BY_CAUSE)
 def test_each_relief_changes_something_of_the_default(config, cause):
-    assert relieved(config, BY_CAUSE[cause]) not in (None, config)
+    assert changed(config, BY_CAUSE[cause]) not in (None, config)
 
 
 def test_a_relief_halves_or_doubles_what_it_names_and_nothing_else(config):
-    easier = relieved(config, BY_CAUSE["posting"])
+    easier = changed(config, BY_CAUSE["posting"])
     intra = config.backend.intra
     half = replace(intra, call=intra.call / 2, descriptor=intra.descriptor / 2)
     expected = {"call": half.call, "descriptor": half.descriptor, "rate": intra.rate, "latency": intra.latency}
     assert {name: getattr(easier.backend.intra, name) for name in expected} == expected
     assert (easier.hw, easier.workload, easier.compute) == (config.hw, config.workload, config.compute)
-    assert relieved(config, BY_CAUSE["compute"]).compute.scale == 0.5
-    assert relieved(config, BY_CAUSE["queue"]).workload.rate == 2.0
-    assert relieved(config, BY_CAUSE["admission"]).scheduler.decode_batch == 2 * config.scheduler.decode_batch
+    assert changed(config, BY_CAUSE["compute"]).compute.scale == 0.5
+    assert changed(config, BY_CAUSE["queue"]).workload.rate == 2.0
+    assert changed(config, BY_CAUSE["admission"]).scheduler.decode_batch == 2 * config.scheduler.decode_batch
 
 
 def test_every_key_that_a_relief_names_is_one_of_a_configuration():
@@ -48,7 +48,7 @@ def test_every_key_that_a_relief_names_is_one_of_a_configuration():
         f"{other}{key.removeprefix(at)}" for at in costs for key in keys if key.startswith(at) for other in costs
     }
     assert [
-        name for each in RELIEFS for name in each.factors if not any(fnmatchcase(key, name) for key in keys)
+        name for each in WHAT_IFS for name in each.factors if not any(fnmatchcase(key, name) for key in keys)
     ] == []
 
 
@@ -60,18 +60,18 @@ def _keys(value, at):
     return {at}
 
 
-def test_a_cause_that_costs_nothing_cannot_be_relieved(config):
+def test_a_cause_that_costs_nothing_cannot_be_changed(config):
     free = replace(config, engine=replace(config.engine, decode=replace(config.engine.decode, idle=0.0)))
-    assert relieved(free, BY_CAUSE["polling"]) is None
+    assert changed(free, BY_CAUSE["polling"]) is None
 
 
 def test_a_relief_is_simulated_as_a_run_of_those_numbers(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = try_reliefs(config, ["compute"], silent)
+    found = try_what_ifs(config, ["compute"], silent)
     for words, name in ((WORDS, ""), ((*WORDS, "compute.scale=0.5"), "compute")):
         e2e = pdsim.simulate(*words).requests["e2e"].to_pylist()
         assert found[name].e2e == pytest.approx(sum(e2e) / len(e2e), rel=1e-12)
-    one = try_reliefs(config, [], silent, request=3)[""]
+    one = try_what_ifs(config, [], silent, request=3)[""]
     assert (one.requests, one.e2e) == (
         1,
         pytest.approx(pdsim.simulate(*WORDS).requests["e2e"][3].as_py(), rel=1e-12),
@@ -87,4 +87,4 @@ def test_exchanging_the_only_difference_makes_all_of_it(config):
 
 def test_a_request_that_there_is_none_of_is_refused(config):
     with pytest.raises(ConfigError, match="request 99 did not end"):
-        try_reliefs(config, [], silent, request=99)
+        try_what_ifs(config, [], silent, request=99)

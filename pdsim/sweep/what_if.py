@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bounds a run, by simulating it again with one cause relieved twofold; and two runs with one thing exchanged.
+"""What if: a run simulated again with one cause of its time relieved twofold, or with a part of another run's setup.
 
-A cause is a set of numbers of the configuration that are halved or doubled together, as `RELIEFS`
-says.  Simulations are of the model, whatever the run's target was, and nothing of them is kept.
-
-Shares of time say where a request waited, and not what would help: a queue goes away when forwards
-are quicker.  That is why each relief is simulated, with the same seed and so the same requests.
+A cause is a set of numbers of the configuration that are halved or doubled together, as `WHAT_IFS` says.
+Simulations are of the model, whatever the run's target was, and nothing of them is kept.  Shares of time say where a
+request waited, and not what would help: a queue goes away when forwards are quicker.  That is why each is simulated,
+with the same seed and so the same requests.
 """
 
 from __future__ import annotations
@@ -22,53 +21,47 @@ from pdsim.results.record import Result
 from pdsim.results.statistics import mean, percentile
 from pdsim.run import simulated
 
-__all__ = ["RELIEFS", "Figures", "Relief", "exchanged", "figures", "relieved", "try_exchanges", "try_reliefs"]
+__all__ = ["WHAT_IFS", "Figures", "WhatIf", "changed", "exchanged", "figures", "try_exchanges", "try_what_ifs"]
 
 
 @dataclass(frozen=True)
-class Relief:
-    """A cause, and how it is relieved twofold.
+class WhatIf:
+    """A cause of time, and how it is relieved twofold.
 
-    A key that a configuration does not have is not an error: a relief is for all experiments and
-    machines.  Whole numbers stay whole, and at least 1.
-
-    Attributes:
-        cause: Its name, by which ``pdsim explain`` asks for it.
-        what: The time that it accounts for.
-        how: What the relief does, for the report.
-        factors: By dotted key, ``*`` standing for any characters, what its number is multiplied by.
+    A key that a configuration does not have is not an error: a cause is one of all experiments and machines.  Whole
+    numbers stay whole, and at least 1.
     """
 
-    cause: str
+    cause: str  # its name in ``pdsim explain``
     what: str  # the time that it accounts for
     how: str  # it is relieved
-    factors: Mapping[str, float]
+    factors: Mapping[str, float]  # by dotted key, ``*`` for any characters, what its number is multiplied by
 
 
 _COSTS = ("backend.int??", "collective.plain", "collective.symmetric")
 
-RELIEFS = (
-    Relief("compute", "forwards of prefill and decode", "forwards take half as long", {"compute.scale": 0.5}),
-    Relief(
+WHAT_IFS = (
+    WhatIf("compute", "forwards of prefill and decode", "forwards take half as long", {"compute.scale": 0.5}),
+    WhatIf(
         "queue",
         "waiting for pages, for an engine, for a place in a batch",
         "requests arrive half as often",
         {"workload.rate": 0.5, "workload.speed": 0.5, "workload.load": 0.5},
     ),
-    Relief(
+    WhatIf(
         "admission",
         "(of the queue: waiting for memory or a place)",
         "twice the memory, staging and batch limits",
         {"hw.gpu.memory": 2, "hw.host.memory": 2, "kv.pool": 2, "kv.staging_ring": 2, "kv.staging_buffer": 2}
         | {"scheduler.prefill_batch": 2, "scheduler.decode_batch": 2, "kv.state_slots": 2},
     ),
-    Relief(
+    WhatIf(
         "posting",
         "building and posting descriptors",
         "calls and descriptors cost half",
         {f"{at}.{key}": 0.5 for at in _COSTS for key in ("call", "*descriptor", "ramp.extra", "step")},
     ),
-    Relief(
+    WhatIf(
         "link",
         "bytes on the wire",
         "links and engines carry twice the rate, at half the latency",
@@ -76,7 +69,7 @@ RELIEFS = (
         | {f"hw.{key}": 2 for key in ("*.rate", "gpu.pcie", "host.tcp_rate", "host.memory_rate", "link.back")}
         | {"hw.link.rates": 2, "hw.interconnect.latency": 0.5, "hw.nic.latency": 0.5, "hw.link.delay": 0.5},
     ),
-    Relief(
+    WhatIf(
         "host",
         "control messages, threads that wake, completions seen",
         "hosts, control messages and completions take half as long",
@@ -88,23 +81,20 @@ RELIEFS = (
         | {f"engine.{side}.{key}": 0.5 for side in ("prefill", "decode") for key in ("a*", "step", "launch")}
         | {"engine.proxy": 0.5},
     ),
-    Relief(
+    WhatIf(
         "polling",
         "until the decode scheduler looks, between two steps",
         "an idle decode engine looks twice as often",
         {"engine.decode.idle": 0.5},
     ),
 )
-"""In the order in which a request meets them, roughly; `relieved` applies one."""
+"""In the order in which a request meets them, roughly."""
 
 
-def relieved(config: Config, relief: Relief) -> Config | None:
-    """Return *config* with *relief*.
-
-    None if it changes nothing of it, since all its numbers there are 0 or missing.
-    """
-    scaled = _scaled(config, relief.factors, "")
-    return None if scaled == config else scaled
+def changed(config: Config, what_if: WhatIf) -> Config | None:
+    """Return *config* with the numbers of *what_if* scaled; None if all of them are 0 or missing."""
+    other = _scaled(config, what_if.factors, "")
+    return None if other == config else other
 
 
 def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
@@ -139,6 +129,11 @@ class Figures:
     handoff: float | None = None  # of a request's KV, after its last forward
     transfer: float | None = None  # of one transfer, submitted to seen
 
+    @property
+    def time(self) -> float | None:
+        """What is explained: end to end of a request, or a transfer without requests."""
+        return self.e2e if self.e2e is not None else self.transfer
+
 
 def figures(result: Result, request: int | None = None) -> Figures:
     """Return the figures of *result*, or of one *request* of it alone.  Raise a `ConfigError` if nothing ended."""
@@ -168,33 +163,36 @@ def figures(result: Result, request: int | None = None) -> Figures:
     )
 
 
-def try_reliefs(
+def try_what_ifs(
     config: Config, causes: Iterable[str], progress: ShowProgress, request: int | None = None
 ) -> dict[str, Figures | str]:
-    """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved.
+    """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved, or why not.
 
-    Or why there are none.  All are simulated on the model with the same seed, one after the other,
-    in the order of `RELIEFS`. With *request* the figures are those of that one request. Raise a
-    `ConfigError` if *config* itself cannot be simulated; a relief that cannot has the reason
-    instead of figures.
+    They are simulated one after the other, in the order of `WHAT_IFS`.  With *request* the figures are those of that
+    one request.  Raise a `ConfigError` if *config* itself cannot be simulated.
     """
-    chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
-    one = 1 / (len(chosen) + 1)
-    base = simulated(config, within(progress, 0.0, one, "as it was,"))
-    results: dict[str, Figures | str] = {"": figures(base, request)}
-    for number, relief in enumerate(chosen, 1):
-        shown = within(progress, number * one, (number + 1) * one, f"{relief.cause}: {relief.how},")
-        other = relieved(config, relief)
-        nothing = "nothing of it is in this configuration"
-        results[relief.cause] = nothing if other is None else _tried(other, shown, request)
+    chosen = [each for each in WHAT_IFS if each.cause in set(causes)]
+    configs = {"": config} | {each.cause: changed(config, each) for each in chosen}
+    return _simulated(configs, 1, progress, request)
+
+
+def _simulated(
+    configs: Mapping[str, Config | None], must: int, progress: ShowProgress, request: int | None = None
+) -> dict[str, Figures | str]:
+    # Raise what the first *must* raise; for the others the reason stands instead of figures.
+    results: dict[str, Figures | str] = {}
+    for number, (name, config) in enumerate(configs.items()):
+        shown = within(progress, number / len(configs), (number + 1) / len(configs), f"{name or 'as it was'},")
+        if config is None:
+            results[name] = "nothing of it is in this configuration"
+            continue
+        try:
+            results[name] = figures(simulated(config, shown), request)
+        except (ConfigError, ValueError) as error:
+            if number < must:
+                raise
+            results[name] = f"cannot be run: {' '.join(str(error).split())}"
     return results
-
-
-def _tried(config: Config, progress: ShowProgress, request: int | None = None) -> Figures | str:
-    try:
-        return figures(simulated(config, progress), request)
-    except (ConfigError, ValueError) as error:
-        return f"cannot be run: {' '.join(str(error).split())}"
 
 
 GROUPS = ("backend", "hw", "model", "parallel", "engine", "workload", "kv", "scheduler", "compute", "collective")
@@ -216,19 +214,9 @@ def exchanged(first: Config, second: Config) -> dict[str, Config]:
 
 
 def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
-    """Return the figures of the two *configs*, and of A with each group of B that differs.
-
-    The two are under ``"A"`` and ``"B"``, the others under the name of the group.
+    """Return the figures of the two *configs*, ``"A"`` and ``"B"``, and of A with each group of B that differs.
 
     Raise a `ConfigError` if one of the two cannot be simulated.
     """
     first, second = configs
-    others = exchanged(first, second)
-    results: dict[str, Figures | str] = {}
-    one = 1 / (len(others) + 2)
-    for number, (name, config) in enumerate((("A", first), ("B", second))):
-        shown = within(progress, number * one, (number + 1) * one, f"{name} as it was,")
-        results[name] = figures(simulated(config, shown))
-    for number, (group, config) in enumerate(others.items(), 2):
-        results[group] = _tried(config, within(progress, number * one, (number + 1) * one, f"A with {group} of B,"))
-    return results
+    return _simulated({"A": first, "B": second} | exchanged(first, second), 2, progress)
