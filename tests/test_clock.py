@@ -467,7 +467,7 @@ class TestClocksWithoutPauses:
         with pytest.raises(NeverPaused) as refused:
             fire(event, "here")
         text = str(refused.value)
-        assert text.startswith(f"Event put off by {type(clock).__name__}, paused=True, halted=False: ")
+        assert text.startswith(f"Event deferred by {type(clock).__name__}, paused=True, halted=False: ")
         assert text.endswith("; set neither of them, and pause a modelled rank with RankClock.pause")
         assert "\n" not in text
         assert event.callbacks == [log.append]
@@ -476,6 +476,6 @@ class TestClocksWithoutPauses:
     @pytest.mark.parametrize("kind", ["clock", "wall"])
     def test_a_call_is_refused_too(self, kind, request, log):
         clock = request.getfixturevalue(kind)
-        with pytest.raises(NeverPaused, match="call put off by"):
-            clock.put_off(log.append, None)
+        with pytest.raises(NeverPaused, match="call deferred by"):
+            clock.defer(log.append, None)
         assert not log

@@ -37,9 +37,9 @@ LAST = NORMAL + 1
 def fire(event: Any, value: Any = None, ok: bool = True) -> None:
     """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
 
-    Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
+    Only a callback may call it, never a process: waiters of *event* run before `fire` returns.
     With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
-    What a rank waits for that is paused runs its callbacks at the end of the pause.
+    On a paused rank the callbacks run at the end of the pause.
     """
     if event._value is not PENDING:
         raise RuntimeError(f"{event} has been triggered already")
@@ -47,7 +47,7 @@ def fire(event: Any, value: Any = None, ok: bool = True) -> None:
     event._value = value
     clock: Clock = event.env
     if clock.paused:
-        clock.put_off(None, event)
+        clock.defer(None, event)
         return
     callbacks, event.callbacks = event.callbacks, None
     for callback in callbacks:
@@ -139,7 +139,7 @@ class Clock:
     def __init__(self, queue: EventQueue | None = None) -> None:
         self.virtual = True
         self.stopped = False  # the rank that lives on this clock has ended, and its events are dropped
-        self.paused = False  # it stands still, and its events are put off
+        self.paused = False  # it stands still, and its events are deferred
         self.halted = False  # one of the two
         self._queue = EventQueue() if queue is None else queue
         self.numbers: Iterator[int] | None = None  # of what is scheduled, if not as it comes; all are different
@@ -257,19 +257,19 @@ class Clock:
         self.call_at(float(at), None, end, URGENT)
         return end
 
-    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+    def defer(self, function: Callable[[Any], None] | None, argument: Any) -> None:
         """Call *function*, or process the event *argument*, which is due, at the end of a pause.
 
         Raise a `NeverPaused`: of all clocks, only those of a modelled job's ranks are ever paused.
         """
         what = type(argument).__name__ if function is None else "call"
         raise NeverPaused(
-            f"{what} put off by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
+            f"{what} deferred by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
             "it has no pauses that could end; set neither of them, and pause a modelled rank with RankClock.pause"
         )
 
     def settle(self) -> None:
-        """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
+        """Run deferred housekeeping before a timed section; only a wall clock has any."""
 
 
 class _Moment(Event):

@@ -6,7 +6,7 @@
     PdsimError
     ├── ConfigError              what the user typed cannot be run; the message says what to type instead
     ├── MessageError             bytes from another process that are no message of ours
-    ├── NeverPaused              an event was put off on a clock that has no pauses
+    ├── NeverPaused              an event was deferred on a clock that has no pauses
     └── TransferError
         ├── BackendUnavailable   the engine cannot work on this machine; the message says what is missing
         ├── RegistrationError    memory that cannot be registered, or is not
@@ -64,7 +64,7 @@ class MessageError(PdsimError):
 
 
 class NeverPaused(PdsimError):
-    """An event was put off until the end of a pause, on a clock whose ranks are never paused.
+    """An event was deferred until the end of a pause, on a clock whose ranks are never paused.
 
     A mistake of the program: somebody has set ``paused`` of such a clock.  Nothing was lost: the event is as before.
     """

@@ -37,7 +37,7 @@ from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import Status, advance
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.transfer import Batch, Program, Transfer, WriteSequence
-from pdsim.transfer.batch import one_piece
+from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
 __all__ = ["ChunkWrite", "KvSender", "Queues", "RoomTransferState"]
@@ -515,7 +515,7 @@ class KvSender:
             self._settle(state)
             return
         size = target.blocks.nbytes(sum(count for _, _, count in spec.rows))
-        batch = one_piece(block, target.ring, 0, position % target.ring.size, size)
+        batch = single_descriptor(block, target.ring, 0, position % target.ring.size, size)
         transfer = self._write(write, batch, "staged")
         self._gathers.lend(queue, transfer)
         try:

@@ -349,7 +349,7 @@ class DecodeScheduler:
                 self._done(room)
         for number in self.batch.finished():
             self._done(self.rooms[number])
-        self._ripen()
+        self._promote_pending()
         self.poll()
         if self._left:
             self._leave()
@@ -366,7 +366,7 @@ class DecodeScheduler:
         if news:
             self.wake()
 
-    def _ripen(self) -> None:
+    def _promote_pending(self) -> None:
         for room in self._late:
             room.lag -= 1
         self._waiting += [room for room in self._late if not room.lag]

@@ -139,7 +139,7 @@ class SimChannel:
         if self.closed:
             return
         if self._clock.paused:
-            self._clock.put_off(self._deliver, message)
+            self._clock.defer(self._deliver, message)
         else:
             self._inbox.deliver(message)
 
@@ -261,7 +261,7 @@ class NotificationInbox:
     """The notifications of one rank, in order of arrival, delivered when its host acts upon them.
 
     *hardware* is the job's clock, on which they arrive; *clock* is the rank's own, which may be paused: then they
-    are put off until it goes on.  *host_latency* says how long after its arrival the rank acts upon one.  Once the
+    are deferred until it resumes.  *host_latency* says how long after its arrival the rank acts upon one.  Once the
     inbox is closed, because the endpoint has ended, what still arrives is dropped.
     """
 
@@ -294,7 +294,7 @@ class NotificationInbox:
         if self._closed:
             return
         if self._clock.paused:
-            self._clock.put_off(self._wake_with, notification)
+            self._clock.defer(self._wake_with, notification)
         else:
             self.mailbox.deliver(notification)
 
@@ -306,7 +306,7 @@ class RankClock(Clock):
         super().__init__(job.queue)
         self.name = name
         self.job = job
-        self._put_off: list[tuple[Callable[[Any], None] | None, Any]] = []
+        self._deferred: list[tuple[Callable[[Any], None] | None, Any]] = []
         if job.ties is not None:
             self.numbers = Ties(job, job.ties, job.counted)
 
@@ -323,17 +323,17 @@ class RankClock(Clock):
             self.paused = self.halted = True
             self._queue.add(end, URGENT, self.numbers, self.job, self._resume, None)
 
-    def put_off(self, function: Callable[[Any], None] | None, argument: Any) -> None:
+    def defer(self, function: Callable[[Any], None] | None, argument: Any) -> None:
         """Keep a call or an event, which is due, until the end of the pause; drop it if the rank has ended."""
         if not self.stopped:
-            self._put_off.append((function, argument))
+            self._deferred.append((function, argument))
         elif function is None:
             argument.callbacks = None  # "processed"
 
     def _resume(self, _: Any) -> None:
         self.paused, self.halted = False, self.stopped
-        put_off, self._put_off = self._put_off, []
-        for function, argument in put_off:
+        deferred, self._deferred = self._deferred, []
+        for function, argument in deferred:
             self.call_at(self.now, function, argument)
 
 
@@ -367,7 +367,7 @@ class JobClock(Clock):
             clock: Clock = due[3]
             function = due[4]
             if clock.halted:
-                clock.put_off(function, due[5])
+                clock.defer(function, due[5])
             elif function is not None:  # more than half of them
                 function(due[5])
             elif (error := process_event(due[5])) is not None:

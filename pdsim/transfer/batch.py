@@ -26,7 +26,7 @@ __all__ = [
     "check_inside",
     "int64s",
     "move",
-    "one_piece",
+    "single_descriptor",
 ]
 
 Int64s = npt.NDArray[np.int64]
@@ -306,7 +306,7 @@ class LazyBatch(Batch):
         return self.arrays().size
 
 
-def one_piece(source: Region, target: Region, source_offset: int, target_offset: int, size: int) -> Batch:
+def single_descriptor(source: Region, target: Region, source_offset: int, target_offset: int, size: int) -> Batch:
     """Return the batch of one descriptor, checked as any other, without arrays until somebody reads them."""
 
     def make() -> Batch:
