@@ -16,7 +16,7 @@ from tests.support.documented import documented
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BACKEND = EXAMPLES / "third_party_backend"
 pytestmark = pytest.mark.timeout(900)
-BOUNDED = "test_refusals or test_quiesced or test_records or test_close"
+BOUNDED = "test_refusals or test_closing or describes_the_transfer or closed_its_endpoint"
 
 
 @pytest.fixture(scope="module")

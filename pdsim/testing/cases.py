@@ -41,8 +41,8 @@ MEMBERS = 4
 
 IMPORTED = (
     *("zmq.utils.monitor", "zmq.utils.z85", "backends.engines.mooncake", "backends.engines.nixl"),
-    *("pdsim.testing.programs", "pdsim.serving.router"),
-    *("pdsim.serving.prefill", "pdsim.serving.decode"),
+    *(f"pdsim.testing.programs.{name}" for name in ("gathering", "living", "losing", "moving", "refusals")),
+    *("pdsim.serving.router", "pdsim.serving.prefill", "pdsim.serving.decode"),
 )
 """What ranks on host memory import, ready before they start; none of it imports an engine's library."""
 

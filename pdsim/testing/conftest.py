@@ -16,10 +16,10 @@ import pytest
 
 from backends.emulation.guest.machine import PATIENCE as GUEST_PATIENCE
 from pdsim.core import plugins
-from pdsim.testing import cases, guest, programs
+from pdsim.testing import cases, guest
 from pdsim.testing.cases import MODELS, Case
 from pdsim.testing.programs.tools import PATIENCE
-from pdsim.transfer.job import Outcome, RankSpec, Target
+from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
 Job = Callable[..., Outcome]
 
@@ -80,7 +80,7 @@ def _make_job(case: Case, target: Callable[[], Target], request: pytest.FixtureR
         failing: Sequence[str] = (),
     ) -> Outcome:
         specs = [
-            RankSpec(rank, f"{programs.__name__}:{program.__name__}", case.place(index), arguments)
+            RankSpec(rank, f"{program.__module__}:{program.__name__}", case.place(index), arguments)
             for index, (rank, (program, arguments)) in enumerate(ranks.items())
         ]
         # several tests may look at one and the same job: it is run once
@@ -114,6 +114,20 @@ def job(request: pytest.FixtureRequest) -> Job:
         return cases.make_target(case.name, required=asked)
 
     return _make_job(case, target, request)
+
+
+@pytest.fixture
+def pair(job: Job) -> Callable[..., tuple[RankResult, RankResult]]:
+    """Return what runs two programs with the same arguments, and returns their results.
+
+    The first is the rank "writer", whose *to* is "target"; the second is that, and its *by* is "writer".
+    """
+
+    def run(first: Any, second: Any, *, kill: Mapping[str, float] | None = None, **both: Any) -> Any:
+        ranks = {"writer": (first, {"to": "target", **both}), "target": (second, {"by": "writer", **both})}
+        return tuple(job(ranks, kill=kill).ranks.values())
+
+    return run
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdsim.testing import programs
-from pdsim.testing.programs import KiB, MiB
+from pdsim.testing.programs.gathering import gather_everything, gather_late, gather_until_lost
+from pdsim.testing.programs.tools import KiB, MiB
 
 NAMES = ["rank0", "rank1", "rank2"]
 SIZES = [1, 1000, 64 * KiB, 1 * MiB + 1]
@@ -26,7 +26,7 @@ def on_all(program: Any, ranks: list[str], **arguments: Any) -> dict[str, Any]:
 @pytest.fixture
 def everything(gathering: Any) -> Any:
     """Run the one job that most tests look at: three ranks in a group, and a fourth in none."""
-    ranks = on_all(programs.gather_everything, [*NAMES, "rank3"], names=NAMES, sizes=SIZES, batches=BATCHES)
+    ranks = on_all(gather_everything, [*NAMES, "rank3"], names=NAMES, sizes=SIZES, batches=BATCHES)
     return gathering(ranks)
 
 
@@ -109,7 +109,7 @@ def test_what_was_taken_is_given_back_but_for_the_reserved_pool(members):
 def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
     """The others fail with `PeerLost` in time, get their memory back, and fail at once when they call again."""
     arguments = {"names": NAMES, "victim": "rank1", "size": 1 * MiB}
-    outcome = gathering(on_all(programs.gather_until_lost, NAMES, **arguments), failing=["rank1"])
+    outcome = gathering(on_all(gather_until_lost, NAMES, **arguments), failing=["rank1"])
     for name in ("rank0", "rank2"):
         found = outcome.ranks[name].value
         assert (found["error"], found["again"]) == ("PeerLost", "PeerLost")
@@ -122,7 +122,7 @@ def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
 def test_a_rank_that_is_late_ends_the_wait_at_the_deadline(gathering):
     """A collective that cannot be completed ends the group on every rank."""
     arguments = {"names": NAMES, "late": "rank2", "wait": 3.0, "timeout": 1.0}
-    outcome = gathering(on_all(programs.gather_late, NAMES, **arguments))
+    outcome = gathering(on_all(gather_late, NAMES, **arguments))
     errors = {name: rank.value["error"] for name, rank in outcome.ranks.items()}
     assert "TransferTimeout" in errors.values()
     assert set(errors.values()) <= {"TransferTimeout", "PeerLost"}

@@ -3,8 +3,8 @@
 
 import pytest
 
-from pdsim.testing import programs
-from pdsim.testing.programs import MiB
+from pdsim.testing.programs import losing
+from pdsim.testing.programs.tools import MiB
 
 KILL = 2.0  # seconds after the start: long after all are connected
 
@@ -15,8 +15,8 @@ def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
     size = 8 * MiB
     outcome = job(
         {
-            "survivor": (programs.write_until_lost, {"to": "victim", "size": size, "operation": operation}),
-            "victim": (programs.be_lost, {"by": "survivor", "size": size}),
+            "survivor": (losing.move_until_lost, {"to": "victim", "size": size, "operation": operation}),
+            "victim": (losing.be_lost, {"by": "survivor", "size": size}),
         },
         kill={"victim": KILL},
     )
@@ -29,11 +29,14 @@ def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
 
 
 def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
-    """A transfer to a peer that is gone already fails, as does connecting to its old address."""
+    """A transfer to a peer that is gone already fails, as does connecting to its old address.
+
+    The job reports a killed rank as such, without a value.
+    """
     outcome = job(
         {
-            "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
-            "victim": (programs.be_lost, {"by": "survivor", "size": 4096}),
+            "survivor": (losing.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
+            "victim": (losing.be_lost, {"by": "survivor", "size": 4096}),
         },
         kill={"victim": KILL},
     )
@@ -41,17 +44,6 @@ def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
     assert found["errors"] == ["PeerLost", "PeerLost"]
     assert found["connect"] == "PeerLost"
     assert found["took"] < 20
-
-
-def test_a_killed_rank_says_so(job):
-    """The job reports a killed rank as such, without a value."""
-    outcome = job(
-        {
-            "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
-            "victim": (programs.be_lost, {"by": "survivor", "size": 4096}),
-        },
-        kill={"victim": KILL},
-    )
     assert "killed" in outcome.ranks["victim"].error
     assert outcome.ranks["victim"].value is None
 
@@ -60,9 +52,9 @@ def test_the_others_go_on(job):
     """The loss of one peer must not disturb transfers to another."""
     outcome = job(
         {
-            "writer": (programs.lose_one_of_two, {"wait": KILL + 0.5}),
-            "victim": (programs.be_victim, {}),
-            "other": (programs.be_other, {}),
+            "writer": (losing.lose_one_of_two, {"wait": KILL + 0.5}),
+            "victim": (losing.be_lost, {"by": "writer", "size": 4096}),
+            "other": (losing.be_other, {"by": "writer"}),
         },
         kill={"victim": KILL},
     )
@@ -72,5 +64,5 @@ def test_the_others_go_on(job):
 
 def test_a_rank_that_raises_ends_with_its_error(job):
     """An exception of a program is its rank's error, by name and message."""
-    outcome = job({"bad": (programs.fail, {"after": 0.01})}, failing=["bad"])
+    outcome = job({"bad": (losing.fail, {"after": 0.01})}, failing=["bad"])
     assert outcome.ranks["bad"].error.startswith("ValueError: this rank fails on purpose")

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.core.errors import TransferError
 from pdsim.kv.allgather import PaddedAllGather, zigzag
-from pdsim.testing.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
+from pdsim.testing.programs.tools import GUARD, KiB, Steps, filled, outcome_of, pattern, refusal, wrong
 from pdsim.transfer import Program, Region
 from pdsim.transfer.group import SYMMETRIC, Group
 from pdsim.transfer.job import Rank
@@ -42,15 +41,6 @@ def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: l
         "same": rank.group(names) is group,
         "used": rank.device.used - group.reserved,
     }
-
-
-def result_of(event: Any) -> Steps:
-    """Wait for *event* and return "ok" or the name of its error."""
-    try:
-        yield event
-    except TransferError as error:
-        return type(error).__name__
-    return "ok"
 
 
 def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Steps:
@@ -145,9 +135,9 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
     ranks, size = len(group.names), sizes[rank.name]
     source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
     before = target.read(0, target.size) if rank.device.holds_bytes else b""
-    differs = yield from result_of(group.all_gather(source, target, size))
+    differs = yield from outcome_of(group.all_gather(source, target, size))
     spared = not rank.device.holds_bytes or target.read(0, target.size) == before
-    alike = yield from result_of(group.all_gather(source, target, 1024))
+    alike = yield from outcome_of(group.all_gather(source, target, 1024))
     small = filled(rank, 4096 * ranks - 1, None)
     found = {
         "differs": differs,
@@ -175,10 +165,10 @@ def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> P
         if rank.name == victim and done == 5:
             _die(rank)
         started = rank.clock.now
-        error = yield from result_of(group.all_gather(source, target))
+        error = yield from outcome_of(group.all_gather(source, target))
         done += error == "ok"
     took = rank.clock.now - started
-    again = yield from result_of(group.all_gather(source, target))
+    again = yield from outcome_of(group.all_gather(source, target))
     rank.device.free(source)
     rank.device.free(target)
     return {"error": error, "done": done, "took": took, "again": again, "used": rank.device.used}
@@ -201,7 +191,7 @@ def gather_late(rank: Rank, names: list[str], late: str, wait: float, timeout: f
     started = rank.clock.now
     if rank.name == late:
         yield rank.clock.timeout(wait)
-    error = yield from result_of(group.all_gather(source, target, timeout=timeout))
+    error = yield from outcome_of(group.all_gather(source, target, timeout=timeout))
     took = rank.clock.now - started
     if rank.name != late:  # stay, for the end of a rank is an answer too
         yield rank.clock.timeout(wait)

@@ -11,16 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdsim.core.errors import PdsimError
-from pdsim.testing.programs.tools import (
-    Mail,
-    filled,
-    moved,
-    one,
-    pattern,
-    refusal,
-    scattered,
-    wrong,
-)
+from pdsim.testing.programs.tools import Mail, filled, moved, one, pattern, refusal, scattered, target, wrong
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Rank
 
@@ -36,7 +27,7 @@ def reconnect(rank: Rank, to: str, times: int) -> Program:
     address = yield from mail.receive(to)
     peers = [rank.endpoint.connect(address) for _ in range(times)]
     for index, peer in enumerate(peers):
-        batch = one(mine, peer.regions["sink"], 64, index * 64, index * 64)
+        batch = one(mine, peer.regions["memory"], 64, index * 64, index * 64)
         yield rank.endpoint.write(peer, batch, b"again")
     yield from mail.wait_for(to)
     return len({peer.name for peer in peers})
@@ -44,10 +35,7 @@ def reconnect(rank: Rank, to: str, times: int) -> Program:
 
 def be_reconnected(rank: Rank, by: str, times: int) -> Program:
     """Take one write over each of the connections of *by*; return wrong bytes and surplus notifications."""
-    mail = Mail(rank)
-    buffer = filled(rank, 64 * times, None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, 64 * times)
     for _ in range(times):
         yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, pattern(1, 64 * times))
@@ -147,15 +135,12 @@ def use_memory(rank: Rank) -> Program:
     device.free(half)
     device.free(device.allocate(device.capacity - 4096))
     device.free(first)
-    return {**found, "free of nothing": _raises_on_zero(rank), "used in the end": device.used}
-
-
-def _raises_on_zero(rank: Rank) -> bool:
     try:
-        rank.device.allocate(0)
+        device.allocate(0)
+        nothing = "accepted"
     except (ValueError, PdsimError):
-        return True
-    return False
+        nothing = "refused"
+    return {**found, "nothing": nothing, "used in the end": device.used}
 
 
 def touch_outside(rank: Rank) -> Program:

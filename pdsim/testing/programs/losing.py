@@ -13,36 +13,24 @@ import os
 import signal
 from collections import deque
 
-from pdsim.testing.programs.tools import (
-    PATIENCE,
-    Mail,
-    filled,
-    one,
-    outcome_of,
-    refusal,
-)
+from pdsim.testing.programs.tools import PATIENCE, Mail, filled, initiator, one, outcome_of, refusal, target
 from pdsim.transfer import Program, Transfer
 from pdsim.transfer.job import Rank
 
 
-def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
+def move_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
     """Move *size* bytes again and again until it fails; return the error and how long the last one took.
 
     *error* names the class, *done* counts the transfers before, *took* is seconds of an idle machine from the call
     to the failure, *at* the time on the clock.  The deadline of each transfer is 20 s.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(rank.device.allocate(size), "mine")
-    peer = (yield from mail.connect(to))[to]
-    theirs = peer.regions["theirs"]
+    _, mine, peer, theirs = yield from initiator(rank, to, size)
+    source, sink = (mine, theirs) if operation == "write" else (theirs, mine)
     done, error, started = 0, "ok", 0.0
     while error == "ok":
         started = rank.clock.now
-        if operation == "write":
-            transfer = rank.endpoint.write(peer, one(mine, theirs, size), timeout=20 * PATIENCE)
-        else:
-            transfer = rank.endpoint.read(peer, one(theirs, mine, size), timeout=20 * PATIENCE)
-        error = yield from outcome_of(transfer)
+        move = getattr(rank.endpoint, operation)
+        error = yield from outcome_of(move(peer, one(source, sink, size), timeout=20 * PATIENCE))
         done += error == "ok"
     return {"error": error, "done": done, "took": (rank.clock.now - started) / PATIENCE, "at": rank.clock.now}
 
@@ -60,7 +48,7 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
     peer = rank.endpoint.connect(address)
     yield rank.clock.timeout(wait * PATIENCE - rank.clock.now)
     rank.channel.send(to, b"lost")
-    batch = one(mine, peer.regions["theirs"], 4096)
+    batch = one(mine, peer.regions["memory"], 4096)
     started = rank.clock.now
     first = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20 * PATIENCE))
     second = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20 * PATIENCE))
@@ -73,9 +61,7 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
 
 def be_lost(rank: Rank, by: str, size: int) -> Program:
     """Register memory and wait to be killed; return "survived" if nobody does within a minute."""
-    mail = Mail(rank)
-    rank.endpoint.register(rank.device.allocate(size), "theirs")
-    yield from mail.connect(by)
+    yield from target(rank, by, size)
     yield rank.clock.timeout(60 * PATIENCE)
     return "survived"
 
@@ -92,30 +78,21 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
     errors = {}
     for turn in "1", "2":
         for name in ("victim", "other"):
-            batch = one(mine, peers[name].regions["sink"], 4096)
+            batch = one(mine, peers[name].regions["memory"], 4096)
             transfer = rank.endpoint.write(peers[name], batch, turn.encode(), timeout=20 * PATIENCE)
             errors[name] = yield from outcome_of(transfer)
     yield from mail.wait_for("other")
     return errors
 
 
-def be_victim(rank: Rank) -> Program:
-    """Register memory and wait to be killed, with the rank "writer" as the only peer."""
-    rank.endpoint.register(rank.device.allocate(4096), "sink")
-    yield from Mail(rank).connect("writer")
-    yield rank.clock.timeout(60 * PATIENCE)
-
-
-def be_other(rank: Rank) -> Program:
+def be_other(rank: Rank, by: str) -> Program:
     """Take two writes and return their notifications, whatever becomes of the other peer."""
-    mail = Mail(rank)
-    rank.endpoint.register(rank.device.allocate(4096), "sink")
-    yield from mail.connect("writer")
+    mail, _ = yield from target(rank, by, 4096)
     found = []
     for _ in range(2):
         notification = yield rank.endpoint.notifications.get()
         found.append(notification.payload.decode())
-    yield from mail.wait_for("writer")
+    yield from mail.wait_for(by)
     return found
 
 
@@ -125,17 +102,16 @@ def fail(rank: Rank, after: float) -> Program:
     raise ValueError("this rank fails on purpose")
 
 
-def be_late(rank: Rank, to: str, size: int) -> Program:
-    """Write with a deadline that cannot be kept; look at the quarantine before and after it settles.
+def write_too_late(rank: Rank, to: str, size: int) -> Program:
+    """Write with a deadline of 10 us; look at the quarantine before and after the write settles.
 
-    The deadline is 10 us.  *after* is what is quarantined, and whether the region can be deregistered, once it has
-    settled.
+    *after* is what is quarantined, and whether the region can be deregistered, once it has settled.
     """
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
-    mine = rank.endpoint.register(buffer, "source")
+    mine = rank.endpoint.register(buffer, "mine")
     peer = (yield from mail.connect(to))[to]
-    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), timeout=1e-5)
+    transfer = rank.endpoint.write(peer, one(mine, peer.regions["memory"], size), timeout=1e-5)
     error = yield from outcome_of(transfer)
     settled = transfer.settled.triggered
     found = {
@@ -153,9 +129,7 @@ def be_late(rank: Rank, to: str, size: int) -> Program:
 
 def be_target(rank: Rank, by: str, size: int) -> Program:
     """Register memory, and wait until *by* is done with it."""
-    mail = Mail(rank)
-    rank.endpoint.register(rank.device.allocate(size), "sink")
-    yield from mail.connect(by)
+    mail, _ = yield from target(rank, by, size)
     yield from mail.wait_for(by)
 
 
@@ -167,13 +141,13 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     """
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
-    mine = rank.endpoint.register(buffer, "source")
+    mine = rank.endpoint.register(buffer, "mine")
     peer = (yield from mail.connect(to))[to]
     pid = int((yield from mail.receive(to)))
-    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 1), b"warm")
+    yield rank.endpoint.write(peer, one(mine, peer.regions["memory"], 1), b"warm")
     os.kill(pid, signal.SIGSTOP)
     started = rank.clock.now
-    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), b"stopped", timeout=PATIENCE)
+    transfer = rank.endpoint.write(peer, one(mine, peer.regions["memory"], size), b"stopped", timeout=PATIENCE)
     error = yield from outcome_of(transfer)
     took = rank.clock.now - started
     yield rank.clock.timeout(0.2 * PATIENCE)
@@ -200,46 +174,35 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
 
 def be_stopped(rank: Rank, by: str, size: int) -> Program:
     """Tell *by* the number of this process, which it stops."""
-    mail = Mail(rank)
-    rank.endpoint.register(rank.device.allocate(size), "sink")
-    yield from mail.connect(by)
+    mail, _ = yield from target(rank, by, size)
     rank.channel.send(by, str(os.getpid()).encode())
     yield from mail.wait_for(by)
 
 
-def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
-    """Write over and over, several writes at a time, until the supervisor ends this rank.
-
-    *count* writes of *size* bytes are under way at any time, so that some are when it dies.
-    """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
-    peer = (yield from mail.connect(to))[to]
+def write_until_killed(rank: Rank, to: str, size: int) -> Program:
+    """Write *size* bytes over and over, four writes at a time, until the supervisor ends this rank."""
+    _, mine, peer, theirs = yield from initiator(rank, to, size)
     under_way: deque[Transfer] = deque()
     while True:
-        under_way.append(rank.endpoint.write(peer, one(mine, peer.regions["sink"], size)))
-        if len(under_way) == count:
+        under_way.append(rank.endpoint.write(peer, one(mine, theirs, size)))
+        if len(under_way) == 4:
             yield under_way.popleft()
 
 
-def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
-    """Wait for the proof that *writer* is quiesced; then look whether bytes still change.
+def outlive(rank: Rank, by: str, size: int) -> Program:
+    """Wait for the proof that the writer *by* is quiesced; then look whether bytes still change.
 
-    The proof about a rank that has never connected must come at once.  *early* says whether it came while *writer*
-    lived, *proven* whether it came *within* so many seconds of an idle machine, *changed* how many bytes did after
-    it.
+    The proof about a rank that has never connected must come at once.  *early* says whether it came while *by*
+    lived, *proven* whether it came within 3 seconds of an idle machine, *changed* how many bytes did after it.
     """
-    mail = Mail(rank)
-    buffer = filled(rank, size, None)
-    rank.endpoint.register(buffer, "sink")
-    stranger = rank.endpoint.quiesced(writer)
+    stranger = rank.endpoint.quiesced(by)
     yield stranger
-    yield from mail.connect(writer)
+    _, buffer = yield from target(rank, by, size)
     yield rank.clock.timeout(PATIENCE)
-    event = rank.endpoint.quiesced(writer)
+    event = rank.endpoint.quiesced(by)
     yield rank.clock.timeout(0.1 * PATIENCE)
     early = event.triggered
-    yield event | rank.clock.timeout(within * PATIENCE)
+    yield event | rank.clock.timeout(3.0 * PATIENCE)
     at, proven = rank.clock.now, event.triggered
     changed = None
     if rank.device.holds_bytes and proven:
@@ -254,9 +217,7 @@ def write_and_close(rank: Rank, to: str, size: int) -> Program:
 
     A goodbye with nothing under way is a proof: *to* runs `outlive` and must have it at once.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
-    peer = (yield from mail.connect(to))[to]
-    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], size))
+    _, mine, peer, theirs = yield from initiator(rank, to, size)
+    yield rank.endpoint.write(peer, one(mine, theirs, size))
     yield rank.clock.timeout(1.5 * PATIENCE)
     rank.endpoint.close()

@@ -15,10 +15,12 @@ from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
     filled,
+    initiator,
     moved,
     one,
     pattern,
     scattered,
+    target,
     wrong,
 )
 from pdsim.transfer import Batch, Notification, Program
@@ -31,10 +33,8 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
     Each block has *size* bytes, somewhere in regions of *region* bytes on either side.  *to* runs
     `be_written` with the same numbers.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, region, seed), "source")
-    peer = (yield from mail.connect(to))[to]
-    batch = Batch(mine, peer.regions["sink"], *scattered(count, size, region, seed))
+    mail, mine, peer, theirs = yield from initiator(rank, to, region, seed)
+    batch = Batch(mine, theirs, *scattered(count, size, region, seed))
     record = yield rank.endpoint.write(peer, batch, b"written", label="blocks")
     yield from mail.wait_for(to)
     times = [record.submitted, record.prepared, record.posted, record.completed, record.seen]
@@ -53,35 +53,29 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
 
 def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
     """Take the write of `write_blocks`; return its notification, and how many bytes of the region are wrong."""
-    mail = Mail(rank)
-    buffer = filled(rank, region, None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, region)
     notification = yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, moved(count, size, region, seed))
     yield from mail.wait_for(by)
     return {"from": notification.sender, "payload": notification.payload.decode(), "wrong": found}
 
 
-def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Read *count* scattered blocks in one batch; return route and wrong bytes.  *of* runs `be_read`."""
+def read_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
+    """Read *count* scattered blocks of *to*, which runs `be_read`, in one batch; return route and wrong bytes."""
     mail = Mail(rank)
     buffer = filled(rank, region, None)
-    mine = rank.endpoint.register(buffer, "sink")
-    peer = (yield from mail.connect(of))[of]
-    batch = Batch(peer.regions["source"], mine, *scattered(count, size, region, seed))
+    mine = rank.endpoint.register(buffer, "mine")
+    peer = (yield from mail.connect(to))[to]
+    batch = Batch(peer.regions["memory"], mine, *scattered(count, size, region, seed))
     record = yield rank.endpoint.read(peer, batch)
     found = wrong(rank, buffer, moved(count, size, region, seed))
-    yield from mail.wait_for(of)
+    yield from mail.wait_for(to)
     return {"operation": record.operation, "route": [record.source, record.target], "wrong": found}
 
 
-def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
+def be_read(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
     """Let *by* read; return how many bytes changed here, and notifications, of which there should be none."""
-    mail = Mail(rank)
-    buffer = filled(rank, region, seed)
-    rank.endpoint.register(buffer, "source")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, region, seed)
     yield from mail.wait_for(by)
     return {"wrong": wrong(rank, buffer, pattern(seed, region)), "notifications": len(rank.endpoint.notifications)}
 
@@ -109,43 +103,37 @@ def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other:
 def write_to_many(rank: Rank, size: int) -> Program:
     """Write a part of one region to each peer, all at once, with its name as notification."""
     mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "source")
+    mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "mine")
     peers = yield from mail.connect()
     transfers = []
     for index, (name, peer) in enumerate(sorted(peers.items())):
-        batch = one(mine, peer.regions["sink"], size, source_offset=index * size)
+        batch = one(mine, peer.regions["memory"], size, source_offset=index * size)
         transfers.append(rank.endpoint.write(peer, batch, name.encode()))
     yield rank.clock.all_of(transfers)
     yield from mail.wait_for()
-    return {"written": sorted(peers)}
 
 
-def be_one_of_many(rank: Rank, index: int, size: int, of: int) -> Program:
+def be_one_of_many(rank: Rank, by: str, index: int, size: int, of: int) -> Program:
     """Take the *index*-th of *of* parts; return the notification and wrong bytes."""
-    mail = Mail(rank)
-    buffer = filled(rank, size, None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect("hub")
+    mail, buffer = yield from target(rank, by, size)
     notification = yield rank.endpoint.notifications.get()
     found = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
-    yield from mail.wait_for("hub")
+    yield from mail.wait_for(by)
     return {"payload": notification.payload.decode(), "wrong": found}
 
 
-def write_to_hub(rank: Rank, size: int, seed: int, offset: int) -> Program:
+def write_to_hub(rank: Rank, to: str, size: int, seed: int, offset: int) -> Program:
     """Write the pattern of *seed* to *offset* of the hub's region, with this rank's name as notification."""
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size, seed), "source")
-    hub = (yield from mail.connect("hub"))["hub"]
-    yield rank.endpoint.write(hub, one(mine, hub.regions["sink"], size, target_offset=offset), rank.name.encode())
-    yield from mail.wait_for("hub")
+    mail, mine, hub, theirs = yield from initiator(rank, to, size, seed)
+    yield rank.endpoint.write(hub, one(mine, theirs, size, target_offset=offset), rank.name.encode())
+    yield from mail.wait_for(to)
 
 
 def be_hub(rank: Rank, size: int) -> Program:
     """Take one write of each peer; return who notified, and how many bytes are wrong in all."""
     mail = Mail(rank)
     buffer = filled(rank, size * len(rank.peers), None)
-    rank.endpoint.register(buffer, "sink")
+    rank.endpoint.register(buffer, "memory")
     yield from mail.connect()
     received = []
     for _ in rank.peers:
@@ -156,25 +144,13 @@ def be_hub(rank: Rank, size: int) -> Program:
     return {"notified": sorted([note.sender, note.payload.decode()] for note in received), "wrong": found}
 
 
-def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
-    """Write once for each payload (hexadecimal), each after the one before is complete."""
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, 64, 1), "source")
-    peer = (yield from mail.connect(to))[to]
-    for payload in payloads:
-        yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64), bytes.fromhex(payload))
-    yield from mail.wait_for(to)
-
-
 def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
     """Write *count* parts one after the other, or, with *stop*, no more than the one that is under way at once.
 
     Return how many were written, as the sequence says and as it reported them, and the bytes that it reported.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
-    peer = (yield from mail.connect(to))[to]
-    batches = [one(mine, peer.regions["sink"], size, i * size, i * size) for i in range(count)]
+    mail, mine, peer, theirs = yield from initiator(rank, to, count * size, 2)
+    batches = [one(mine, theirs, size, i * size, i * size) for i in range(count)]
     reported: list[tuple[int, int]] = []
 
     def progress(writes: int, nbytes: int) -> None:
@@ -192,17 +168,14 @@ def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = F
     }
 
 
-def be_written_in_sequence(rank: Rank, by: str, count: int, size: int) -> Program:
+def be_written_in_sequence(rank: Rank, by: str, count: int, size: int, stop: bool = False) -> Program:
     """Return what was attached to *count* writes, how often, and how many bytes of their parts are wrong.
 
-    Beyond *count* there may be no notification.
+    Beyond *count*, or with *stop* beyond one, there may be no notification.
     """
-    mail = Mail(rank)
-    buffer = filled(rank, count * size, None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, count * size)
     payloads: list[str] = []
-    while len(payloads) < count:
+    while len(payloads) < (1 if stop else count):
         notification: Notification = yield rank.endpoint.notifications.get()
         payloads += [notification.payload.decode()] * notification.times
     found = wrong(rank, buffer, pattern(2, count * size))
@@ -210,19 +183,23 @@ def be_written_in_sequence(rank: Rank, by: str, count: int, size: int) -> Progra
     return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "wrong": found}
 
 
+def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
+    """Write once for each payload (hexadecimal), each after the one before is complete; "" is no notification."""
+    mail, mine, peer, theirs = yield from initiator(rank, to, 64)
+    for payload in payloads:
+        yield rank.endpoint.write(peer, one(mine, theirs, 64), bytes.fromhex(payload))
+    yield rank.clock.timeout(0.05 * PATIENCE)  # for one that should not arrive
+    yield from mail.wait_for(to)
+
+
 def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
     """Start *count* transfers of different bytes together, each with its own notification.
 
     The payload of each is its number, by which the receiver knows which bytes must be there.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
-    peer = (yield from mail.connect(to))[to]
-    transfers = []
-    for i in range(count):
-        batch = one(mine, peer.regions["sink"], size, i * size, i * size)
-        transfers.append(rank.endpoint.write(peer, batch, str(i).encode()))
-    yield rank.clock.all_of(transfers)
+    mail, mine, peer, theirs = yield from initiator(rank, to, count * size, 2)
+    batches = [one(mine, theirs, size, i * size, i * size) for i in range(count)]
+    yield rank.clock.all_of([rank.endpoint.write(peer, b, str(i).encode()) for i, b in enumerate(batches)])
     yield from mail.wait_for(to)
 
 
@@ -232,10 +209,7 @@ def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
     *surplus* are notifications that nobody sent, *early* those that came before their bytes: a
     notification promises that the bytes of its transfer are there.
     """
-    mail = Mail(rank)
-    buffer = filled(rank, max(size * count, 64), None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, max(size * count, 64))
     expected, early, payloads = pattern(2, size * count), 0, []
     for _ in range(count):
         notification: Notification = yield rank.endpoint.notifications.get()
@@ -246,13 +220,3 @@ def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
     yield from mail.wait_for(by)
     yield rank.clock.timeout(0.05 * PATIENCE)  # a second delivery would come now
     return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "early": early}
-
-
-def write_silently(rank: Rank, to: str) -> Program:
-    """Write once without a notification, and give one that should not come time to arrive."""
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, 64, 1), "source")
-    peer = (yield from mail.connect(to))[to]
-    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64))
-    yield rank.clock.timeout(0.05 * PATIENCE)
-    yield from mail.wait_for(to)

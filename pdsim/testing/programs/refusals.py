@@ -20,10 +20,12 @@ from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
     filled,
+    initiator,
     one,
     outcome_of,
     pattern,
     refusal,
+    target,
     wrong,
 )
 from pdsim.transfer import Batch, Program, Region, Transfer
@@ -38,11 +40,8 @@ def write_nonsense(rank: Rank, to: str) -> Program:
     *to* runs `be_spared`, and must find nothing changed; the pause at the end is for bytes that
     would come late.
     """
-    mail = Mail(rank)
     size = 4096
-    mine = rank.endpoint.register(filled(rank, size, 1), "source")
-    peer = (yield from mail.connect(to))[to]
-    sink = peer.regions["sink"]
+    mail, mine, peer, sink = yield from initiator(rank, to, size)
     stranger = Region(rank.name, "stranger", size, mine.address, mine.device)
     phantom = Region(to, "phantom", size, sink.address, sink.device)
 
@@ -72,10 +71,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
 
 def be_spared(rank: Rank, by: str) -> Program:
     """Register guard bytes; return how many of them changed, and how many notifications came."""
-    mail = Mail(rank)
-    buffer = filled(rank, 4096, None)
-    rank.endpoint.register(buffer, "sink")
-    yield from mail.connect(by)
+    mail, buffer = yield from target(rank, by, 4096)
     yield from mail.wait_for(by)
     return {
         "wrong": wrong(rank, buffer, np.full(4096, GUARD, np.uint8)),
@@ -122,11 +118,9 @@ def register_oddly(rank: Rank) -> Program:
 
 def withdraw_own_region(rank: Rank, to: str) -> Program:
     """Return how a write from a region is refused that this rank has deregistered."""
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.connect(to))[to]
+    mail, mine, peer, sink = yield from initiator(rank, to, 4096)
     rank.endpoint.deregister(mine)
-    found = refusal(lambda: rank.endpoint.write(peer, one(mine, peer.regions["sink"], 8), b"withdrawn"))
+    found = refusal(lambda: rank.endpoint.write(peer, one(mine, sink, 8), b"withdrawn"))
     yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)
     return found
@@ -138,14 +132,12 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
     Return what became of three writes: before the withdrawal, to the withdrawn region, and to
     another region of the same peer, which must not suffer.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.connect(to))[to]
-    before = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["sink"], 2048)))
+    mail, mine, peer, sink = yield from initiator(rank, to, 4096)
+    before = yield from outcome_of(rank.endpoint.write(peer, one(mine, sink, 2048)))
     rank.channel.send(to, b"withdraw")
     yield from mail.receive(to)
     yield rank.clock.timeout(0.1 * PATIENCE)  # a notice of withdrawal travels on its own
-    after = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["sink"], 4096)))
+    after = yield from outcome_of(rank.endpoint.write(peer, one(mine, sink, 4096)))
     other = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["kept"], 4096)))
     yield from mail.wait_for(to)
     return [before, after, other]
@@ -159,7 +151,7 @@ def withdraw(rank: Rank, by: str) -> Program:
     """
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
-    region = rank.endpoint.register(buffer, "sink")
+    region = rank.endpoint.register(buffer, "memory")
     rank.endpoint.register(rank.device.allocate(4096), "kept")
     yield from mail.connect(by)
     yield from mail.receive(by)
@@ -178,9 +170,7 @@ def write_to_latecomer(rank: Rank, to: str) -> Program:
 
     Return the regions that are known either time, and those that the old peer has then.
     """
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
-    peer = (yield from mail.connect(to))[to]
+    mail, mine, peer, _ = yield from initiator(rank, to, 4096)
     known_before = sorted(peer.regions)
     rank.channel.send(to, b"register another")
     newer = rank.endpoint.connect((yield from mail.receive(to)))
@@ -191,9 +181,7 @@ def write_to_latecomer(rank: Rank, to: str) -> Program:
 
 def register_late(rank: Rank, by: str) -> Program:
     """Register a region after *by* has connected, and send it the new address."""
-    mail = Mail(rank)
-    rank.endpoint.register(rank.device.allocate(4096), "early")
-    yield from mail.connect(by)
+    mail, _ = yield from target(rank, by, 4096)
     yield from mail.receive(by)
     buffer = filled(rank, 4096, None)
     rank.endpoint.register(buffer, "late")

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from simpy.events import Event
 
 from pdsim.core.errors import PdsimError, TransferError
-from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
+from pdsim.transfer import Batch, Buffer, Peer, Region
 from pdsim.transfer.job import Rank
 
 Steps = Generator[Any, Any, Any]
@@ -107,10 +108,26 @@ def moved(count: int, size: int, region: int, seed: int) -> npt.NDArray[np.uint8
     return image
 
 
-def outcome_of(transfer: Transfer) -> Steps:
-    """Wait for *transfer* and return "ok" or the name of its error."""
+def initiator(rank: Rank, to: str, size: int, seed: int | None = 1) -> Steps:
+    """Register *size* bytes and connect to *to*, which runs `target`; return mail, region, peer and its region."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, seed), "mine")
+    peer = (yield from mail.connect(to))[to]
+    return mail, mine, peer, peer.regions["memory"]
+
+
+def target(rank: Rank, by: str, size: int, seed: int | None = None) -> Steps:
+    """Register *size* bytes as "memory" and connect to *by*, which runs `initiator`; return mail and buffer."""
+    mail, buffer = Mail(rank), filled(rank, size, seed)
+    rank.endpoint.register(buffer, "memory")
+    yield from mail.connect(by)
+    return mail, buffer
+
+
+def outcome_of(event: Event) -> Steps:
+    """Wait for *event*, a transfer or a call of a group, and return "ok" or the name of its error."""
     try:
-        yield transfer
+        yield event
     except TransferError as error:
         return type(error).__name__
     return "ok"
