@@ -34,7 +34,7 @@ def test_a_write_that_takes_too_long_fails_by_the_deadline_of_the_engine() -> No
 
 
 def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeScheduler, "submit", lambda *_: None)
+    monkeypatch.setattr(DecodeScheduler, "_submit", lambda *_: None)
     assert statuses(served()) == {"Stalled"}
 
 

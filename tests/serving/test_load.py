@@ -19,6 +19,7 @@ from pdsim.serving.load import offered_load, prefill_iterations, scaled
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
 from pdsim.sim.model import Model
+from tests.support.configs import EIGHT
 from tests.support.serving import ONE, configured, rows, serve, values
 
 ALONE = SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8)
@@ -29,11 +30,17 @@ PAPER = Compute(overhead=10e-3)
 
 
 def queue(count: int, rate: float, *, cv: float = 0.0, **changes: Any) -> Config:
-    """Return a run whose requests of one output token queue for one prefill instance."""
+    """Return a run whose requests of one output token queue for one prefill instance.
+
+    Control messages take the same time however many bytes they have.
+    """
+    hw = replace(EIGHT, host=replace(EIGHT.host, tcp_rate=1e18))
     workload = Workload(
         arrivals="poisson", count=count, rate=rate, input_mean=256, input_cv=cv, output_mean=1, output_cv=0
     )
-    return configured(ONE, ONE, workload=workload, scheduler=ALONE, compute=PAPER, kv=Kv(page_size=16), **changes)
+    return configured(
+        ONE, ONE, workload=workload, scheduler=ALONE, compute=PAPER, kv=Kv(page_size=16), hw=hw, **changes
+    )
 
 
 def service(config: Config, requests: list[Request]) -> np.ndarray:
@@ -67,7 +74,7 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
     config = queue(400, 60.0, cv=cv)
     requests = load(config.workload, config.seed, config.model.context)
     expected = lindley([request.arrival for request in requests], service(config, requests))
-    assert waits(config) == pytest.approx(expected, abs=1e-9)
+    assert waits(config) == pytest.approx(expected, abs=1e-12)
     assert expected.max() > 3 * service(config, requests).mean()
 
 
