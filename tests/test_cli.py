@@ -130,7 +130,7 @@ REFUSALS = [
     (("run", "+x.y=1"), "unknown key x; a configuration has target,"),
     (("run", "hw.gpus=many"), "hw.gpus must be a whole number, got 'many'"),
     (("run", "hw.nic.rate=400Gbs"), "hw.nic.rate: '400Gbs' is not a rate; write something like 400Gbps"),
-    (("run", "hw.nic.rate=-1"), "hw.nic.rate must be > 0, got -1.0; leave hw.nic.rate out"),
+    (("run", "hw.nic.rate=-1"), "hw.nic.rate must be >= 0, got -1.0; leave hw.nic.rate out"),
     (("run", "~hw.nic"), "hw.nic is missing and has no default; set hw.nic=VALUE"),
     (("run", "target=reel"), "target must be one of model, real, live, got 'reel'"),
     (

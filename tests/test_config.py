@@ -141,14 +141,14 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("hw.nic.rate", -1, "hw.nic.rate must be > 0, got -1.0"),
+        ("hw.nic.rate", -1, "hw.nic.rate must be >= 0, got -1.0"),
         ("hw.gpus", -1, "hw.gpus must be >= 0, got -1"),
         ("hw.guest", True, "hw.guest is one host without GPUs, got hw.nodes=1 and hw.gpus=2"),
         ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
         ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
         ("target", "rael", "target must be one of model, real, live, got 'rael'"),
-        ("seed", -1, "seed must be from 0 to 9223372036854775807, got -1"),
+        ("seed", -1, "seed must be >= 0 and < 9223372036854775808, got -1"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, value, rule):
@@ -229,13 +229,9 @@ def test_a_source_of_no_known_kind_is_refused():
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        ({"bind": "everywhere"}, "launch.bind must be an IP address such as 127.0.0.1, got 'everywhere'"),
+        ({"bind": "everywhere"}, "launch.bind: 'everywhere' is not an IP address such as 127.0.0.1"),
         ({"silence": "-1s"}, "launch.silence must be >= 0, got -1.0"),
     ],
 )
 def test_how_processes_are_run_is_checked(launch: Mapping[str, str], message: str):
     assert refusal(Config, {**CONFIG, "target": "real", "launch": launch}).startswith(message)
-
-
-def test_how_processes_are_run_is_refused_where_there_are_none():
-    assert refusal(Config, {**CONFIG, "launch": {"silence": "5s"}}).startswith("launch is about processes")

@@ -21,6 +21,7 @@ from pdsim.config.loading import as_written
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
+from tools.reference import plain_type
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +51,7 @@ def _walk(cls: type, prefix: str, keys: dict[str, str]) -> None:
         if key in ("experiment", "calibration", "policy") or re.search(r"\.sources$|^experiment.*\.name$", key):
             continue  # programs write these; experiments and policies are walked by themselves
         if several or not below:
-            keys[key] = str(field.type).removesuffix(" | None")
+            keys[key] = plain_type(field)
         for each in below:
             _walk(each, f"{key}[]" if several else key, keys)
 

@@ -234,10 +234,18 @@ def _rows(cls: type, prefix: str) -> Iterator[str]:
 
 
 def _kind(field: Field[Any]) -> str:
-    name = str(field.type).removesuffix(" | None")
+    name = plain_type(field)
     if name.startswith(("tuple", "Mapping")):
         return "list" if name.startswith("tuple") else "mapping"
     return KINDS.get(name, name)
+
+
+def plain_type(field: Field[Any]) -> str:
+    """Return the type of *field* as it is written, without its rule and None."""
+    name = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(field.type)).removesuffix(" | None")
+    return {"Positive": "float", "NotNegative": "float", "Share": "float", "PositiveInt": "int"}.get(
+        name, name.replace("NotNegativeInt", "int").replace("PositiveInt", "int")
+    )
 
 
 def _default(field: Field[Any], kind: str) -> str:

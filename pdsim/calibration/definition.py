@@ -15,12 +15,12 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import Seconds, not_negative, one_of, positive
+from pdsim.core.units import NotNegative, Positive, PositiveInt, Seconds
 from pdsim.hardware.costs import Engine, EngineModel
 
 __all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "drawn", "measure", "on_host", "widening"]
@@ -35,23 +35,18 @@ class HeldOut:
 
     *floor* and *floor_p95* compare with *median* and *p95*: they are what remains for a model that knows the mean of
     every point, because repeated jobs differ.  They are None where there was one job only.
-    Raise a `ValueError` for no points, or for a negative absolute error.
     """
 
-    points: int
+    points: PositiveInt
     how: str  # which samples were left out
-    mean: float  # of the absolute error
-    median: float
-    p95: float
+    mean: NotNegative  # of the absolute error
+    median: NotNegative
+    p95: NotNegative
     bias: float  # mean of the signed error, model minus sample
-    jobs: int = 1  # whose mean each sample is
-    floor: float | None = None  # of the median: what jobs that differ leave for any model, `samples.floor`
-    floor_p95: float | None = None
-
-    def __post_init__(self) -> None:
-        positive("held_out", points=self.points, jobs=self.jobs)
-        not_negative("held_out", mean=self.mean, median=self.median, p95=self.p95)
-        not_negative("held_out", floor=self.floor or 0.0, floor_p95=self.floor_p95 or 0.0)
+    jobs: PositiveInt = 1  # whose mean each sample is
+    # of the median: what jobs that differ leave for any model, `samples.floor`
+    floor: NotNegative | None = None
+    floor_p95: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +58,13 @@ class Calibration:
     a unit, as in YAML.  The ranges *descriptors*, *bytes* and *gpus*, and those of *hosts*, are what a run is
     compared with: beyond them it is extrapolated (`factors`).
 
-    Raise a `ValueError` for an unknown kind, a factor of *hosts* that is not positive, a range that is not two
+    Raise a `ValueError` for a range that is not two
     ascending positive numbers, or a parameter outside the groups of `OWNERS`.
     """
 
     name: str
-    kind: str = (
-        "measured"  # "measured" on our interface; "published" by others, or by another tool; "assumed": by the model
-    )
+    # "measured" on our interface; "published" by others, or by another tool; "assumed": by the model
+    kind: Annotated[str, "one of measured, published, assumed"] = "measured"
     hw: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
     form: str = ""  # of the fit; docs/calibration.md
@@ -81,7 +75,8 @@ class Calibration:
     descriptors: tuple[int, ...] = ()  # of a sample, least and most: beyond them it is extrapolated
     bytes: tuple[int, ...] = ()  # the same of the bytes of a sample
     gpus: tuple[int, ...] = ()  # the same of the GPUs that took part in one
-    hosts: tuple[float, ...] = ()  # the host's part of a transfer on other hosts, as multiples of that on this one
+    # the host's part of a transfer on other hosts, as multiples of that on this one
+    hosts: tuple[Positive, ...] = ()
     host: float = 0.0  # the `host_factor` that a run was given; 0: none, so it may be any of *hosts*
     turn: Seconds = 0.0  # of the loop of `pdsim doctor --host` on this host; 0: nobody measured it
     unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
@@ -90,10 +85,6 @@ class Calibration:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("calibration", ("measured", "published", "assumed"), kind=self.kind)
-        not_negative("calibration", turn=self.turn)
-        if bad := [factor for factor in self.hosts if not factor > 0.0]:
-            raise ValueError(f"calibration.hosts must be > 0, got {bad[0]}")
         for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes), ("gpus", self.gpus)):
             if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
                 raise ValueError(f"calibration.{name} must be the least and the most of a sample, got {list(span)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pdsim.calibration.definition import Calibration
 from pdsim.compute.forward import Compute
@@ -27,23 +27,23 @@ from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngi
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
 
 
+def _address(text: object) -> str:
+    try:
+        return str(ip_address(str(text)))
+    except ValueError:
+        raise ValueError(f"{text!r} is not an IP address such as 127.0.0.1") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """How ``target=real`` runs the processes of its ranks.
 
-    Only with ``target=real``.  Raise a `ValueError` if *bind* is not an IP address, or *silence* is negative.
+    Only with ``target=real``.
     """
 
-    bind: str = "127.0.0.1"  # the address that ranks and their engines listen on; any but loopback can be reached
+    # the address that ranks and their engines listen on; any but loopback can be reached
+    bind: Annotated[str, _address] = "127.0.0.1"
     silence: Seconds = 0.0  # of a rank, after which it is ended; 0: experiment.deadline, 300 s where there is none
-
-    def __post_init__(self) -> None:
-        try:
-            ip_address(self.bind)
-        except ValueError:
-            raise ValueError(f"launch.bind must be an IP address such as 127.0.0.1, got {self.bind!r}") from None
-        if not self.silence >= 0:
-            raise ValueError(f"launch.silence must be >= 0, got {self.silence}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ExperimentOptions:
 
     Its fields are the keys below ``experiment`` of the configuration: their annotations give type and
     unit, their defaults are the only ones there are, and ``__post_init__`` raises a `ValueError` that begins with
-    ``experiment.KEY`` for a value that is out of range.  ``name`` has the name that the module is registered under
+    ``experiment.KEY`` for what no annotation can say.  ``name`` has the name that the module is registered under
     as its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
 
     >>> @dataclass(frozen=True, kw_only=True)
@@ -112,11 +112,7 @@ class ExperimentOptions:
 class Simulate:
     """How ``target=model`` simulates; no choice here changes a result."""
 
-    fold: str = "auto"  # deprecated, without effect: every rank is simulated
-
-    def __post_init__(self) -> None:
-        if self.fold not in ("auto", "off"):
-            raise ValueError(f"simulate.fold must be one of auto, off, got {self.fold!r}")
+    fold: Annotated[str, "one of auto, off"] = "auto"  # deprecated, without effect: every rank is simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +120,10 @@ class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on.
 
     It is immutable; a variant is `dataclasses.replace`.  Numbers are in SI units.  *hw*, *backend*, *model*,
-    *engine* and *collective* keep the source of each of their numbers.  The parts validate themselves when they are
-    made; this class checks what concerns more than one.  Raise a `ValueError` that begins with the key.
+    *engine* and *collective* keep the source of each of their numbers.
     """
 
-    target: str  # "model", "real" or "live"
+    target: Annotated[str, "one of model, real, live"]
     experiment: ExperimentOptions  # the options of the experiment that is run, with its name
     hw: Machine
     backend: Engine
@@ -148,36 +143,16 @@ class Config:
     slo: Slo = field(default_factory=Slo)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
-    host_factor: float = 1.0  # of the model: the host's part of a transfer, as a multiple of the calibrated one's
+    # of the model: the host's part of a transfer, as a multiple of the calibrated one's
+    host_factor: Annotated[float, ">= 0.1 and <= 10"] = 1.0
     draw_host: bool = False  # of the model: draw `host_factor` from the seed, as the calibration's hosts differ
     jitter: Jitter = field(default_factory=Jitter)  # of the model
     simulate: Simulate = field(default_factory=Simulate)  # how the model does it
-    memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
-    samples: int = 0  # of the model: at how many instants, at least, the use of links and memories is kept; 0: never
-    checks: str = "off"  # of the laws of simulation, in docs/reliability.md: "on" watches the run and fails it
-    seed: int = 0
+    # of the model: "timing" keeps sizes only, "tracked" also bytes
+    memory: Annotated[str, "one of timing, tracked"] = "timing"
+    # of the model: at how many instants, at least, the use of links and memories is kept; 0: never
+    samples: Annotated[int, ">= 0 and <= 100000"] = 0
+    # of the laws of simulation, in docs/reliability.md: "on" watches the run and fails it
+    checks: Annotated[str, "one of on, off"] = "off"
+    seed: Annotated[int, ">= 0 and < 9223372036854775808"] = 0
     output: str = "results"
-
-    def __post_init__(self) -> None:
-        if self.target not in ("model", "real", "live"):
-            raise ValueError(f"target must be one of model, real, live, got {self.target!r}")
-        if self.target == "model" and self.launch != Launch():
-            raise ValueError(
-                "launch is about processes, which target=model has none of; set target=real or leave it"
-            )
-        if self.memory not in ("timing", "tracked"):
-            raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
-        if self.checks not in ("on", "off"):
-            raise ValueError(f"checks must be one of on, off, got {self.checks!r}")
-        if not 0.1 <= self.host_factor <= 10.0:
-            raise ValueError(f"host_factor must be 0.1 to 10, got {self.host_factor}")
-        if self.draw_host and self.host_factor != 1.0:
-            raise ValueError(
-                f"draw_host=true draws the host_factor; leave out draw_host or host_factor={self.host_factor:g}"
-            )
-        if not 0 <= self.samples <= 100_000:
-            raise ValueError(f"samples must be 0 to 100000, got {self.samples}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to {2**63 - 1}, got {self.seed}")
-        if not self.output:
-            raise ValueError(f"output must name a folder, got {self.output!r}")

@@ -106,6 +106,10 @@ def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
     # Raise a `ConfigError` where there is nothing to draw from.
     if config.target != "model":
         return 1.0, ""
+    if config.draw_host and config.host_factor != 1.0:
+        raise ConfigError(
+            f"draw_host=true draws the host_factor; leave out draw_host or host_factor={config.host_factor:g}"
+        )
     if not config.draw_host:
         return config.host_factor, ""
     if calibration is None or len(calibration.hosts) < 2:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from pdsim.calibration.definition import covers
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config
+from pdsim.config import Config, Launch
 from pdsim.core import plugins, units
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
@@ -76,6 +76,10 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
     name, able = config.experiment.name, getattr(experiment, "TARGETS", ("model", "real"))
     if config.target not in able:
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
+    if config.target == "model" and config.launch != Launch():
+        yield "launch is about processes, which target=model has none of; set target=real or leave it"
+    if not config.output:
+        yield "output must name a folder, got ''"
     if config.target == "live":
         from backends.live.live_deployment import problems
 

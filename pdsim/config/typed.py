@@ -12,6 +12,7 @@ by its values and no `source`.
 from __future__ import annotations
 
 import marshal
+import operator
 import sys
 import types
 import typing
@@ -38,8 +39,9 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
 
-    Keys are checked against the annotations of *cls*: plain types, `Annotated` with a parser as second argument,
-    `Literal`, tuples, mappings, unions with None and nested dataclasses.  A dataclass with a static method
+    Keys are checked against the annotations of *cls*: plain types, `Annotated` with a parser and a rule, `Literal`,
+    tuples, mappings, unions with None and nested dataclasses.  A rule is what a message says after "must be",
+    ``"> 0 and <= 1"`` or ``"one of a, b"``; the last one counts.  A dataclass with a static method
     ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in
     any mapping below it.
 
@@ -94,7 +96,13 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
     # Of a union only the first member other than None is tried.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _parsed(arguments[1], value, at)
+        parsers, rules = _annotated(hint)
+        made = _parsed(parsers[0], value, at) if parsers else _convert(arguments[0], value, at)
+        if rules and not _holds(rules[-1], made):
+            raise ConfigError(
+                f"{at} must be {rules[-1]}, got {made!r}; leave {at} out to keep what the configuration has"
+            )
+        return made
     if origin in (types.UnionType, typing.Union):
         inner = [argument for argument in arguments if argument is not type(None)]
         return None if value is None else _convert(inner[0], value, at)
@@ -111,6 +119,22 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
         hint = class_for(value) if class_for and isinstance(value, Mapping) else hint
         return build(typing.cast("type[Any]", hint), value, at)
     return value if hint is Any else _scalar(hint, value, at)
+
+
+@cache
+def _annotated(hint: Any) -> tuple[list[Any], list[str]]:
+    kinds = typing.get_args(hint)[1:]
+    return [each for each in kinds if callable(each)], [each for each in kinds if isinstance(each, str)]
+
+
+_COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+def _holds(rule: str, value: Any) -> bool:
+    if rule.startswith("one of "):
+        return value in rule.removeprefix("one of ").replace("''", "").split(", ")
+    bounds = (part.split() for part in rule.split(" and "))
+    return all(_COMPARED[sign](value, type(value)(bound)) for sign, bound in bounds)
 
 
 def _parsed(parse: Any, value: Any, at: str) -> Any:

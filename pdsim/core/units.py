@@ -20,8 +20,13 @@ from typing import Annotated
 __all__ = [
     "Count",
     "Flops",
+    "NotNegative",
+    "NotNegativeInt",
+    "Positive",
+    "PositiveInt",
     "Rate",
     "Seconds",
+    "Share",
     "Size",
     "format_rate",
     "format_size",
@@ -215,9 +220,14 @@ def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
             raise ValueError(f"{owner}.{name} must be one of {choices}, got {value!r}")
 
 
-# Types of configuration fields: `pdsim.config` finds the parser in the annotation.
-Size = Annotated[int, parse_size]
-Rate = Annotated[float, parse_rate]
-Seconds = Annotated[float, parse_time]
-Flops = Annotated[float, parse_flops]
-Count = Annotated[float, parse_count]
+# Types of configuration fields: `pdsim.config` finds the parser in the annotation, and the rule of its values.
+Size = Annotated[int, parse_size, ">= 0"]
+Rate = Annotated[float, parse_rate, ">= 0"]
+Seconds = Annotated[float, parse_time, ">= 0"]
+Flops = Annotated[float, parse_flops, ">= 0"]
+Count = Annotated[float, parse_count, ">= 0"]
+Positive = Annotated[float, "> 0"]
+PositiveInt = Annotated[int, "> 0"]
+NotNegative = Annotated[float, ">= 0"]
+NotNegativeInt = Annotated[int, ">= 0"]
+Share = Annotated[float, ">= 0 and <= 1"]

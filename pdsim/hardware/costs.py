@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.core.units import Rate, Seconds, Size, not_negative, one_of, positive
+from pdsim.core.units import NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size, one_of
 from pdsim.hardware.machine import VENDORS
 
 __all__ = [
@@ -51,12 +51,8 @@ class Ramp:
     (`conf/calibration/thor2-write-1k.yaml`).
     """
 
-    first: int
+    first: PositiveInt
     extra: Seconds
-
-    def __post_init__(self) -> None:
-        positive("ramp", first=self.first)
-        not_negative("ramp", extra=self.extra)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +63,9 @@ class InlineSaving:
     their end.
     """
 
-    bytes: Size
-    descriptors: int
+    bytes: Annotated[Size, "> 0"]
+    descriptors: PositiveInt
     saving: Seconds = 0.0  # of posting and latency together
-
-    def __post_init__(self) -> None:
-        positive("small", bytes=self.bytes, descriptors=self.descriptors)
-        not_negative("small", saving=self.saving)
 
     def takes(self, descriptors: Any, nbytes: Any) -> Any:
         """Return whether a batch of so many *descriptors* and *nbytes* is one of them; numbers or arrays."""
@@ -87,9 +79,6 @@ class Jitter:
     starts: Seconds = 0.0  # before a transfer is posted
     copies: Seconds = 0.0  # before a copy engine begins with a transfer
 
-    def __post_init__(self) -> None:
-        not_negative("jitter", starts=self.starts, copies=self.copies)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
@@ -100,11 +89,8 @@ class Workers:
     ``split_batch_size`` (`nixlUcxThreadPoolEngine`).
     """
 
-    threads: int
-    least: int
-
-    def __post_init__(self) -> None:
-        positive("workers", threads=self.threads, least=self.least)
+    threads: PositiveInt
+    least: PositiveInt
 
     def longest(self, descriptors: Any) -> Any:
         """Return the descriptors that one thread posts of a batch of so many; a number or an array.
@@ -131,14 +117,12 @@ class OptionCosts:
     evidence: str = "assumed: nothing changes"  # of the numbers here, as a source has it
     latency: Seconds = 0.0
     descriptor: Seconds = 0.0
-    rate: float = 1.0
+    rate: Positive = 1.0
     workers: Workers | None = None
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
     errors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        not_negative("by_option", latency=self.latency, descriptor=self.descriptor)
-        positive("by_option", rate=self.rate)
         if self.errors and set(self.errors) != {"mean", "median", "p95"}:
             raise ValueError(f"by_option.errors must be mean, median and p95, got {', '.join(self.errors)}")
         for name, span in self.intervals.items():
@@ -171,24 +155,26 @@ class EngineModel:
     so much less of *latency* and, where that is not enough, of *call*; never less than without both.
     """
 
-    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]
     call: Seconds
     descriptor: Seconds
     overlap: bool
     latency: Seconds
-    rate: Rate = math.inf  # of one transfer
+    rate: Annotated[Rate, "> 0"] = math.inf  # of one transfer
     line: Rate = 0.0  # of the hardware that the rates were found on; 0: they do not depend on it
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
     # of posting, beyond *descriptor*: of each one more than the largest batch before had, for which memory is taken
     fresh_descriptor: Seconds = 0.0
-    read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
-    queues: int = 1  # queue pairs or TCP streams to one peer
-    lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `NetworkLink`; 0: all of a batch
-    queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
-    depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
-    full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
+    read_rate: Annotated[Rate, "> 0"] = math.inf  # of one read, where it is slower than *rate*
+    queues: PositiveInt = 1  # queue pairs or TCP streams to one peer
+    # blocks to a peer that wait for their answers at once, over a `NetworkLink`; 0: all of a batch
+    lanes: NotNegativeInt = 0
+    # of one of them: all transfers to a peer share queues * queue_rate
+    queue_rate: Annotated[Rate, "> 0"] = math.inf
+    depth: NotNegativeInt = 0  # descriptors that may be outstanding to one peer; 0 is no limit
+    full: Annotated[str, "one of wait, refuse"] = "wait"  # what posting does at the limit
     pipelined: bool = False  # with overlap
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
     streams: bool = (
@@ -200,22 +186,6 @@ class EngineModel:
     by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
 
     def __post_init__(self) -> None:
-        one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
-        one_of("engine", ("wait", "refuse"), full=self.full)
-        not_negative(
-            "engine",
-            call=self.call,
-            descriptor=self.descriptor,
-            latency=self.latency,
-            wire_descriptor=self.wire_descriptor,
-            read=self.read,
-            read_descriptor=self.read_descriptor,
-            fresh_descriptor=self.fresh_descriptor,
-            depth=self.depth,
-            lanes=self.lanes,
-            line=self.line,
-        )
-        positive("engine", rate=self.rate, read_rate=self.read_rate, queues=self.queues, queue_rate=self.queue_rate)
         if self.pipelined and not self.overlap:
             raise ValueError("engine.pipelined must be false where overlap is, got True")
 
@@ -350,7 +320,7 @@ class Engine:
     """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes.
 
     *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given
-    to the real engine as they are.  Raise a `ValueError` for numbers out of range or an unknown vendor.
+    to the real engine as they are.  Raise a `ValueError` for an unknown vendor.
     """
 
     name: str
@@ -358,10 +328,10 @@ class Engine:
     vendors: tuple[str, ...]  # whose machines it runs on
     intra: EngineModel | None
     inter: EngineModel | None
-    timeout: Seconds = 30.0  # deadline of a transfer
-    threads: int = 1  # of each rank that post
-    serial: float = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting`
-    between: float = 0.0  # the same of the processes that post to one GPU
+    timeout: Annotated[Seconds, "> 0"] = 30.0  # deadline of a transfer
+    threads: PositiveInt = 1  # of each rank that post
+    serial: Share = 1.0  # share of posting that they do one at a time: `pdsim.sim.posting`
+    between: Share = 0.0  # the same of the processes that post to one GPU
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     # for the real engine: environment variables and the like
     options: Mapping[str, str] = field(default_factory=dict)
@@ -369,10 +339,6 @@ class Engine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        positive("backend", timeout=self.timeout, threads=self.threads)
-        for key, share in (("serial", self.serial), ("between", self.between)):
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"backend.{key} must be from 0 to 1, got {share:g}")
         if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
             raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
         if self.intra is None and self.inter is None:
@@ -387,11 +353,7 @@ class DeviceLine:
     """
 
     latency: Seconds
-    rate: Rate
-
-    def __post_init__(self) -> None:
-        not_negative("device", latency=self.latency)
-        positive("device", rate=self.rate)
+    rate: Annotated[Rate, "> 0"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,25 +379,19 @@ class CollectiveModel:
     algorithmic bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
     """
 
-    path: str  # "nvlink", "rdma", "tcp" or "shm"
-    pattern: str  # "ring" or "direct"
+    path: Annotated[str, "one of nvlink, rdma, tcp, shm"]
+    pattern: Annotated[str, "one of ring, direct"]
     latency: Seconds  # from the call of the last rank on
     step: Seconds  # more, for each rank but one
-    rate: Rate
-    own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
-    copies: int = 0
+    rate: Annotated[Rate, "> 0"]
+    # of what is not hidden: a rank's own piece, and filling the pipeline
+    own_rate: Annotated[Rate, "> 0"] = math.inf
+    copies: NotNegativeInt = 0
     after_pause: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
     grown: Seconds = 0.0  # the same, in a pool that has grown
     device: tuple[DeviceLine, ...] = ()  # of the library's protocols; empty: not known
     stream: bool = False  # whether it costs what the device does, calls being queued: see `queued`
     launch: Seconds = 0.0  # of the host: from the call of the bare library to the device's start, and to see its end
-
-    def __post_init__(self) -> None:
-        one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
-        one_of("collective", ("ring", "direct"), pattern=self.pattern)
-        not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
-        not_negative("collective", after_pause=self.after_pause, grown=self.grown, launch=self.launch)
-        positive("collective", rate=self.rate, own_rate=self.own_rate)
 
     def before(self, ranks: int, size: float) -> Seconds:
         """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links.
@@ -508,23 +464,21 @@ class Collective:
     implementation: str  # the entry point that `target=real` loads
     plain: CollectiveModel
     symmetric: CollectiveModel
-    pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
+    pool: Annotated[Size, "> 0"] = 4 << 30  # of each rank's symmetric pool, reserved before the first use
     grow: bool = True  # whether it may grow at run time
     grow_latency: Seconds  # of each rank
-    grow_rate: Rate
+    grow_rate: Annotated[Rate, "> 0"]
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
-    timing: str = "caller"  # whose time a call takes: the caller's, who waits for each, or, queued, the "device"'s
+    # whose time a call takes: the caller's, who waits for each, or, queued, the "device"'s
+    timing: Annotated[str, "one of caller, device"] = "caller"
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
-    timeout: Seconds = 30.0
+    timeout: Annotated[Seconds, "> 0"] = 30.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("collective", ("caller", "device"), timing=self.timing)
         missing = [kind for kind in ("plain", "symmetric") if not getattr(self, kind).device]
         if self.timing == "device" and missing:
             raise ValueError(
                 f"collective.timing=device needs collective.{missing[0]}.device, and nobody has measured it for "
                 f"{self.name}; use timing=caller, or give the lines"
             )
-        positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
-        not_negative("collective", grow_latency=self.grow_latency)

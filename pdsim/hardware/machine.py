@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
-from pdsim.core.units import Flops, Rate, Seconds, Size, not_negative, one_of, positive
+from pdsim.core.units import Flops, NotNegative, NotNegativeInt, PositiveInt, Rate, Seconds, Size, positive
 
 __all__ = [
     "EVIDENCE",
@@ -48,9 +49,6 @@ class Copies:
     descriptor: Seconds = 0.0  # of each piece that is copied
     context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
 
-    def __post_init__(self) -> None:
-        not_negative("copies", call=self.call, descriptor=self.descriptor, context_switch=self.context_switch)
-
     def busy(self, descriptors: int, switched: bool = False) -> Seconds:
         """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one.
 
@@ -66,33 +64,22 @@ class Copies:
 class Gpu:
     """One accelerator: its memory, its peak, and what its copy engines and kernels cost beside the bytes.
 
-    Raise a `ValueError` for a size, a rate or a peak that is not positive, and for negative times.  Numbers of
-    products are in `conf/hw`, with their sources.
+    Numbers of products are in `conf/hw`, with their sources.
     """
 
     name: str
-    memory: Size
-    memory_rate: Rate  # of its memory, reads and writes together
-    compute: Flops  # dense bf16
+    memory: Annotated[Size, "> 0"]
+    memory_rate: Annotated[Rate, "> 0"]  # of its memory, reads and writes together
+    compute: Annotated[Flops, "> 0"]  # dense bf16
     compute_fp8: Flops = 0.0  # of matrices of 8-bit elements; 0: none, they run as bf16
-    processors: int = 0  # multiprocessors, which take the tiles of a kernel in turn; 0: unknown, no tile waits
-    pcie: Rate  # to the host or a NIC, each direction
+    # multiprocessors, which take the tiles of a kernel in turn; 0: unknown, no tile waits
+    processors: NotNegativeInt = 0
+    pcie: Annotated[Rate, "> 0"]  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
     idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep
     idle_wake: Seconds = 0.0  # then, from the next transfer's start until they move its first byte
     slice: Seconds = 0.0  # for which one process has them while others wait; 0: processes copy side by side
     process_switch: Seconds = 0.0  # of copies within it, which are kernels: until those of another process begin
-
-    def __post_init__(self) -> None:
-        not_negative(
-            "gpu",
-            idle_after=self.idle_after,
-            idle_wake=self.idle_wake,
-            slice=self.slice,
-            process_switch=self.process_switch,
-            processors=self.processors,
-        )
-        positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +87,15 @@ class Interconnect:
     """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``.
 
     On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its
-    own, so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for another *kind*, and for
-    a rate that is not positive where there is a link.
+    own, so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for a link
+    without a rate.
     """
 
-    kind: str
+    kind: Annotated[str, "one of switch, mesh, none"]
     rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
     latency: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
-        not_negative("interconnect", latency=self.latency, rate=self.rate)
         if self.kind != "none":
             positive("interconnect", rate=self.rate)
 
@@ -120,16 +105,14 @@ class Nic:
     """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
 
     Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
-    machine without network cards, which needs no rate.  Raise a `ValueError` for negative numbers or cards without a
-    rate.
+    machine without network cards, which needs no rate.  Raise a `ValueError` for cards without a rate.
     """
 
-    count: int  # per node; GPU g uses card g * count // gpus
+    count: NotNegativeInt  # per node; GPU g uses card g * count // gpus
     rate: Rate  # of one card, each direction
     latency: Seconds = 0.0  # one way, from card to card
 
     def __post_init__(self) -> None:
-        not_negative("nic", count=self.count, latency=self.latency)
         if self.count:
             positive("nic", rate=self.rate)
 
@@ -141,28 +124,16 @@ class Host:
     Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *idle_wake* and
     *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit
     handoffs`).
-
-    Raise a `ValueError` that names the field for a capacity or a rate that is not positive, and for negative times.
     """
 
-    memory: Size
-    memory_rate: Rate  # reads and writes together
-    tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
+    memory: Annotated[Size, "> 0"]
+    memory_rate: Annotated[Rate, "> 0"]  # reads and writes together
+    tcp_rate: Annotated[Rate, "> 0"]  # of all TCP traffic of the node, each direction; loopback included
     tcp_latency: Seconds  # one way, of a control message
     wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
     idle_wake: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *idle_after*
     idle_after: Seconds = 0.0  # without anything to act upon
     copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
-
-    def __post_init__(self) -> None:
-        positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
-        not_negative(
-            "host",
-            tcp_latency=self.tcp_latency,
-            wake=self.wake,
-            idle_wake=self.idle_wake,
-            idle_after=self.idle_after,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,19 +143,17 @@ class LinkChange:
     It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it
     is ``cut`` and loses what is on the wire.
 
-    Raise a `ValueError` for an unknown kind, an end that is not after the start, and a *share* that does not belong
+    Raise a `ValueError` for an end that is not after the start, and a *share* that does not belong
     to the kind: only ``slow`` has one, between 0 and 1.
     """
 
-    kind: str
+    kind: Annotated[str, "one of slow, stall, cut"]
     start: Seconds  # after the start of the job
     end: Seconds
-    share: float = 0.0
-    hop: int = 0
+    share: NotNegative = 0.0
+    hop: NotNegativeInt = 0
 
     def __post_init__(self) -> None:
-        one_of("hw.link.changes", ("slow", "stall", "cut"), kind=self.kind)
-        not_negative("hw.link.changes", start=self.start, share=self.share, hop=self.hop)
         if not self.start < self.end:
             raise ValueError(f"hw.link.changes.end must be > start={self.start}, got {self.end}")
         if (self.kind == "slow") != (self.share > 0.0) or self.share >= 1.0:
@@ -200,33 +169,21 @@ class NetworkLink:
     All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.emulation.link.emulated_link`).
     It loses nothing but what a `LinkChange` says.
 
-    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.  Raise a
-    `ValueError` for rates or windows that are not positive, an *mtu* outside 576 to 65000, and a *filled* outside 0
-    to 1.
+    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.
     """
 
-    rate: Rate  # of all packets, headers included, toward nodes of a higher number
+    rate: Annotated[Rate, "> 0"]  # of all packets, headers included, toward nodes of a higher number
     delay: Seconds  # one way, of each hop
     back: Rate = 0.0  # toward nodes of a lower number; 0 is as *rate*
-    rates: tuple[Rate, ...] = ()  # of each hop, where they differ, toward nodes of a higher number
-    mtu: int = 9000  # bytes of a packet
-    backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
-    initial: int = 10  # segments that a stream sends before the first answer
-    window: Size = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
-    filled: float = 5 / 6  # share of the window that is under way when a full stream is cut: 2/3 to 1, by chance
-    timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
+    rates: tuple[Annotated[Rate, "> 0"], ...] = ()  # of each hop, where they differ, toward nodes of a higher number
+    mtu: Annotated[int, ">= 576 and <= 65000"] = 9000  # bytes of a packet
+    backlog: Annotated[Size, "> 0"] = 16 << 20  # bytes that wait at a hop before what feeds it is held up
+    initial: PositiveInt = 10  # segments that a stream sends before the first answer
+    window: Annotated[Size, "> 0"] = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
+    # share of the window that is under way when a full stream is cut: 2/3 to 1, by chance
+    filled: Annotated[float, "> 0 and <= 1"] = 5 / 6
+    timeout: Annotated[Seconds, "> 0"] = 0.2  # until a segment is sent again, on top of the round trip
     changes: tuple[LinkChange, ...] = ()
-
-    def __post_init__(self) -> None:
-        positive(
-            "hw.link", rate=self.rate, backlog=self.backlog, **{f"rates[{i}]": r for i, r in enumerate(self.rates)}
-        )
-        positive("hw.link", initial=self.initial, window=self.window, timeout=self.timeout)
-        not_negative("hw.link", delay=self.delay, back=self.back)
-        if not 0.0 < self.filled <= 1.0:
-            raise ValueError(f"hw.link.filled must be > 0 and <= 1, got {self.filled}")
-        if not 576 <= self.mtu <= 65000:
-            raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
 
     def forward(self, hop: int) -> Rate:
         """Return what *hop* carries toward nodes of a higher number, in bytes/s of packets."""
@@ -256,9 +213,9 @@ class Machine:
     """
 
     name: str
-    vendor: str
-    nodes: int
-    gpus: int  # per node; 0 is a machine of hosts only
+    vendor: Annotated[str, "one of nvidia, amd, cpu"]
+    nodes: PositiveInt
+    gpus: NotNegativeInt  # per node; 0 is a machine of hosts only
     gpu: Gpu | None
     interconnect: Interconnect
     nic: Nic
@@ -268,11 +225,8 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("hw", VENDORS, vendor=self.vendor)
         if self.link is not None:
             self._check_link(self.link)
-        positive("hw", nodes=self.nodes)
-        not_negative("hw", gpus=self.gpus)
         if self.gpus and self.gpu is None:
             raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
         if self.guest and (self.gpus or self.nodes > 1):

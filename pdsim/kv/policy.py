@@ -7,8 +7,9 @@ Unknown here: what a transfer costs (`pdsim.hardware.costs.Engine`), and how any
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pdsim.core.units import one_of
+from pdsim.core.units import NotNegativeInt
 
 __all__ = ["POOLS", "Policy", "Staging"]
 
@@ -23,35 +24,31 @@ class Policy:
 
     Without values: every chunk is posted at once, grouped, in one write with the metadata.
 
-    Raise a `ValueError` for an unknown choice, for staging without queues or without notifications of writes, and
+    Raise a `ValueError` for staging without queues or without notifications of writes, and
     for metadata in host memory that is to go over the data path.
     """
 
-    queues: int = 0  # each with one worker that blocks until its write is done; 0 posts everything at once
-    shard: str = "session"  # a room's queue: by the peers that it goes to, or by its number ("room")
-    call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, one "plane" or "descriptor"
-    slices: str = ""  # likewise of slices of rows; "" is as *call*
-    grouping: str = "runs"  # a descriptor is a run of neighbouring pages, or one page ("pages")
-    notify: str = "write"  # with every "write"; once a room as a "message"; or when the scheduler polls ("poll")
-    pool: str = "default"  # that KV is in: one of `POOLS`
-    metadata: str = ""  # in a "write" of its own, the last "batch" of KV, or by "control"; "" is by the pool
-    metadata_memory: str = ""  # "device" or "host"; "" is by the pool
-    metadata_fallback: str = ""  # if the engine cannot write it: over the "control" channel; "" fails the request
+    # each with one worker that blocks until its write is done; 0 posts everything at once
+    queues: NotNegativeInt = 0
+    # a room's queue: by the peers that it goes to, or by its number ("room")
+    shard: Annotated[str, "one of session, room"] = "session"
+    # what one write of whole rows moves: a chunk's planes together, one "plane" or "descriptor"
+    call: Annotated[str, "one of chunk, plane, descriptor"] = "chunk"
+    slices: Annotated[str, "one of '', chunk, plane"] = ""  # likewise of slices of rows; "" is as *call*
+    # a descriptor is a run of neighbouring pages, or one page ("pages")
+    grouping: Annotated[str, "one of runs, pages"] = "runs"
+    # with every "write"; once a room as a "message"; or when the scheduler polls ("poll")
+    notify: Annotated[str, "one of write, message, poll"] = "write"
+    pool: Annotated[str, "one of default, nvlink, intra_node_nvlink"] = "default"  # that KV is in: one of `POOLS`
+    # in a "write" of its own, the last "batch" of KV, or by "control"; "" is by the pool
+    metadata: Annotated[str, "one of '', batch, write, control"] = ""
+    metadata_memory: Annotated[str, "one of '', device, host"] = ""  # "device" or "host"; "" is by the pool
+    # if the engine cannot write it: over the "control" channel; "" fails the request
+    metadata_fallback: Annotated[str, "one of '', control"] = ""
     staging: bool = False  # whether the backend has a staged path
     decode_cache: bool = False  # whether decode may keep a prefix cache when prefill pushes, as SGLang allows it
 
     def __post_init__(self) -> None:
-        if self.queues < 0:
-            raise ValueError(f"policy.queues must be >= 0, got {self.queues}")
-        one_of("policy", ("session", "room"), shard=self.shard)
-        one_of("policy", ("chunk", "plane", "descriptor"), call=self.call)
-        one_of("policy", ("", "chunk", "plane"), slices=self.slices)
-        one_of("policy", ("runs", "pages"), grouping=self.grouping)
-        one_of("policy", ("write", "message", "poll"), notify=self.notify)
-        one_of("policy", tuple(POOLS), pool=self.pool)
-        one_of("policy", ("", "batch", "write", "control"), metadata=self.metadata)
-        one_of("policy", ("", "device", "host"), metadata_memory=self.metadata_memory)
-        one_of("policy", ("", "control"), metadata_fallback=self.metadata_fallback)
         if self.staging and not (self.queues and self.notify == "write"):
             raise ValueError(
                 f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} "

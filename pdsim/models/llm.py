@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pdsim.core.units import Count, not_negative, one_of, positive
+from pdsim.core.units import Count, NotNegativeInt, PositiveInt, positive
 
 __all__ = ["DTYPES", "Hybrid", "Llm"]
 
@@ -28,17 +28,16 @@ class Hybrid:
     """
 
     pattern: str = "a"
-    window: int = 0  # tokens
+    window: NotNegativeInt = 0  # tokens
     # channels of a mamba layer's convolution, of each part that is sharded by itself
     conv_groups: tuple[int, ...] = ()
     conv_width: int = 0  # past inputs that it keeps of each channel: the kernel less one
     ssm_heads: int = 0  # of a mamba layer's recurrent state
     ssm_head_elements: int = 0  # of the state in one head
     ssm_dtype_bytes: int = 4
-    index_bytes: int = 0  # of a token's row in the index of sparse attention, in one layer
+    index_bytes: NotNegativeInt = 0  # of a token's row in the index of sparse attention, in one layer
 
     def __post_init__(self) -> None:
-        not_negative("model.hybrid", window=self.window, index_bytes=self.index_bytes)
         if "a" not in self.pattern or set(self.pattern) - set("awm"):
             raise ValueError(f"model.hybrid.pattern must be of a, w and m with at least one a, got {self.pattern!r}")
         if "w" in self.pattern:
@@ -58,31 +57,32 @@ class Hybrid:
 class Llm:
     """The shape of a language model: `conf/model`.
 
-    Raise a `ValueError` for sizes that are not positive, an unknown kind of attention, or a type of KV whose
+    Raise a `ValueError` for experts or layers that do not fit each other, or a type of KV whose
     elements have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
     """
 
     name: str
-    parameters: Count  # in all
-    active: Count  # used for one token; equal to *parameters* unless a mixture of experts
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int  # before replication over tensor-parallel ranks
-    head_dim: int
-    attention: str = "gqa"  # "gqa" keeps K and V per head, "mla" one latent row per token and layer
+    parameters: Annotated[Count, "> 0"]  # in all
+    active: Annotated[Count, "> 0"]  # used for one token; equal to *parameters* unless a mixture of experts
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt  # before replication over tensor-parallel ranks
+    head_dim: PositiveInt
+    attention: Annotated[str, "one of gqa, mla"] = "gqa"  # K and V per head, or one latent row per token and layer
     latent_dim: int = 0  # elements of that row
-    dtype_bytes: int = 2  # of a KV element and of a weight
+    dtype_bytes: PositiveInt = 2  # of a KV element and of a weight
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
-    rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
+    # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
+    rope_dim: NotNegativeInt = 0
     # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
     experts: int = 0
-    experts_per_token: int = 0  # of them, that a token is routed to
+    experts_per_token: NotNegativeInt = 0  # of them, that a token is routed to
     # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
-    expert_groups: int = 0
+    expert_groups: NotNegativeInt = 0
     groups_per_token: int = 0
-    dense_layers: int = 0  # without experts, of a mixture of experts
-    context: int = 131072  # longest input + output, tokens
+    dense_layers: NotNegativeInt = 0  # without experts, of a mixture of experts
+    context: PositiveInt = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
     hf_config: Mapping[str, Any] = field(
         default_factory=dict
@@ -90,23 +90,8 @@ class Llm:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("model", ("gqa", "mla"), attention=self.attention)
-        positive(
-            "model",
-            parameters=self.parameters,
-            active=self.active,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype_bytes=self.dtype_bytes,
-            context=self.context,
-        )
         if self.attention == "mla":
             positive("model", latent_dim=self.latent_dim)
-        not_negative("model", rope_dim=self.rope_dim, experts_per_token=self.experts_per_token)
-        not_negative("model", expert_groups=self.expert_groups, dense_layers=self.dense_layers)
         if self.expert_groups and not 0 < self.groups_per_token <= self.expert_groups:
             raise ValueError(
                 f"model.groups_per_token must be >= 1 and <= expert_groups={self.expert_groups}, "

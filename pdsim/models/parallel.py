@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.core.units import positive
+from pdsim.core.units import PositiveInt
 
 __all__ = ["Parallel", "Side"]
 
@@ -22,15 +22,14 @@ class Side:
     (`pdsim.compute.forward`); with 1, the experts are divided as other weights are.
     """
 
-    tp: int
-    instances: int = 1
-    pp: int = 1  # pipeline stages
-    cp: int = 1  # context-parallel ranks
-    dp: int = 1  # attention groups
+    tp: PositiveInt
+    instances: PositiveInt = 1
+    pp: PositiveInt = 1  # pipeline stages
+    cp: PositiveInt = 1  # context-parallel ranks
+    dp: PositiveInt = 1  # attention groups
     ep: int = 1  # ranks that the experts are spread over
 
     def __post_init__(self) -> None:
-        positive("parallel", tp=self.tp, instances=self.instances, pp=self.pp, cp=self.cp, dp=self.dp)
         if self.tp % self.dp:
             raise ValueError(
                 f"parallel.dp must divide tp={self.tp}, whose ranks it divides among groups, got {self.dp}"

@@ -114,7 +114,6 @@ def test_a_window_larger_than_its_pool_is_refused_before_anything_runs():
         ({}, {"cp": 2}, "decode.cp=2: decode ranks are not context-parallel"),
         ({"pp": 2}, {"pp": 4}, "decode.pp=4 and prefill.pp=2: decode has the stages of prefill or a single one"),
         ({"dp": 3}, {}, "parallel.dp must divide tp=4"),
-        ({"cp": 0}, {}, "parallel.cp must be > 0, got 0"),
     ],
 )
 def test_sides_that_the_protocol_does_not_know_are_refused(

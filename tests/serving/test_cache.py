@@ -153,8 +153,6 @@ def serve(config: Config) -> Result:
 def test_what_cannot_be_cached_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"set kv\.checked=0, or cache=none"):
         serve(configured(cache=PREFILL, memory="tracked"))
-    with pytest.raises(ValueError, match=r"cache\.eviction must be one of block, radix, got 'lru'"):
-        Cache(eviction="lru")
 
 
 @pytest.mark.skipif(not TRACE.is_file(), reason=f"no {TRACE}: set PDSIM_TRACES to the folder of Mooncake's traces")

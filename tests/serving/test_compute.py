@@ -174,13 +174,6 @@ def test_shapes_are_those_of_the_model():
     assert kv_shape(replace(MODEL, attention="mla", latent_dim=500)).token_bytes(8) == 10 * 500 * 2
 
 
-@pytest.mark.parametrize("name", ["flops_share", "memory_share"])
-@pytest.mark.parametrize("share", [0.0, -0.5, 1.01])
-def test_no_more_than_the_peak_is_reached(name, share):
-    with pytest.raises(ValueError, match=rf"compute.{name} must be > 0 and <= 1, a share of the peak, got {share}"):
-        Compute(**{name: share})
-
-
 def test_a_decode_batch_is_divided_among_pipeline_stages_and_passes_all_of_them():
     plain = replace(PLAIN, allreduce_latency=0.0)
     one, two = (forward_time(MODEL, MACHINE, plain, Side(tp=1, pp=pp)) for pp in (1, 2))
