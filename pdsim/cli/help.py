@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help pages, and what they say of options: a command reads its words by its own page.
+"""The help page of each command, and the parser of the options that the page lists.
 
-Nearly all that is typed are Hydra's overrides, whose grammar, groups and keys argparse would not know.  So a page is
-written out, read from the top (usage, what most people want, options), and `parse` takes the options from it: what
-is documented is what is parsed and completed.  A new command has a line in `COMMANDS`, a page in `PAGES`, and a
-function in `pdsim.cli.main`.  Nothing heavy is imported here: ``--help`` answers at once.
+Most words of a command line are Hydra's overrides, which argparse does not know.  So `parse` reads the options from
+the page: the documented options are those parsed and completed.  A new command has a line in `COMMANDS`, a page in
+`PAGES`, and a function in `pdsim.cli.main`.  Nothing heavy is imported here: ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from pdsim.core.units import parse_size, parse_time
 __all__ = ["COMMANDS", "flags", "of", "overview", "parse", "plain_name"]
 
 COMMANDS = {
-    "run": "run an experiment, on the model or on a real engine, and keep and print its results",
-    "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
-    "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
-    "explain": "what bounded a run and what a twofold relief would bring, or which cause makes two runs differ",
-    "report": "write one HTML page with the figures of a run, a sweep or a validation; or a figure as SVG, PDF, PNG",
-    "timeline": "write what happened when in one run, or several side by side, for ui.perfetto.dev",
-    "show": "print the results that a run or a sweep left behind",
-    "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
-    "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
-    "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
-    "profile": "measure what a model's forward is made of on a GPU, fit, and write it down for compute=",
-    "validate": "predict held-out points, then measure them on a real engine, and say how far off they are",
-    "observe": "make a workload and a measured run of what a deployment has logged",
-    "list": "what there is to choose from: pdsim list, pdsim list hw",
-    "doctor": "which engines and devices work on this machine, and what the others need",
-    "completion": "what the shell evaluates to complete commands, groups and keys",
+    "run": "run an experiment on the model or on a real engine, and keep its results",
+    "sweep": "run every combination of values, on all cores, Ray or Slurm; repeat the command to resume",
+    "best": "rank the points of a sweep by goodput per GPU under an SLO",
+    "explain": "show what limits a run, or why two runs differ",
+    "report": "write an HTML page with the figures of a run, a sweep or a validation; or one as SVG, PDF, PNG",
+    "timeline": "write a trace of one or more runs for ui.perfetto.dev",
+    "show": "print the results of a kept run or sweep",
+    "compare": "print the metrics of several runs side by side, and the keys that differ",
+    "calibrate": "measure transfers of an engine, or read them from a file, and write a calibration",
+    "refit": "fit shipped numbers again from their samples, and print the errors",
+    "profile": "measure the operators of a model on a GPU, and write a file for compute=",
+    "validate": "predict transfers and requests, measure them on a real engine, and print the errors",
+    "observe": "turn the logs of a deployment into a workload and a measured run",
+    "list": "list the choices of each group: pdsim list, pdsim list hw",
+    "doctor": "list the engines and devices that work on this machine, and what the others need",
+    "completion": "print the shell code that completes commands, groups and keys",
 }
 
 _OVERVIEW = """\
@@ -51,26 +50,26 @@ usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
   pdsim run                                           serve the default trace on a modelled 8 x H20 node
   pdsim run hw=2x8xh20 workload.trace=trace.jsonl     another machine, a trace of your own
   pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
-  pdsim COMMAND --help                                everything that a command takes
+  pdsim COMMAND --help                                the arguments of a command
 
   --help  --version  help COMMAND
 
 Environment:
-  NO_COLOR=1           no colours; there are none in pipes either
+  NO_COLOR=1           no colours; pipes never get any
   COLUMNS=120          the width of tables on a terminal
-  PDSIM_DEBUG=1        the traceback of an error, as --debug
+  PDSIM_DEBUG=1        print tracebacks, as --debug
 
 Exit status:
-  0                    all went well
-  1                    a run failed, or a point of a sweep; what there is of it is kept
-  2                    what was typed cannot be run, and nothing was written
-  130, 143             ended by Ctrl-C, by SIGTERM; a run that had begun is marked incomplete"""
+  0                    success
+  1                    a run or a point of a sweep failed; its partial results are kept
+  2                    the command cannot run; nothing was written
+  130, 143             ended by Ctrl-C or SIGTERM; a run in progress is marked incomplete"""
 
 PAGES = {}
 PAGES["run"] = """\
 usage: pdsim run [KEY=VALUE ...] [OPTION ...]
 
-Choose one of each (pdsim list says what each is):
+Choose one of each (pdsim list describes them):
 {groups}
 
 Set any key below them, sizes, rates and times with their units:
@@ -78,18 +77,18 @@ Set any key below them, sizes, rates and times with their units:
   target=model|real    on the SimPy model, or on the real engine (default: model)
   target=live          on real vLLM or SGLang servers: live.url=URL, or live.prefill=URL live.decode=URL
   memory=tracked       simulated memory keeps contents, so that transfers are checked (default: timing)
-  seed=0               one seed gives one run, bit for bit, on the model
+  seed=0               the same seed repeats a run bit for bit, on the model
   output=results       folder for the results
 
 Options:
-  --cfg job            print what the run will use, every key that there is, calibrations applied, and stop
+  --cfg job            print the complete configuration, with calibrations applied, and stop
   -m, --multirun       the same as pdsim sweep; with hydra/launcher=NAME or hydra/sweeper=NAME, Hydra's own
-  --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
+  --config-dir DIR     add your configuration files: DIR/hw/mybox.yaml is hw=mybox
   --config-path DIR    start from DIR/config.yaml, such as that of a kept run
   --config-name NAME   start from NAME.yaml of one of these, instead of pdsim's config.yaml
   hydra.KEY=VALUE      and --info, --hydra-help: a job of Hydra's, with results in its folder
   --json               print one JSON object instead of a dozen lines
-  -v, --verbose        print every number with its definition, and everything that it rests on
+  -v, --verbose        print every metric with its definition, and all evidence
   --quiet, -q          print nothing but errors
   --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
 
@@ -100,19 +99,19 @@ usage: pdsim sweep [KEY=VALUE,VALUE ...] [OPTION ...]
   pdsim sweep 'workload.rate=range(1,9)' workload=poisson                 Hydra's grammar: range, choice, glob, lists
   pdsim sweep parallel.prefill.tp=2,4 parallel.decode.tp=4,2 --zip parallel.prefill.tp,parallel.decode.tp
 
-The results are in output/sweep-HASH, where HASH is of the command: given again, the command runs what is missing.
-Every point has a folder there, named by a hash of its configuration, and a row of points.parquet; a combination that
-cannot be run is a row with the reason.  Ctrl-C loses the points under way only.
+Results are in output/sweep-HASH, with a hash of the command: the same command later runs the missing points.
+Each point has a folder there and a row of points.parquet; the row of a combination that cannot run has the reason.
+Ctrl-C loses only the points in progress.
 
 Options:
-  --zip KEY,KEY        these keys change together instead of being combined; may be given more than once
-  --seeds N            every point with the seeds 0 to N-1
-  --search optuna      points that Optuna chooses, instead of every combination; KEY=interval(LOW,HIGH) is a range
-  --trials N           how many of them (default: 50); more goes on with the same search
-  --maximize METRIC    what is searched for (default: goodput per GPU, the highest)
-  --minimize METRIC    the same, the lowest
+  --zip KEY,KEY        change these keys together instead of combining them; repeatable
+  --seeds N            run every point with seeds 0 to N-1
+  --search optuna      let Optuna choose the points; KEY=interval(LOW,HIGH) is a range
+  --trials N           number of points (default: 50); a larger N continues the search
+  --maximize METRIC    metric to maximize (default: goodput per GPU)
+  --minimize METRIC    metric to minimize
   executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
-  --config-dir DIR     look for more configuration files there
+  --config-dir DIR     add your configuration files
   --config-path DIR    start from DIR/config.yaml
   --config-name NAME   start from NAME.yaml of one of these
   -v, --verbose        print every column with its definition
@@ -122,147 +121,145 @@ Options:
 PAGES["best"] = """\
 usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
 
-Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of
-each point's configuration.  Ten rows, and the Pareto front of throughput over speed.
---slo takes ttft, tpot and e2e."""
+Rank the points of the sweep in FOLDER by goodput: requests per second and GPU that meet the SLO.  Without --slo
+(ttft, tpot, e2e) each point's own SLO applies.  Prints ten rows, and the Pareto front of throughput and speed."""
 
 PAGES["explain"] = """\
 usage: pdsim explain FOLDER [FOLDER] [OPTION ...]
 
-Of one run: the share of the time that each cause takes (compute, queue, admission, posting, link, host, polling),
-and what it would bring to relieve it twofold, by simulating the run again with its numbers halved or doubled.
-Of two: in a sentence with numbers which cause makes the difference, each phase, and A with one group of B's
-configuration at a time, simulated.
+One run: print the share of time of each cause (compute, queue, admission, posting, link, host, polling), and
+simulate the run again with each cause halved.
+Two runs: name the cause of the difference, compare the phases, and simulate A with one group of B's configuration
+at a time.
 
 Options:
-  --request N          of one request instead of the mean
-  --fast               from the files alone, nothing simulated
+  --request N          explain one request instead of the mean
+  --fast               read the files only; simulate nothing
   --json               print one JSON object"""
 
 PAGES["completion"] = """\
 usage: pdsim completion
 
-Print what bash or zsh evaluates to complete pdsim; needs argcomplete (pip install 'pdsim[completion]'):
+Print the code that bash or zsh evaluates to complete pdsim; needs argcomplete (pip install 'pdsim[completion]'):
   eval "$(pdsim completion)"        # in ~/.bashrc or ~/.zshrc"""
 
 PAGES["report"] = """\
 usage: pdsim report FOLDER [-o FILE.html] [--slo ttft=2s,tpot=30ms]
        pdsim report FOLDER --figure NAME [--format svg|pdf|png] [-o FILE]
 
-Write one HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens without a
-network.  --figure writes one of its figures instead, by the name in its link; --slo is that of a sweep's points.
+Write an HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens offline.
+--figure writes one figure instead, named as in its link; --slo is the SLO for a sweep's points.
 Pages need plotly and figures matplotlib: pip install 'pdsim[report]'."""
 
 PAGES["timeline"] = """\
 usage: pdsim timeline FOLDER [FOLDER ...] [-o FILE.json[.gz]]
 
-Write the trace events of complete runs, several side by side, by default timeline.json.gz in the first FOLDER:
-tracks of queues, instances, ranks and engines, an arrow from prefill to decode of each request, and counters of
-what is in use.
+Write the trace events of complete runs, side by side, by default to timeline.json.gz in the first FOLDER: tracks of
+queues, instances, ranks and engines, an arrow from prefill to decode for each request, and usage counters.
 Open it at https://ui.perfetto.dev.  A run with samples=500 has counters of links, memories and staging rings too."""
 
 PAGES["show"] = """\
 usage: pdsim show FOLDER [FOLDER ...] [-v] [--json]
 
-Print again what a run, or a sweep, printed at its end; -v prints every number with its definition.
---json prints one JSON object a run instead."""
+Print the output of a kept run or sweep again; -v prints every metric with its definition, --json one JSON object for
+each run."""
 
 PAGES["compare"] = """\
 usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
 
-Print what differs in the configurations of complete runs, and each metric of all of them, as a number and as a
-multiple of the first run's.  All of them are of one experiment.  --json prints one JSON object instead."""
+Print the keys that differ between complete runs of one experiment, and each metric as a number and as a multiple
+of the first run's.  --json prints one JSON object instead."""
 
 PAGES["validate"] = """\
 usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
-  pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare again what an earlier run measured
-  pdsim validate target=live live.prefill=URL live.decode=URL       the same of servers, at shares of workload.rate
+  pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare an earlier measurement again
+  pdsim validate target=live live.prefill=URL live.decode=URL       validate servers, at shares of workload.rate
 
-It is pdsim run experiment=validate (target=live: validate_live), and takes what that takes (--cfg job shows it):
-  experiment.classes=[pair,serve]    what is compared; of pair, read, contention, handoff, allgather, serve
-  experiment.predict=now             of what is stored: with the model of today
-  experiment.repeat, jobs, limit     how much is measured
-  experiment.bounds.pair=0.05        the median error that is asked for, or the run fails: exit status 1"""
+The same as pdsim run experiment=validate (target=live: validate_live), with its keys (--cfg job shows them):
+  experiment.classes=[pair,serve]    classes to compare: pair, read, contention, handoff, allgather, serve
+  experiment.predict=now             predict a stored measurement again, with the present model
+  experiment.repeat, jobs, limit     the amount of measurement
+  experiment.bounds.pair=0.05        bound of the median error; beyond it the run fails with exit status 1"""
 
 PAGES["observe"] = """\
 usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
 
-  pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
-  pdsim observe profile_export.jsonl hw=8xh200                      of aiperf
-  pdsim observe decode.log                                          of transfers, as vLLM, NIXL, Mooncake count them
+  pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    from vllm bench serve --save-detailed
+  pdsim observe profile_export.jsonl hw=8xh200                      from aiperf
+  pdsim observe decode.log                                          transfers, from logs of vLLM, NIXL, Mooncake
 
-Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare, whose KEY=VALUE describe the deployment; the
-same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it. Of transfers it writes FILE.samples.csv for
-pdsim calibrate --from.
+Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare; KEY=VALUE describe the deployment.  The same
+KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it.  A log of transfers becomes FILE.samples.csv,
+for pdsim calibrate --from.
 
 Options:
-  --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake, if FILE does not show it
-  --to DIR          where the trace is written (default: here)"""
+  --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake (default: by its content)
+  --to DIR          folder for the trace (default: here)"""
 
 PAGES["calibrate"] = """\
 usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
 
   pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
-  pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit what nixlbench printed
+  pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit the output of nixlbench
 
 KEY=VALUE as in pdsim run: hw, backend, target, experiment.operation=read, output, seed.
 
 Options:
   --from FILE       fit these samples instead of measuring: a calibration's CSV, a published table, a tool's output
-  --format NAME     of that file, if it does not show: {formats}
-  --path NAME       intra or inter: which of the engine's models the samples are about (default: intra on one node)
-  --name NAME       of the calibration (default: BACKEND-HW, the name that is chosen by itself)
-  --to DIR          where NAME.yaml and NAME.csv are written (default: here; conf/calibration makes them a choice)
-  --largest SIZE    bytes of the largest transfer that is measured (default: 256MiB)
-  --held N          points that are drawn at random and held out (default: 16)
-  --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
-  --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
+  --format NAME     of that file (default: by its content): {formats}
+  --path NAME       intra or inter: the engine's model to fit (default: intra on one node)
+  --name NAME       of the calibration (default: BACKEND-HW, which runs use by default)
+  --to DIR          folder for NAME.yaml and NAME.csv (default: here; conf/calibration makes it a choice)
+  --largest SIZE    largest transfer to measure (default: 256MiB)
+  --held N          random points to hold out of the fit (default: 16)
+  --repeat N        least transfers of a point; short ones run up to 50 times (default: 5)
+  --jobs N          jobs of fresh ranks; the geometric mean of their medians counts (default: 9)"""
 
 PAGES["refit"] = """\
 usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]
 
-Fit again, from the samples in data/ (in a checkout of the repository), and print the errors on what was left out:
+Fit again from the samples in data/, in a checkout of the repository, and print the held-out errors:
   published      every calibration from published numbers, or those of these names (default)
   bare           calibrations of bare libraries, from pairs posted to them directly
-  options        what NIXL's progress thread adds: by_option of conf/backend/nixl.yaml
+  options        NIXL's progress thread: by_option of conf/backend/nixl.yaml
   collectives    conf/collective: all-gathers over NCCL and symmetric memory
-  handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
+  handoffs       hosts and copies in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
 
 PAGES["profile"] = """\
 usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
 
   pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
-  pdsim profile --from data/compute/h100.csv hw=8xh100    fit what was measured before
+  pdsim profile --from data/compute/h100.csv hw=8xh100    fit earlier measurements
   pdsim profile --from DIR/h100_sxm --tables vllm:0.24.0 --compact h200_torch hw=8xh100 --name h100_vllm
 
-Matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps in CUDA graphs and
-without, as PyTorch runs them.  Every second size and the whole steps are held out of the fit.  hw= names the peaks.
+Measures matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps with and without
+CUDA graphs, in PyTorch.  Every second size and the whole steps are held out of the fit.  hw= gives the peak rates.
 
 Options:
   --models LIST     MODEL, MODEL:TP or MODEL:TP:LAYERS with commas; LAYERS of a whole step (default: eight of them)
-  --device cpu      on the processor, in small sizes: to try it
-  --gpus N          of this machine (default: all)
+  --device cpu      on the processor, in small sizes, as a trial
+  --gpus N          GPUs to use (default: all)
   --limit TIME      for all measurements, most valuable first (default: 110s)
   --from FILE       fit these rows instead of measuring; or a GPU's folder of aiconfigurator's operator tables
   --tables E:V      engine and version of those tables (default: sglang:0.5.10)
-  --compact NAME    keep the tables themselves, thinned; norms and launches, which they lack, are as in compute=NAME
-  --name NAME       of the two files (default: the GPU's)
-  --to DIR          where they are written (default: here; conf/compute makes the YAML a choice)"""
+  --compact NAME    keep the tables, thinned; norms and launches, which they lack, are those of compute=NAME
+  --name NAME       name of the two files (default: the GPU's)
+  --to DIR          folder for them (default: here; conf/compute makes the YAML a choice)"""
 
 PAGES["list"] = """\
 usage: pdsim list [GROUP ...] [--config-dir DIR]
 
-What there is to choose from, with a line about each: all groups, or some of
+List the choices with a line about each: of all groups, or of some of
 {groups}."""
 
 PAGES["doctor"] = """\
 usage: pdsim doctor [--host] [--config-dir DIR]
 
-Try every engine and device on this machine, and say of those that do not work why, and what would help.
+Try every engine and device on this machine; print why one does not work, and the remedy.
 
-  --host            in a second, what this host takes for its part of a transfer: host_factor= of a run"""
+  --host            measure in a second how slow this host is: the host_factor= of a run"""
 
 
 def overview() -> str:
@@ -296,15 +293,15 @@ _LONG = {
 
 @cache
 def flags(command: str) -> Mapping[str, str]:
-    """Return the options of *command* by their long names, with what stands for the value; "" if they take none.
+    """Return the options of *command* by long name, with the placeholder of their value; "" if they take none.
 
     >>> flags("best")
     {'--slo': 'ttft=2s,tpot=30ms', '--verbose': '', '--json': ''}
     """
     usage, _, rest = PAGES[command].partition("\n\n")
-    found = re.findall(r"(?<![\w-])(--?[a-z][\w-]*)(?: ([^\s\]]+))?", usage)
-    found += re.findall(r"^  (--?[a-z][\w-]*)(?:, -\w+|, --\w+)?(?: (\S+))?(?: {2,}|$)", rest, re.MULTILINE)
-    return {_LONG.get(name, name): value for name, value in found if name not in ("--info", "--help")}
+    listed = re.findall(r"(?<![\w-])(--?[a-z][\w-]*)(?: ([^\s\]]+))?", usage)
+    listed += re.findall(r"^  (--?[a-z][\w-]*)(?:, -\w+|, --\w+)?(?: (\S+))?(?: {2,}|$)", rest, re.MULTILINE)
+    return {_LONG.get(name, name): value for name, value in listed if name not in ("--info", "--help")}
 
 
 def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -319,7 +316,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]
     >>> parse("calibrate", ["hw=loopback", "--jobs", "2"])
     (['hw=loopback'], {'--jobs': 2})
     """
-    known, rest, found = flags(command), list[str](), dict[str, Any]()
+    known, rest, values = flags(command), list[str](), dict[str, Any]()
     left = iter(words)
     for word in left:
         if not word.startswith("-"):
@@ -330,7 +327,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]
         if name not in known:
             raise ConfigError(f"unknown option {short}; {near(name, known)}see pdsim {command} --help")
         if not known[name]:
-            found[name] = True
+            values[name] = True
             continue
         if not equals and (text := next(left, "")) == "":
             raise ConfigError(f"{name} needs a value after it; see pdsim {command} --help")
@@ -338,8 +335,8 @@ def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]
             value = _TYPES.get(known[name].partition(".")[0], str)(text)
         except ValueError as error:
             raise ConfigError(f"{name} {text}: {error}") from error
-        found[name] = (*found.get(name, ()), value) if name == "--zip" else value
-    return rest, found
+        values[name] = (*values.get(name, ()), value) if name == "--zip" else value
+    return rest, values
 
 
 def plain_name(option: str, text: str) -> str:
