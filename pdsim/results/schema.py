@@ -9,8 +9,7 @@ Folders of results are copied, edited and cut short.  A file holds what it shoul
 a `ConfigError` that names the file, what is wrong and the way out.  So `show`, `compare`, `report` and `sweep` need
 not ask what a field is.  The structures have the fields that those use; a file may have more.
 
-`arrow_array` does without `pyarrow.array`, which imports pandas, if it is installed, to ask whether it was given
-some of it: a third of a second in every process that keeps a run.
+`arrow_array` does without `pyarrow.array`, which imports pandas where it is installed: a third of a second.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,15 +43,11 @@ __all__ = [
     "TRANSFERS",
     "VERSION",
     "Column",
-    "MetricEntry",
-    "RunFile",
     "arrow_array",
     "read_about",
     "read_configuration",
-    "read_metrics",
     "read_nested",
     "read_points",
-    "read_run_file",
     "read_summary",
     "read_table",
     "requests_table",
@@ -206,25 +201,19 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
     So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their
     order are those of one table.
     """
-    found: list[Mapping[str, ArrayColumn]] = []
+    import pyarrow as pa
+
+    tables: list[pa.Table] = []
     size = 0
     for log in logs(records):
         for columns in log.columns(rows):
-            found.append(columns)
-            size += len(columns["submitted"])
+            tables.append(_transfers(columns))
+            size += tables[-1].num_rows
             if size >= rows:
-                yield _transfers(_one_after_the_other(found))
-                found, size = [], 0
-    if found or not records:
-        yield _transfers(_one_after_the_other(found)) if found else _schema(TRANSFERS).empty_table()
-
-
-def _one_after_the_other(parts: Sequence[Mapping[str, ArrayColumn]]) -> Mapping[str, ArrayColumn]:
-    return (
-        parts[0]
-        if len(parts) == 1
-        else {name: ArrayColumn.joined([part[name] for part in parts]) for name in parts[0]}
-    )
+                yield pa.concat_tables(tables)
+                tables, size = [], 0
+    if tables or not records:
+        yield pa.concat_tables(tables or [_schema(TRANSFERS).empty_table()])
 
 
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
@@ -295,7 +284,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     for field in schema:
         try:
             arrays.append(arrow_array(requests.get(field.name, [None] * rows), field.type))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"requests column {field.name} does not hold {field.type}: {error}") from None
     return pa.table(arrays, schema=schema)
 
@@ -311,61 +300,39 @@ _SMALL = 1 << 14
 
 
 def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Return *values* as an Arrow array of the type *kind*, as `pyarrow.array` does.
+    """Return *values* as an Arrow array of *kind*: text, floats or whole numbers of 64 bits; None is null.
 
-    None and what is masked is null.
-
-    Raise what that raises for values that *kind* does not hold.
+    Raise a `ValueError` for values that *kind* does not hold.
     """
     import pyarrow as pa
 
-    if isinstance(values, ArrayColumn):
-        if values.words is not None and len(values) < _SMALL:
-            return _of_words(values, kind)
-        if values.words is not None:
+    number, types = _NUMBERS.get(str(kind), (None, {str}))
+    if isinstance(values, ArrayColumn) and values.words is not None:
+        if len(values) >= _SMALL:
             return arrow_array(values.words, kind).take(arrow_array(values.values.astype(np.int64), pa.int64()))
-        numbers = values.values
-        if str(kind) == "double" and numbers.dtype == np.float64:
-            known = ~np.isnan(numbers)
-            return _of_buffers(kind, len(numbers), known, np.ascontiguousarray(numbers))
-        values = np.ma.array(numbers, mask=np.isnan(numbers)) if numbers.dtype.kind == "f" else numbers
-    if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
-        if type(values) is np.ndarray:
-            return _of_buffers(kind, len(values), None, np.ascontiguousarray(values))
-        shown = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
-        return _of_buffers(kind, len(values), shown, np.ascontiguousarray(np.ma.getdata(values)))
-    found = values.tolist() if isinstance(values, np.ndarray) else values
-    types = set(map(type, found))
-    present = None if type(None) not in types else np.fromiter((v is not None for v in found), np.bool_, len(found))
-    types.discard(type(None))
-    if str(kind) in _NUMBERS and types <= _NUMBERS[str(kind)][1]:
-        filled = found if present is None else [0 if value is None else value for value in found]
-        try:
-            return _of_buffers(kind, len(found), present, np.array(filled, dtype=_NUMBERS[str(kind)][0]))
-        except OverflowError:  # of integers beyond 64 bits: Arrow says so in its own words
-            return pa.array(values, type=kind)
-    if str(kind) == "string" and types <= {str}:
-        texts = [b"" if value is None else value.encode() for value in found]
-        ends: npt.NDArray[np.int64] = np.cumsum([0, *map(len, texts)], dtype=np.int64)
-        if ends[-1] < 1 << 31:
-            return _of_buffers(kind, len(found), present, ends.astype(np.int32), b"".join(texts))
-    return pa.array(values, type=kind)
-
-
-def _of_words(column: ArrayColumn, kind: pa.DataType) -> pa.Array:
-    if str(kind) != "string" or None in column.words:  # type: ignore[operator]  # the caller knows that it has words
-        return arrow_array(list(column), kind)
-    texts = [word.encode() for word in column.words]  # type: ignore[union-attr]
-    lengths = np.fromiter(map(len, texts), np.int32, len(texts))
-    ends = np.zeros(len(column) + 1, np.int32)
-    np.cumsum(lengths[column.values], out=ends[1:])
-    return _of_buffers(kind, len(column), None, ends, b"".join(map(texts.__getitem__, column.values.tolist())))
+        values = list(values)
+    if isinstance(values, ArrayColumn) and values.values.dtype.kind == "f":
+        known = ~np.isnan(values.values)
+        return _of_buffers(kind, len(values), known, np.where(known, values.values, 0).astype(number))
+    if isinstance(values, ArrayColumn):
+        values = values.values
+    if isinstance(values, np.ndarray) and number is not None:
+        return _of_buffers(kind, len(values), None, np.ascontiguousarray(values, number))
+    if wrong := set(map(type, values)) - types - {type(None)}:
+        raise ValueError(f"{wrong.pop().__name__} is not {kind}")
+    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    if number is not None:
+        numbers = np.array([0 if value is None else value for value in values], number)
+        return _of_buffers(kind, len(values), present, numbers)
+    texts = [b"" if value is None else value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+    return _of_buffers(kind, len(values), present, ends, b"".join(texts))
 
 
 def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:
     import pyarrow as pa
 
-    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    valid = None if present is None or present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
     return pa.Array.from_buffers(kind, length, [valid, *(pa.py_buffer(each) for each in data)])
 
 
@@ -374,7 +341,6 @@ def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] |
 
 _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Number = _Whole | float | None
-_Shape = TypeVar("_Shape", "RunFile", "_Summary")
 _AGAIN = "it was changed since, so run it again"
 _COLUMNS = {
     "requests.parquet": REQUESTS,
@@ -443,7 +409,7 @@ class _Git(msgspec.Struct):
     dirty: bool | None = None
 
 
-class RunFile(msgspec.Struct):
+class _RunFile(msgspec.Struct):
     """``run.json`` of a run that ended."""
 
     schema: int
@@ -461,7 +427,7 @@ class RunFile(msgspec.Struct):
     git: _Git | None = None
 
 
-class MetricEntry(msgspec.Struct):
+class _MetricEntry(msgspec.Struct):
     """One number of ``summary.json``; *tabled* if a table shows it too."""
 
     value: _Number
@@ -491,7 +457,7 @@ class _Summary(msgspec.Struct):
     """``summary.json``."""
 
     schema: int
-    metrics: dict[str, MetricEntry]
+    metrics: dict[str, _MetricEntry]
     tables: list[_Table]
     failures: list[str]
     notes: list[str]
@@ -504,25 +470,12 @@ def read_about(path: Path, *, ended: bool = True) -> dict[str, Any]:
 
     A run that was killed has written less of it. Raise a `ConfigError` if the file is not what this version writes.
     """
-    return _read(path, RunFile if ended else _Begun)
+    return _read(path, _RunFile if ended else _Begun)
 
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the ``summary.json`` at *path*.  Raise a `ConfigError` if it is not what this version writes."""
     return _read(path, _Summary)
-
-
-def read_run_file(path: Path) -> RunFile:
-    """Return what pdsim itself reads of the ``run.json`` at *path*, of a run that ended.
-
-    Raise a `ConfigError` as `read_about` does.
-    """
-    return _decoded(path, RunFile)
-
-
-def read_metrics(path: Path) -> Mapping[str, MetricEntry]:
-    """Return the metrics of the ``summary.json`` at *path*, which is refused where `read_summary` refuses it."""
-    return _decoded(path, _Summary).metrics
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
@@ -607,17 +560,6 @@ def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
         msgspec.convert(found, shape)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not what pdsim writes: {_one_line(error)}; {_AGAIN}") from error
-    return found
-
-
-def _decoded(path: Path, shape: type[_Shape]) -> _Shape:
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=shape)
-    except (msgspec.MsgspecError, OSError, ValueError, RecursionError):
-        _read(path, shape)
-        raise
-    if found.schema != VERSION:
-        _read(path, shape)
     return found
 
 

@@ -29,7 +29,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,7 +58,6 @@ __all__ = [
     "as_written",
     "entries",
     "load",
-    "load_outcome",
     "make",
 ]
 
@@ -285,15 +284,6 @@ def _complete(folder: Path) -> None:
     if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
-
-
-def load_outcome(folder: Path) -> tuple[schema.RunFile, Mapping[str, schema.MetricEntry]]:
-    """Return what ``run.json`` of *folder* says, and the metrics of its ``summary.json``: what a sweep keeps.
-
-    It refuses what `load` refuses, in half its time: no mapping of everything is made.
-    """
-    _complete(folder)
-    return schema.read_run_file(folder / "run.json"), schema.read_metrics(folder / "summary.json")
 
 
 def _line(error: BaseException) -> str:

@@ -57,12 +57,12 @@ def refused(point: Point, why: str) -> dict[str, Any]:
 
 def kept(point: Point, folder: Path) -> dict[str, Any]:
     """Return the row of a *point* whose complete results are in *folder*."""
-    run, metrics = store.load_outcome(folder)
+    run = store.load(folder)
     return point.about() | {
-        "status": run.status,
-        "error": run.error,
+        "status": run["status"],
+        "error": run["error"],
         "folder": folder.name,
-        "evidence": run.evidence.weakest,
-        "metrics": {name: metric.value for name, metric in metrics.items()},
-        "definitions": {name: metric.definition for name, metric in metrics.items()},
+        "evidence": run["evidence"]["weakest"],
+        "metrics": {name: metric["value"] for name, metric in run["metrics"].items()},
+        "definitions": {name: metric["definition"] for name, metric in run["metrics"].items()},
     }

@@ -83,18 +83,6 @@ class ArrayColumn(Sequence[Any]):
         """Return the column of *values*, seconds or the like; None where there is none."""
         return cls(np.array([np.nan if value is None else value for value in values], dtype=np.float64))
 
-    @classmethod
-    def joined(cls, parts: Sequence[ArrayColumn]) -> ArrayColumn:
-        """Return the values of *parts*, all of them with words or none, one part after the other."""
-        if parts[0].words is None:
-            return cls(np.concatenate([part.values for part in parts]))
-        words: list[str | None] = []
-        codes = []
-        for part in parts:
-            codes.append(part.values + len(words))
-            words += part.words or ()
-        return cls(np.concatenate(codes), words)
-
     def known(self) -> Floats:
         """Return the numbers of the column without those that are None."""
         if self.values.dtype.kind == "f":
