@@ -5,7 +5,7 @@ The time of an all-gather is fitted to every other size of the equal pieces of e
 pools that were reserved; *after_pause* to every other padded batch there, *grown* to every other size, up to a MiB,
 of equal pieces in pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with
 its median. Plain memory goes through NCCL with either library, so both runs count.  Seconds and bytes; samples are
-in ``data/collective``.  ``pdsim refit collectives`` prints all of it.
+in ``data/collective``.
 """
 
 from __future__ import annotations
@@ -16,28 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pdsim.calibration.robust import robust_fit
+from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.hardware.costs import Collective, CollectiveModel
 from pdsim.results.record import Table
-from tools import tables
-
-__all__ = [
-    "KINDS",
-    "GatherSample",
-    "between",
-    "errors",
-    "fit",
-    "growth_errors",
-    "growths",
-    "host_times",
-    "points",
-    "seen",
-]
+from tools.tables import rows as rows_of
 
 KINDS = ("plain", "symmetric")
 """Kinds of memory, which `Collective` has a model of each for."""
 
-FOLDER = data("collective")
 FITTED = ("latency", "step", "rate", "own_rate")
 SCALE = 0.1
 """The relative error from which on a point counts less: what jobs of equal calls differ by."""
@@ -64,47 +52,36 @@ class GatherSample(NamedTuple):
         return not self.batch and not self.grown
 
 
-def points() -> list[GatherSample]:
-    """Return the points of both machines.
-
-    A point is the median of the equal calls of one job: calls with the same library and the same label, which names
-    ranks, bytes of a piece, pool and batch.  Reservations are left out; `growths` has them.
-    """
-    measured = []
-    for run, rows in (("2xh200", _two()), ("4xh200", _four())):
-        times: dict[tuple[str, str], list[float]] = {}
-        for library, label, _, us in rows:
-            if label != "reserve":
-                times.setdefault((library, label), []).append(us * 1e-6)
-        measured += [_point(run, library, label, seconds) for (library, label), seconds in times.items()]
-    return measured
-
-
-def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
-    # The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and
-    # "grown".
-    # as `experiments.allgather.gather_rows.GatherSample.label` says it
-    ranks, _, size, pool, *more = label.split(" ")
-    kind = "plain" if pool == "default" else "symmetric"
-    batch = more[1] if "batch" in more else ""
-    return GatherSample(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
-
-
-def _two() -> Iterator[tuple[str, str, int, float]]:
-    # The file has a row for each rank.
+def _calls() -> Iterator[tuple[str, str, str, int, int, float]]:
+    # Run, library, label, ranks, bytes and seconds of each call; the first file has a row for each rank.
     by_rank: dict[tuple[str, str], dict[str, list[tuple[int, float, float]]]] = {}
-    for row in tables.rows(FOLDER / "interface-2xh200.parquet"):
-        key = row["collective"], row["label"] or "reserve"
+    for row in rows_of(data("collective", "interface-2xh200.parquet")):
         each = int(row["bytes"]), float(row["submitted_us"]), float(row["seen_us"])
+        key = row["collective"], row["label"] or "reserve"
         by_rank.setdefault(key, {}).setdefault(row["rank"], []).append(each)
     for (library, label), ranks in by_rank.items():
         for calls in zip(*ranks.values(), strict=True):
-            yield library, label, calls[0][0], max(call[2] for call in calls) - max(call[1] for call in calls)
+            us = max(call[2] for call in calls) - max(call[1] for call in calls)
+            yield "2xh200", library, label, 2, calls[0][0], us * 1e-6
+    for row in rows_of(data("collective", "interface-4xh200.parquet")):
+        about = row["collective"], row["label"], int(row["ranks"]), int(row["bytes"])
+        yield "4xh200", *about, float(row["us"]) * 1e-6
 
 
-def _four() -> Iterator[tuple[str, str, int, float]]:
-    for row in tables.rows(FOLDER / "interface-4xh200.parquet"):
-        yield row["collective"], row["label"], int(row["bytes"]), float(row["us"])
+def points() -> list[GatherSample]:
+    """Return the medians of the equal calls of each job: the same library, and label, which names all else."""
+    times: dict[tuple[str, str, str], list[float]] = {}
+    for run, library, label, _, _, seconds in _calls():
+        if label != "reserve":
+            times.setdefault((run, library, label), []).append(seconds)
+    every = []
+    for (run, library, label), seconds_of in times.items():
+        # as `experiments.allgather.gather_rows.GatherSample.label` says it
+        ranks, _, size, pool, *more = label.split(" ")
+        about = int(ranks), int(size), "plain" if pool == "default" else "symmetric"
+        batch = more[1] if "batch" in more else ""
+        every.append(GatherSample(run, library, *about, batch, "grown" in more, float(np.median(seconds_of))))
+    return every
 
 
 # --- fits ----------------------------------------------------------------------------------------------------------
@@ -119,31 +96,25 @@ def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
     batches = sorted({point.batch for point in every} - {""}, key=lambda batch: sum(map(int, batch.split("+"))))[::2]
     equal = [point for point in every if not point.batch]
     sizes = {run: sorted({point.size for point in equal if point.run == run})[::2] for run in ("2xh200", "4xh200")}
-    fitted = {point for point in equal if point.size in sizes[point.run]}
-    return fitted | {point for point in every if point.batch in batches and not point.grown}
+    kept = {point for point in equal if point.size in sizes[point.run]}
+    return kept | {point for point in every if point.batch in batches and not point.grown}
 
 
 def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel:
-    """Return *base* with the numbers that fit those of *every* that are not left out.
+    """Return *base* with `FITTED` as they fit those points of *every* that are warm and not left out.
 
-    Fitted are `FITTED` as logarithms, to warm points alone; residuals are ``log(model / measured)``, and from
-    `SCALE` on a point counts less (scipy's ``soft_l1``).  A parameter that is 0 in *base* starts at 1 us or 1e-6
-    bytes/s.  All points of *every* should be of one library and kind of memory, as *base* is.  Needs scipy.
+    All points of *every* should be of one library and kind of memory, as *base* is.  Needs SciPy.
     """
-    from scipy.optimize import least_squares
-
     kept = seen(every)
     warm = [point for point in every if point in kept and point.warm]
-    start = np.log([getattr(base, name) or 1e-6 for name in FITTED])
+    start = {name: getattr(base, name) or 1e-6 for name in FITTED}
 
-    def model(logs: Any) -> CollectiveModel:
-        return replace(base, **dict[str, Any](zip(FITTED, map(float, np.exp(logs)), strict=True)))
+    def predicted(values: dict[str, Any]) -> list[float]:
+        model = replace(base, **values)
+        return [model.isolated_time(point.ranks, point.size) for point in warm]
 
-    def residuals(logs: Any) -> Any:
-        one = model(logs)
-        return [np.log(one.isolated_time(point.ranks, point.size) / point.seconds) for point in warm]
-
-    return model(least_squares(residuals, start, loss="soft_l1", f_scale=SCALE).x)
+    values: dict[str, Any] = robust_fit(predicted, [point.seconds for point in warm], start, scale=SCALE).values
+    return replace(base, **values)
 
 
 def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
@@ -158,33 +129,34 @@ def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
     return float(np.median(paused)), float(np.median(grown))
 
 
-def growths() -> Iterator[tuple[str, int, int, float, bool]]:
-    """Yield library, ranks, bytes, seconds and whether it is left out, of every reservation but the first of a job.
-
-    A reservation that took a second or more is the first of its job, which also makes the connections, and is left
-    out. Every other size of each number of ranks counts as left out of the fit.
-    """
-    two = [(library, 2, size, us) for library, label, size, us in _two() if label == "reserve"]
-    four = [
-        (row["collective"], int(row["ranks"]), int(row["bytes"]), float(row["us"]))
-        for row in tables.rows(FOLDER / "interface-4xh200.parquet")
-        if row["label"] == "reserve"
-    ]
-    for rows in (two, four):
-        grown = [row for row in rows if row[3] < 1e6]
-        sizes = {ranks: sorted({row[2] for row in grown if row[1] == ranks})[::2] for ranks in (2, 4)}
-        for library, ranks, size, us in grown:
-            yield library, ranks, size, us * 1e-6, size not in sizes[ranks]
-
-
 # --- tables --------------------------------------------------------------------------------------------------------
+
+
+def tables() -> list[Table]:
+    """Return the fitted numbers, and the errors of the fit, of `conf/collective` and of growths."""
+    every, libraries = points(), {}
+    for name in ("nccl", "symm_mem"):
+        library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
+        assert library is not None
+        libraries[name] = library
+    given = {(name, kind): getattr(library, kind) for name, library in libraries.items() for kind in KINDS}
+    fitted, rows = {}, []
+    after_pause, grown = host_times(every)
+    for (name, kind), base in given.items():
+        mine = [point for point in every if point.kind == kind and (kind == "plain" or point.library == name)]
+        one = replace(fit(mine, base), after_pause=after_pause, grown=grown)
+        fitted[name, kind] = one
+        values = [getattr(one, key) * 1e6 for key in ("latency", "step", "after_pause", "grown")]
+        rows.append([name, kind, *values, one.rate / 1e9, one.own_rate / 1e9])
+    heads = ("library", "memory", "latency us", "step us", "after pause us", "grown us", "rate GB/s", "own GB/s")
+    judged = [errors(every, models) for models in (fitted, given)]
+    return [Table("Fitted", dict.fromkeys(heads, ""), rows), *judged, growth_errors(libraries)]
 
 
 def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
     """Return the error of *models*, by library and kind of memory, at what was left out.
 
-    One row for each library, class of points and number of ranks; errors in per cent of the measured time.  *models*
-    needs a model for each pair of ``nccl`` or ``symm_mem`` and one of `KINDS`.
+    One row for each library, class of points and number of ranks; errors in per cent of the measured time.
     """
     kept, rows = seen(every), []
     classes: dict[str, Callable[[GatherSample], bool]] = {
@@ -195,25 +167,19 @@ def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], Colle
         "grown, padded": lambda point: point.grown and bool(point.batch),
         "all": lambda point: point.size > 0,
     }
+
+    def error(library: str, point: GatherSample) -> float:
+        model = models[library, point.kind]
+        modelled = model.isolated_time(point.ranks, point.size, paused=bool(point.batch), grown=point.grown)
+        return modelled / point.seconds - 1.0
+
     for library in ("nccl", "symm_mem"):
         mine = [point for point in every if point.library == library and point not in kept]
         for name, belongs in classes.items():
             for ranks in ((2, 4), (2,), (4,)):
-                left = [point for point in mine if belongs(point) and point.ranks in ranks]
-                apart = [_error(models[library, point.kind], point) for point in left]
-                size = np.abs(apart) * 100
-                median, p95 = float(np.median(size)), float(np.percentile(size, 95.0))
-                rows.append(
-                    [
-                        library,
-                        name,
-                        " and ".join(map(str, ranks)),
-                        len(left),
-                        median,
-                        p95,
-                        float(np.median(apart)) * 100,
-                    ]
-                )
+                apart = [error(library, point) for point in mine if belongs(point) and point.ranks in ranks]
+                where = [library, name, " and ".join(map(str, ranks)), len(apart)]
+                rows.append([*where, *_summary(apart), float(np.median(apart)) * 100])
     columns = {
         "library": "",
         "class": "",
@@ -226,54 +192,31 @@ def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], Colle
     return Table("All-gathers that no fit has seen", columns, rows)
 
 
-def _error(model: CollectiveModel, point: GatherSample) -> float:
-    return (
-        model.isolated_time(point.ranks, point.size, paused=bool(point.batch), grown=point.grown) / point.seconds
-        - 1.0
-    )
-
-
-def between(every: Sequence[GatherSample]) -> Table:
-    """Return what jobs differ by that ran the same calls of the same code: plain memory, with either library.
-
-    The fifth column is the median distance of the jobs from their geometric mean: no model of one number a point can
-    be closer than that.
-    """
-    jobs: dict[tuple[int, int, str], list[float]] = {}
-    for point in every:
-        if point.kind == "plain":
-            jobs.setdefault((point.ranks, point.size, point.batch), []).append(point.seconds)
-    rows = []
-    for (ranks, size, batch), times in sorted(jobs.items()):
-        best = float(np.exp(np.mean(np.log(times))))
-        best_error = float(np.median(np.abs(best / np.array(times) - 1.0))) * 100
-        rows.append([ranks, size, batch or "-", " ".join(f"{one * 1e6:.0f}" for one in times), best_error])
-    columns = {"ranks": "", "bytes": "", "batch": "", "us": "median of each job", "%": "error of their mean"}
-    return Table("The same calls in several jobs", columns, rows)
+def _summary(apart: Sequence[float]) -> list[float]:
+    return [float(value) * 100 for value in np.percentile(np.abs(apart), (50.0, 95.0))]
 
 
 def growth_errors(libraries: Mapping[str, Collective]) -> Table:
     """Return the error at growths that were left out, and the latency that fits those that were not.
 
-    The model of a growth is ``ranks * grow_latency + bytes / grow_rate``.  *fitted ms* is what *grow_latency* would
-    be if it were the median over the growths that were not left out; it is compared with the configuration by eye.
+    A growth takes ``ranks * grow_latency + bytes / grow_rate``.  *fitted ms* is the median of *grow_latency* over
+    the growths that were not left out.  A reservation of a second or more is the first of its job, which also makes
+    the connections, and does not count.
     """
+    growths = [each for each in _calls() if each[2] == "reserve" and each[5] < 1.0]
     rows = []
     for name, library in libraries.items():
-        mine = [growth for growth in growths() if growth[0] == name]
-        each = [(growth[3] - growth[2] / library.grow_rate) / growth[1] for growth in mine if not growth[4]]
-        for ranks in (2, 4):
-            left = [growth for growth in mine if growth[4] and growth[1] == ranks]
-            model = [ranks * library.grow_latency + growth[2] / library.grow_rate for growth in left]
-            apart = np.abs(np.array(model) / np.array([growth[3] for growth in left]) - 1.0) * 100
-            median, p95 = float(np.median(apart)), float(np.percentile(apart, 95.0))
-            rows.append([name, ranks, float(np.median(each)) * 1e3, len(left), median, p95])
-    columns = {
-        "library": "",
-        "ranks": "",
-        "fitted ms": "each rank",
-        "points": "left out",
-        "median %": "",
-        "p95 %": "",
-    }
+        latencies, away = [], {}
+        for ranks, run in ((2, "2xh200"), (2, "4xh200"), (4, "4xh200")):
+            kept = sorted({each[4] for each in growths if (each[0], each[3]) == (run, ranks)})[::2]
+            for _, _, _, _, size, seconds in (g for g in growths if (g[0], g[1], g[3]) == (run, name, ranks)):
+                if size in kept:
+                    latencies.append((seconds - size / library.grow_rate) / ranks)
+                else:
+                    model = ranks * library.grow_latency + size / library.grow_rate
+                    away.setdefault(ranks, []).append(model / seconds - 1.0)
+        fitted = float(np.median(latencies)) * 1e3
+        rows += [[name, ranks, fitted, len(apart), *_summary(apart)] for ranks, apart in away.items()]
+    columns = dict.fromkeys(("library", "ranks", "fitted ms", "points", "median %", "p95 %"), "")
+    columns |= {"fitted ms": "each rank", "points": "left out"}
     return Table("Growths that no fit has seen", columns, rows)

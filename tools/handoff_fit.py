@@ -20,50 +20,30 @@ engines there, all of the other hosts, and the times of staged handoffs as a who
   above says.
 
 Records hold a write a row, in microseconds after the start of its job; requests of further jobs count from `JOB` on.
-The first request of each size warmed up, in each job.  ``pdsim refit handoffs`` fits, and compares with what was not
-fitted.
+The first request of each size warmed up, in each job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pdsim.calibration.robust import bootstrap
+from pdsim.config import Config
+from pdsim.config.compose import compose
+from pdsim.core import plugins
 from pdsim.core.repository import data
 from pdsim.hardware.machine import Copies
-from tools import tables
-
-__all__ = [
-    "COLUMNS",
-    "FITTED",
-    "JOB",
-    "PIECE",
-    "RECORDS",
-    "STAMPS",
-    "TIMES",
-    "TOKEN",
-    "WAYS",
-    "CopySample",
-    "bootstrap",
-    "copy_wakes",
-    "fit_copies",
-    "fit_idle_wake",
-    "fit_wake",
-    "is_fitted",
-    "medians",
-    "modelled",
-    "samples",
-    "times",
-    "waking",
-]
+from pdsim.results.record import Table
+from pdsim.sim.memory import LAUNCH
+from pdsim.sim.model import Model
+from tools.tables import rows as rows_of
 
 RECORDS = data("benchmarks", "handoffs-2xh200.parquet")
 TIMES = data("benchmarks", "handoff-times-2xh200.csv")
-WAYS = ("1to2 staged", "2to1 staged", "2to2 whole", "serve")
-"""Whose writes are kept; of slices nothing is fitted here."""
-
 FITTED = ("nvlink", ("A", "C"))
 """Engine and hosts."""
 
@@ -73,8 +53,6 @@ TOKEN = PLANES * PIECE  # bytes of a block: K and V of 32 layers
 JOB = 1000
 CALLS = {"gather": 1, "scatter": 2, "switch": 1}  # that a sample contains
 MESSAGES, WAKES = 2, 4  # in a whole handoff, beside the write of rank 1
-STAMPS = ("submitted", "prepared", "posted", "completed", "seen")
-COLUMNS = ("host", "engine", "way", "request", "path", "source", "target", "nbytes", *STAMPS)
 Key = tuple[str, str, str, int]  # host, engine, kind, bytes
 
 
@@ -94,7 +72,7 @@ class CopySample(NamedTuple):
 def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]]:
     # Keys are host and engine, then the number of the request; both are in ascending order.
     by_host: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
-    for row in sorted((row for row in tables.rows(RECORDS) if row["way"] == way), key=_submitted):
+    for row in sorted((row for row in rows_of(RECORDS) if row["way"] == way), key=_submitted):
         requests = by_host.setdefault((row["host"], row["engine"]), {})
         requests.setdefault(int(row["request"]), []).append(row)
     return {key: dict(sorted(requests.items())) for key, requests in sorted(by_host.items())}
@@ -194,25 +172,20 @@ def modelled(copies: Copies, between: float, memory_rate: float, launch: float, 
     return count * each + (between if kind == "scatter" else 0.0)
 
 
-def bootstrap(
+def intervals(
     of: Sequence[CopySample], memory_rate: float, launch: float, runs: int = 400
-) -> list[tuple[float, float]]:
-    """Return the 95 % intervals of call, descriptor and context switch.
-
-    Samples of each host, kind and size are drawn again, *runs* times.
-
-    Seconds; drawn from seed 0, so the same samples give the same intervals.
-    """
-    random = np.random.default_rng(0)
+) -> list[tuple[float, ...]]:
+    """Return the 95 % intervals of call, descriptor and context switch: *runs* draws of each host, kind and size."""
     groups: dict[Key, list[CopySample]] = {}
     for sample in of:
         groups.setdefault(sample[:4], []).append(sample)
-    fits = []
-    for _ in range(runs):
+
+    def again(random: np.random.Generator) -> list[float]:
         drawn = [group[i] for group in groups.values() for i in random.integers(0, len(group), len(group))]
         copies, _ = fit_copies(medians(drawn), memory_rate, launch)
-        fits.append((copies.call, copies.descriptor, copies.context_switch))
-    return [(float(low), float(high)) for low, high in np.percentile(fits, (2.5, 97.5), axis=0).T]
+        return [copies.call, copies.descriptor, copies.context_switch]
+
+    return list(zip(*bootstrap(again, runs, seed=0), strict=True))
 
 
 # --- waking up -----------------------------------------------------------------------------------------------------
@@ -220,7 +193,7 @@ def bootstrap(
 
 def times() -> dict[tuple[str, str, str], float]:
     """Return the seconds of each handoff, and of `serve`, by host, engine and label."""
-    return {(row["host"], row["engine"], row["what"]): float(row["us"]) * 1e-6 for row in tables.rows(TIMES)}
+    return {(row["host"], row["engine"], row["what"]): float(row["us"]) * 1e-6 for row in rows_of(TIMES)}
 
 
 def waking() -> dict[tuple[str, str, int], float]:
@@ -281,12 +254,95 @@ def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
 def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> float:
     """Return the seconds with which the time to first token is least far from *measured*, in relative terms.
 
-    *ttft* is the median time to first token on the model as a function of `Host.idle_wake`; it is taken to be linear
-    between 200 us and 1 ms.
-
-    The goal is the harmonic mean of *measured*, which has the least sum of relative errors for a line.
+    *ttft* is the median time to first token on the model as a function of `Host.idle_wake`, linear between 200 us
+    and 1 ms.  The goal is the harmonic mean of *measured*, which has the least sum of relative errors for a line.
     """
     low, high = 200e-6, 1000e-6
     short, long = ttft(low), ttft(high)
     goal = len(measured) / sum(1 / seconds for seconds in measured)
     return low + (goal - short) * (high - low) / (long - short)
+
+
+# --- on the model --------------------------------------------------------------------------------------------------
+
+
+def handoff_config(backend: str) -> Config:
+    """Return the configuration beside which the hosts' times were fitted, over *backend*.
+
+    Two H200, one request at a time, no prefix cache and no verification, so that a handoff is what it costs and
+    nothing waits.
+    """
+    words = ["model=llama-3.1-8b", "workload=smoke", "kv.checked=0", "kv.pool=16GiB", "experiment=serve"]
+    return compose(["hw=2xh200", f"backend={backend}", "compute=roofline", "engine=generic", *words])
+
+
+def served(config: Config) -> dict[str, float]:
+    """Return "median transfer", "median ttft" and "median e2e" of `serve` on the model, in seconds, 0 of none."""
+    run = plugins.resolve(plugins.EXPERIMENTS, "serve").run
+    result = run(config, Model(config.hw, config.backend, seed=config.seed), lambda *_: None)
+    summary = {metric.name: metric.value for metric in result.summary}
+    return {f"median {name}": float(summary[f"{name}_p50_s"] or 0.0) for name in ("transfer", "ttft", "e2e")}
+
+
+def with_idle_wake(config: Config, seconds: float) -> Config:
+    """Return *config* with hosts whose programs take *seconds* more to wake after they were idle."""
+    return replace(config, hw=replace(config.hw, host=replace(config.hw.host, idle_wake=seconds)))
+
+
+def tables() -> list[Table]:
+    """Return the keys of ``conf/hw`` that are fitted, and each phase on each host with the error of the model."""
+    measured, every = times(), samples()
+    configs = {name: handoff_config(name) for name in sorted({engine for _, engine, _ in measured})}
+    config = configs[FITTED[0]]
+    assert config.hw.gpu is not None
+    rate, latency = config.hw.gpu.memory_rate, config.hw.host.tcp_latency
+    mine = [sample for sample in every if is_fitted(sample.host, sample.engine)]
+    copies, between = fit_copies(medians(mine), rate, LAUNCH)
+    whole = waking()
+    wake = fit_wake([seconds for (host, name, _), seconds in whole.items() if is_fitted(host, name)], latency)
+    woken = copy_wakes(config.hw.interconnect.rate)
+    copy_wake = float(np.median([each for host in FITTED[1] for each in woken[host]]))
+    ttft = [measured[host, FITTED[0], "median ttft"] for host in FITTED[1]]
+    idle_wake = fit_idle_wake(lambda seconds: served(with_idle_wake(config, seconds))["median ttft"], ttft)
+    numbers: list[list[Any]] = [
+        [f"hw.gpu.copies.{name}", *(each * 1e6 for each in (getattr(copies, name), *span))]
+        for name, span in zip(("call", "descriptor", "context_switch"), intervals(mine, rate, LAUNCH), strict=True)
+    ]
+    others = {"messages beside two scatters": between, "hw.host.wake": wake}
+    others |= {"hw.gpu.idle_wake": copy_wake, "hw.host.idle_wake": idle_wake}
+    numbers += [[key, value * 1e6, None, None] for key, value in others.items()]
+    rows = [
+        _row(*key, seconds, modelled(copies, between, rate, LAUNCH, *key[2:]))
+        for key, seconds in medians(every).items()
+    ]
+    rows += [
+        _row(host, name, "whole", tokens * TOKEN, seconds, MESSAGES * latency + WAKES * wake)
+        for (host, name, tokens), seconds in whole.items()
+    ]
+    rows += [
+        _row(host, FITTED[0], "copy wake", 0, float(np.median(found)), copy_wake) for host, found in woken.items()
+    ]
+    said = {name: served(each) for name, each in configs.items()}
+    rows += [
+        _row(host, name, what.removeprefix("median "), 0, seconds, said[name][what])
+        for (host, name, what), seconds in measured.items()
+        if what.startswith("median ")
+    ]
+    heads = {"key": "", "us": "", "low us": "95 % interval", "high us": ""}
+    phases = ("host", "engine", "what", "tokens", "fitted", "measured us", "modelled us", "error %")
+    return [Table("Fitted", heads, numbers), Table("Medians", dict.fromkeys(phases, ""), rows)]
+
+
+def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: float) -> list[object]:
+    known = "in part" if what in ("transfer", "e2e") else "yes"
+    fitted_to = known if is_fitted(host, engine) else "no"
+    return [
+        host,
+        engine,
+        what,
+        nbytes // TOKEN or None,
+        fitted_to,
+        real * 1e6,
+        model * 1e6,
+        100 * (model / real - 1),
+    ]

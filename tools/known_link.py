@@ -3,10 +3,10 @@
 
     python -m tools.known_link measure FILE          # both engines over the links that are fitted; needs root
     python -m tools.known_link fit FILE              # parameters and their intervals
-    python -m tools.known_link validate FILE         # `pdsim validate` over links that no fit has seen; needs root
     python -m tools.known_link validated FILE        # errors of those predictions, and of the model of today
 
-The fitted samples are `data/calibration/*_tcp-link.csv`, the validation `data/benchmarks/known_link_validate.csv`.
+The fitted samples are `data/calibration/*_tcp-link.csv`.  `data/benchmarks/known_link_validate.csv` has predictions
+of ``pdsim validate target=real hw=link`` over other links, and what was measured then.
 A link is what `conf/hw/link.yaml` is changed by: ``"rate=200Mbps delay=1ms"``.  A point is *blocks* of *size* bytes,
 *gap* seconds after the one before.  Steady points have short gaps or none, and follow two that are not counted;
 those after a long gap begin with the window to which TCP has shrunk by then.  Medians of the repeats count.
@@ -15,21 +15,20 @@ those after a long gap begin with the window to which TCP has shrunk by then.  M
 from __future__ import annotations
 
 import csv
-import json
+import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from pdsim.cli.main import main
+from pdsim.calibration.robust import robust_fit
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.results.record import Table
@@ -45,59 +44,20 @@ FITTED = [
     "rate=400Mbps delay=1.5ms",
     "rate=600Mbps delay=0.3ms",
 ]
-VALIDATED = [
-    "rate=120Mbps delay=2ms",
-    "rate=280Mbps delay=3ms",
-    "rate=420Mbps delay=0.9ms",
-    "rate=750Mbps delay=1.6ms",
-    "rate=80Mbps delay=4ms",
-    "rate=180Mbps delay=10ms",
-    "rate=220Mbps delay=3.5ms",
-    "rate=350Mbps delay=0.8ms",
-    "rate=550Mbps delay=2ms",
-    "rate=700Mbps delay=1.2ms",
-    "rate=250Mbps delay=5ms",
-    "rate=320Mbps delay=0.6ms",
-    "rate=480Mbps delay=3ms",
-    "rate=650Mbps delay=1.8ms",
-]
 STEADY = [(1, 4 << 10 << shift) for shift in range(0, 14, 2)]  # 4 KiB to 16 MiB
 BLOCKS = [(4, 4 << 10), (16, 4 << 10), (64, 4 << 10), (16, 64 << 10), (16, 256 << 10)]
 COLD = [(1, 256 << 10), (1, 1 << 20), (1, 4 << 20)]
 GAPS, LONG = (5e-3, 0.0), 1.5  # seconds between
 AT = 1.0  # second of the job at which the first transfer begins
 LARGE = 1 << 20
-PARAMETERS = ("latency", "descriptor")
-"""What is fitted: seconds of an answer, and of a block beside the bytes; fields of
-`pdsim.hardware.costs.EngineModel`."""
-START = (6e-4, 1e-4)
-"""Where the search begins, in seconds."""
+START = {"latency": 6e-4, "descriptor": 1e-4}
+"""What is fitted, and where the search begins: seconds of an answer, and of a block beside the bytes."""
 COLUMNS = (
     "backend", "link", "flow", "blocks", "size", "gap", "seconds", "low", "high", "repeats", "load", "late",
 )  # fmt: skip
-COMPARED = ("backend", "link", "size", "predicted", "measured", "predictions", "written", "began", "notes")
-DESIGN = [
-    "experiment=validate",
-    "experiment.classes=[pair]",
-    "experiment.size=[6KiB,24KiB,96KiB,384KiB,1536KiB,6MiB,16MiB]",
-    "experiment.blocks=[1]",
-    "experiment.repeat=15",
-    "experiment.volume=96MiB",
-    "experiment.jobs=1",
-    "experiment.bounds.large=1MiB",
-]
 Point = tuple[int, int, float, int]  # blocks, size, gap, transfers
 Rows = list[dict[str, str]]
 Pairs = list[tuple[Mapping[str, str], float]]
-
-
-class LinkParameter(NamedTuple):
-    """One parameter and its 95 % interval, in seconds."""
-
-    name: str
-    value: float
-    low: float
-    high: float
 
 
 # --- transfers -----------------------------------------------------------------------------------------------------
@@ -195,31 +155,6 @@ def _rows(backend: str, link: str, every: Sequence[Point], times: Sequence[Seque
         yield [backend, link, "0>1", *point[:3], *numbers, len(own), f"{os.getloadavg()[0]:.1f}"]
 
 
-def validate(path: Path) -> None:
-    """Add to *path* what ``pdsim validate`` predicts and measures on each link of `VALIDATED`."""
-    have = {(row["backend"], row["link"]) for row in read(path)}
-    for link in VALIDATED:
-        for backend in BACKENDS:
-            if (backend, link) not in have:
-                _append(path, [[backend, link, *row] for row in _validated(backend, link)], COMPARED)
-
-
-def _validated(backend: str, link: str) -> list[list[Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        main(["run", "-q", *DESIGN, "target=real", *_words(backend, link), f"output={folder}"])
-        (made,) = Path(folder).iterdir()
-        names = ("expectations", "measurements", "summary")
-        expected, measured, summary = (json.loads((made / f"{name}.json").read_text()) for name in names)
-    assert measured["expectations"] == expected["sha256"]
-    seconds = {value["label"]: value["value"] for value in measured["measured"]}
-    about = [expected["sha256"][:16], expected["written"], measured["began"]]
-    about.append("; ".join(note for note in summary["notes"] if note.startswith("the link was late")))
-    return [
-        [each["nbytes"], f"{each['value']:.6g}", f"{seconds[each['label']]:.6g}", *about]
-        for each in expected["expected"]
-    ]
-
-
 def _append(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
     fresh = not path.exists()
     with path.open("a", newline="") as file:
@@ -257,43 +192,25 @@ def _by_link(rows: Iterable[dict[str, str]]) -> Iterator[tuple[tuple[str, str], 
 
 
 def fit(path: Path) -> None:
-    """Print the costs of an answer and of a block that bring the model nearest to the medians in *path*."""
+    """Print the costs of an answer and of a block that bring the model nearest to the medians in *path*.
+
+    Intervals are those of linear least squares at the solution: 1.96 standard errors of the logarithms.
+    """
     for backend in BACKENDS:
         own = [row for row in read(path) if row["backend"] == backend]
         if not own:
             continue
 
-        def predicted(latency: float, descriptor: float, own: Rows = own) -> list[float]:
-            return [seconds for _, seconds in pairs(own, lambda config: _changed(config, latency, descriptor))]
+        def predicted(values: dict[str, float], own: Rows = own) -> list[float]:
+            return [seconds for _, seconds in pairs(own, lambda config: _changed(config, **values))]
 
-        for name, value, low, high in nearest(predicted, [float(row["seconds"]) for row in own]):
-            interval = f"95 % {low * 1e6:.1f}us to {high * 1e6:.1f}us"
+        measured = [float(row["seconds"]) for row in own]
+        best = robust_fit(predicted, measured, START, scale=0.02, step=1e-2)
+        spread = best.spread()
+        for name, value in best.values.items():
+            by = math.exp(1.96 * spread[name])
+            interval = f"95 % {value / by * 1e6:.1f}us to {value * by * 1e6:.1f}us"
             print(f"{backend}: {name} {value * 1e6:.1f}us, {interval}, {len(own)} points")
-
-
-def nearest(predicted: Callable[[float, float], Sequence[float]], measured: Sequence[float]) -> list[LinkParameter]:
-    """Return the `PARAMETERS` that bring *predicted* nearest to *measured*, in relative terms.
-
-    *predicted* returns the seconds of each sample from latency and descriptor.  Outliers count less (scipy's
-    ``soft_l1`` from 2 % on).  Intervals are those of linear least squares at the solution: 1.96 standard errors of
-    the logarithms.  Needs at least three samples, and scipy.
-    """
-    from scipy.optimize import least_squares
-
-    seconds = np.asarray(measured)
-
-    def residuals(logs: Any) -> Any:
-        latency, descriptor = np.exp(logs)
-        return np.log(np.asarray(predicted(latency, descriptor)) / seconds)
-
-    solution = least_squares(residuals, np.log(START), loss="soft_l1", f_scale=0.02, diff_step=1e-2)
-    variance = 2.0 * solution.cost / (len(seconds) - len(START))
-    spread = np.exp(1.96 * np.sqrt(np.diag(np.linalg.pinv(solution.jac.T @ solution.jac)) * variance))
-    values = np.exp(solution.x)
-    return [
-        LinkParameter(name, float(value), float(value / by), float(value * by))
-        for name, value, by in zip(PARAMETERS, values, spread, strict=True)
-    ]
 
 
 def _changed(config: Config, latency: float, descriptor: float) -> Config:
@@ -324,4 +241,4 @@ def _large_and_small(own: Pairs) -> list[float]:
 
 
 if __name__ == "__main__":
-    {"measure": measure, "fit": fit, "validate": validate, "validated": validated}[sys.argv[1]](Path(sys.argv[2]))
+    {"measure": measure, "fit": fit, "validated": validated}[sys.argv[1]](Path(sys.argv[2]))

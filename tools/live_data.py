@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what real vLLM and SGLang servers took, `data/live`, and compare predictions with it.
+"""What real vLLM and SGLang servers took, `data/live`, beside what was predicted.
 
     python -m tools.live_data compare SEALED FOLDER      # each load and metric
     python -m tools.live_data again SEALED FOLDER [HW]   # the same by the model of today
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,25 +29,37 @@ from pdsim.serving.workload import Request
 from pdsim.validation.load_errors import BOUNDS, SINGLE, quantiles
 from pdsim.validation.verdicts import unseal
 
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Prompt lengths of single requests."""
-
-LOADS = (
-    *("fixed-20", "fixed-40", "fixed-60", "fixed-80", "fixed-90", "mixed-30", "mixed-60", "mixed-80"),
-    *("long-60", "decode"),
-)
-"""Loads of the first measurement on each engine; their words are in `loads.parquet`."""
-
-FITTED = ("fixed-20", "fixed-60", "fixed-90", "mixed-60", "long-60", "trace-50")
-"""Every other one of them: the parameters of the model were fitted to these and to single requests."""
-
-THIRD = ("fixed700-35", "fixed4k-60", "answers200-35", "gamma1k-45", "long6k-50", "mixed2k-50")
-"""Loads of new kinds on the third host."""
-
 METRICS = {f"{name}_s": bound for name, bound in BOUNDS.items()}
 """Compared metrics of a load, and the relative error that is asked for."""
 
 DATA = data("live")
+CAMPAIGNS = {name: name for name in ("blind", "third", "fourth")} | {"fifth": "fourth", "sixth": "fourth"}
+"""Folders of blind campaigns, and of their sealed predictions."""
+
+REPEATS = {
+    "vllm": (
+        ("third/vllm", "fixed700-35", "third/vllm", "fixed700-35@2"),
+        ("fourth/vllm", "fixed500-40", "fourth/vllm", "fixed500-40@2"),
+        ("third/vllm", "mixed3k-70", "fourth/vllm", "mixed3k-70"),
+        *(
+            ("vllm-2xh200", load, "vllm-2xh200-again", load)
+            for load in ("fixed-40", "fixed-80", "mixed-60", "decode")
+        ),
+    ),
+    "sglang": (
+        ("third/sglang", "fixed700-35", "third/sglang", "fixed700-35@2"),
+        *(("blind/sglang", load, "third/sglang", load) for load in ("answers-45", "fixed3k-75", "fixed1k-30")),
+    ),
+}
+"""Loads that were measured twice: minutes apart on the same servers, or on two hosts."""
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def sealed(path: Path) -> dict[str, Any]:
+    """Return the prediction in *path*, whose hash is that of its content."""
+    return unseal(path.read_bytes(), str(path))
 
 
 def loads(folder: Path) -> dict[str, dict[str, Any]]:
@@ -57,14 +69,6 @@ def loads(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "loads.parquet"
     rows = pq.read_table(path).to_pylist() if path.is_file() else []
     return {row.pop("load"): {key: json.loads(value) for key, value in row.items()} for row in rows}
-
-
-def singles(folder: Path) -> list[dict[str, Any]]:
-    """Return length, repetition, row and the servers' own counts of each single request in *folder*."""
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(folder / "singles.parquet").to_pylist()
-    return [row | {"row": json.loads(row["row"]), "reported": json.loads(row["reported"])} for row in rows]
 
 
 def requests(folder: Path) -> Parts:
@@ -79,35 +83,112 @@ def requests(folder: Path) -> Parts:
     return by_load
 
 
-def again(sealed: Mapping[str, Any], folder: Path, hw: str = "2xh200") -> dict[str, Any]:
-    """Return what the model of today, with the words of *sealed*, says of the requests in *folder*."""
-    config = compose([f"hw={hw}", *sealed["words"]])
+def singles(folder: Path) -> dict[str, dict[str, float]]:
+    """Return medians of the single requests in *folder* by length, warm-ups left out.
+
+    The handoff, from prefill's end to the first token, is by SGLang's stamps, if it has them, else by the client's
+    clock.
+    """
+    import pyarrow.parquet as pq
+
+    by_length: dict[str, list[dict[str, Any]]] = {}
+    for one in pq.read_table(folder / "singles.parquet").to_pylist():
+        row = json.loads(one["row"])
+        if not one["warmup"] and row["status"] == "ok":
+            stamps = json.loads(row.get("reported") or "{}")
+            if "prefill_prefill_finished_time" in stamps and "response_sent_to_client_ts" in stamps:
+                row["handoff"] = stamps["response_sent_to_client_ts"] - stamps["prefill_prefill_finished_time"]
+            by_length.setdefault(str(one["length"]), []).append(row)
+    return {length: _medians(rows) for length, rows in by_length.items()}
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = [name for name in ("ttft", "tpot", "handoff") if rows[0].get(name) is not None]
+    return {name: float(median(row[name] for row in rows)) for name in names}
+
+
+def blind() -> dict[str, tuple[Path, Path]]:
+    """Return each blind prediction that was measured, such as "third/vllm-page64": its file, and its folder."""
+    pairs = {}
+    for campaign, where in CAMPAIGNS.items():
+        for path in sorted((DATA / where).glob("expected-*.json")):
+            name = path.stem.removeprefix("expected-")
+            folder = DATA / campaign / name.partition("-as-")[0]
+            if loads(folder):
+                pairs[f"{campaign}/{name}"] = path, folder
+    return pairs
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def errors(
+    expected: Mapping[str, Any], measured: Mapping[str, Any], chosen: Sequence[str] = ()
+) -> dict[str, list[tuple[str, float]]]:
+    """Return by metric the loads that both have, or those *chosen*, each with its error: predicted over measured."""
+    by_metric: dict[str, list[tuple[str, float]]] = {}
+    for load, made in expected["loads"].items():
+        if load in measured and (not chosen or load in chosen):
+            for name in METRICS:
+                one, other = made["metrics"].get(name), measured[load]["metrics"].get(name)
+                if one and other:
+                    by_metric.setdefault(name, []).append((load, one / other - 1.0))
+    return by_metric
+
+
+def means(every: Iterable[Mapping[str, Sequence[tuple[str, float]]]]) -> dict[str, float]:
+    """Return the mean absolute error of each metric in *every* result of `errors`, in per cent."""
+    pooled: dict[str, list[float]] = {}
+    for by_metric in every:
+        for name, rows in by_metric.items():
+            pooled.setdefault(name, []).extend(abs(error) for _, error in rows)
+    return {name: 100 * mean(pooled[name]) for name in METRICS if name in pooled}
+
+
+def floors(engine: str) -> dict[str, float]:
+    """Return by metric how far the same loads of *engine* were apart when measured twice: relative, means."""
+    apart: dict[str, list[float]] = {}
+    for one, load, other, again in REPEATS[engine]:
+        first, second = loads(DATA / one)[load]["metrics"], loads(DATA / other)[again]["metrics"]
+        for name in METRICS:
+            if first.get(name) and second.get(name):
+                apart.setdefault(name, []).append(abs(second[name] / first[name] - 1.0))
+    return {name: mean(values) for name, values in apart.items()}
+
+
+def counts(by_metric: Mapping[str, Sequence[tuple[str, float]]], floor: Mapping[str, float]) -> tuple[int, int, int]:
+    """Return how many points are within their bound, else within twice the *floor* of their metric, or missed."""
+    all_of = [(abs(error), METRICS[name], 2 * floor[name]) for name, rows in by_metric.items() for _, error in rows]
+    near = sum(error <= bound for error, bound, _ in all_of)
+    within = sum(bound < error <= most for error, bound, most in all_of)
+    return near, within, len(all_of) - near - within
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+def again(expected: Mapping[str, Any], folder: Path, hw: str = "2xh200") -> dict[str, Any]:
+    """Return what the model of today, with the words of *expected*, says of the requests in *folder*."""
+    config = compose([f"hw={hw}", *expected["words"]])
     rows = predicted(config, requests(folder))
-    for own in rows.values():
-        for row in own:
-            row["handoff"] = handed(row, config)
     said = {
         name: {"metrics": {f"{metric}_s": value for metric, value in quantiles(own).items()}}
         for name, own in rows.items()
         if not name.startswith((SINGLE, WARMUP))
     }
     alone = {
-        name.removeprefix(SINGLE): {
-            key: median(row[key] for row in own)
-            for key in ("ttft", "tpot", "handoff")
-            if own[0].get(key) is not None
-        }
+        name.removeprefix(SINGLE): _medians([row | {"handoff": handed(row, config)} for row in own])
         for name, own in rows.items()
         if name.startswith(SINGLE)
     }
-    return {"words": sealed["words"], "loads": said, "singles": alone}
+    return {"words": expected["words"], "loads": said, "singles": alone}
 
 
 def handed(row: Mapping[str, Any], config: Config) -> float | None:
     """Return the seconds of a modelled request from prefill's end to the first token; None if it did not get there.
 
     Prefill's end is its answer where decode asks for KV then, as a proxy sees it; where prefill pushes, that of its
-    forward, as the engine stamps it (`handoff_of`).
+    forward, as the engine stamps it.
     """
     if row["status"] != "ok":
         return None
@@ -115,106 +196,49 @@ def handed(row: Mapping[str, Any], config: Config) -> float | None:
     return float(taken - costs.answer if config.engine.handoff == "pull" else taken + costs.send)
 
 
-def handoff_of(row: Mapping[str, Any]) -> float | None:
-    """Return the same of a measured request: by SGLang's stamps, if it has them, else by the client's clock."""
-    stamps = json.loads(row.get("reported") or "{}")
-    if "prefill_prefill_finished_time" in stamps and "response_sent_to_client_ts" in stamps:
-        return float(stamps["response_sent_to_client_ts"] - stamps["prefill_prefill_finished_time"])
-    seen = row["handoff"]
-    return None if seen is None else float(seen)
-
-
-def singles_of(folder: Path) -> dict[str, dict[str, float]]:
-    """Return medians of the single requests in *folder* by length, warm-ups left out."""
-    by: dict[str, list[Mapping[str, Any]]] = {}
-    for one in singles(folder):
-        if not one["warmup"] and one["row"]["status"] == "ok":
-            row = one["row"] | {"handoff": handoff_of(one["row"])}
-            by.setdefault(str(one["length"]), []).append(row)
-    return {
-        length: {
-            key: median(r[key] for r in rows) for key in ("ttft", "tpot", "handoff") if rows[0].get(key) is not None
-        }
-        for length, rows in by.items()
-    }
-
-
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    return Table(title, {heading: _MEANING.get(heading, heading) for heading in headings}, rows)
-
-
-_MEANING = {
-    "error %": "predicted over measured, less 1",
-    "asked %": "the relative error that is asked for",
-    "within": "loads within that bound",
-}
-
-
 def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
     """Yield tables: each load's metrics predicted and measured, the errors of each metric, and single requests."""
     measured = loads(folder)
+    by_metric = errors(expected, measured)
     rows: list[list[Any]] = []
-    errors: dict[str, list[float]] = {name: [] for name in METRICS}
-    for load, made in expected["loads"].items():
-        if load not in measured:
-            continue
-        for name in METRICS:
-            one, other = made["metrics"].get(name), measured[load]["metrics"].get(name)
-            if one and other:
-                errors[name].append(one / other - 1.0)
-                rows.append([load, name, one * 1e3, other * 1e3, 100 * errors[name][-1]])
-    yield _table("Loads", ("load", "metric", "predicted ms", "measured ms", "error %"), rows)
-    yield _table(
-        "Errors",
-        ("metric", "loads", "mean absolute %", "median %", "worst %", "asked %", "within"),
+    for name, each in by_metric.items():
+        for load, error in each:
+            values = (expected["loads"][load]["metrics"][name], measured[load]["metrics"][name])
+            rows.append([load, name, *(value * 1e3 for value in values), 100 * error])
+    heads = {"load": "", "metric": "", "predicted ms": "", "measured ms": ""}
+    heads |= {"error %": "predicted over measured, less 1"}
+    yield Table("Loads", heads, sorted(rows))
+    summary = [
         [
-            [
-                name, len(e), 100 * mean(map(abs, e)), 100 * median(map(abs, e)), 100 * max(map(abs, e)),
-                100 * METRICS[name], sum(abs(x) <= METRICS[name] for x in e),
-            ]
-            for name, e in errors.items() if e
-        ],
-    )  # fmt: skip
-    singles = singles_of(folder)
-    lines = []
-    for length, made in expected["singles"].items():
-        for key in ("ttft", "handoff", "tpot"):
-            one, other = made.get(key), singles.get(length, {}).get(key)
-            if one and other:
-                lines.append([int(length), key, one * 1e3, other * 1e3, 100 * (one / other - 1.0)])
-    yield _table("Single requests, medians", ("tokens", "what", "predicted ms", "measured ms", "error %"), lines)
+            name, len(sizes), 100 * mean(sizes), 100 * median(sizes), 100 * max(sizes), 100 * METRICS[name],
+            sum(size <= METRICS[name] for size in sizes),
+        ]
+        for name, sizes in ((name, [abs(error) for _, error in each]) for name, each in by_metric.items())
+    ]  # fmt: skip
+    columns = {"metric": "", "loads": "", "mean absolute %": "", "median %": "", "worst %": ""}
+    columns |= {"asked %": "the relative error that is asked for", "within": "loads within that bound"}
+    yield Table("Errors", columns, summary)
+    alone = singles(folder)
+    lines = [
+        [int(length), key, made[key] * 1e3, alone[length][key] * 1e3, 100 * (made[key] / alone[length][key] - 1.0)]
+        for length, made in expected["singles"].items()
+        for key in ("ttft", "handoff", "tpot")
+        if made.get(key) and alone.get(length, {}).get(key)
+    ]
+    heads = {"tokens": "", "what": "", **dict(list(heads.items())[2:])}
+    yield Table("Single requests, medians", heads, lines)
 
 
 def floor(folders: Sequence[Path]) -> Iterator[Table]:
     """Yield how far each folder's loads are from the first's: what repeats and hosts differ by."""
     first, *others = ((folder.name, loads(folder)) for folder in folders)
     rows = []
-    for name in METRICS:
-        for other, value in others:
-            apart = [
-                abs(value[load]["metrics"][name] / first[1][load]["metrics"][name] - 1.0)
-                for load in value
-                if load in first[1] and first[1][load]["metrics"].get(name) and value[load]["metrics"].get(name)
-            ]
-            if apart:
-                rows.append([name, other, len(apart), 100 * median(apart), 100 * max(apart)])
-    yield _table(f"Against {first[0]}", ("metric", "run", "loads", "median %", "worst %"), rows)
-
-
-def means(expected: Mapping[str, Any], folder: Path, chosen: Sequence[str] = ()) -> dict[str, float]:
-    """Return the mean absolute error of each metric in per cent, over the loads *chosen* or all that both have."""
-    measured = loads(folder)
-    averages: dict[str, float] = {}
-    for name in METRICS:
-        wrong = [
-            abs(made["metrics"][name] / measured[load]["metrics"][name] - 1.0)
-            for load, made in expected["loads"].items()
-            if load in measured and (not chosen or load in chosen)
-            if made["metrics"].get(name) and measured[load]["metrics"].get(name)
-        ]
-        if wrong:
-            averages[name] = 100 * mean(wrong)
-    return averages
+    for other, found in others:
+        for name, each in errors({"loads": found}, first[1]).items():
+            apart = [abs(error) for _, error in each]
+            rows.append([name, other, len(apart), 100 * median(apart), 100 * max(apart)])
+    columns = dict.fromkeys(("metric", "run", "loads", "median %", "worst %"), "")
+    yield Table(f"Against {first[0]}", columns, rows)
 
 
 def main(words: Sequence[str]) -> int:
@@ -223,8 +247,8 @@ def main(words: Sequence[str]) -> int:
     if what == "floor" and len(names) > 1:
         tables = floor([Path(name) for name in names])
     elif what in ("compare", "again") and len(names) in (2, 3):
-        sealed, folder = unseal(Path(names[0]).read_bytes(), names[0]), Path(names[1])
-        tables = compare(again(sealed, folder, *names[2:]) if what == "again" else sealed, folder)
+        expected, folder = sealed(Path(names[0])), Path(names[1])
+        tables = compare(again(expected, folder, *names[2:]) if what == "again" else expected, folder)
     else:
         raise SystemExit(__doc__)
     for table in tables:

@@ -3,49 +3,37 @@
 
 While the caller posts, the thread that makes progress takes the lock of UCX's worker again and again, so that each
 descriptor takes longer and bytes move more slowly, however many other threads there are.  With ``num_threads`` those
-post batches of ``split_batch_size`` (1,024) descriptors and more, side by side and on workers of their own: what is
-left there is the wire.  So three numbers are fitted, *latency*, *descriptor* and *rate*, to all variants at once.
+post batches of ``split_batch_size`` (1,024) descriptors and more.  So three numbers are fitted, *latency*,
+*descriptor* and *rate*, to all variants at once.
 
-Sets of processes differ by more than any two models do.  A guest does not see who shares its cores: at any moment
-24 of 32 processors of one launched 1.4 times as slowly as the others, soon other ones
-(``data/benchmarks/cores-2xh200.csv``), and where its threads are bound matters less (6.3 to 7.7 us a descriptor,
-``data/benchmarks/probe-bound-2xh200-again.parquet``).  So all sets of all hosts are fitted: the quickest of three
-hosts was 15 % too fast in the median on the fourth.  The intervals are those of a set that nobody has seen,
-from fits to each set alone, by Student's distribution.
+Sets of processes differ by more than any two models do, for a guest does not see who shares its cores.  So all sets
+of all hosts are fitted, and the intervals are those of a set that nobody has seen, from fits to each set alone, by
+Student's distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.calibration import samples
+from pdsim.calibration.robust import linear, robust_fit
 from pdsim.calibration.samples import Sample
 from pdsim.calibration.transfers import SCALE
+from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.hardware.costs import EngineModel, OptionCosts, Workers
-
-__all__ = [
-    "BASE",
-    "FREE",
-    "HOSTS",
-    "VARIANTS",
-    "ProcessSet",
-    "errors",
-    "fit",
-    "process_sets",
-    "spans",
-    "spread",
-]
+from pdsim.results.record import Table
 
 BASE = "nixl_bare-2xh200"
 """The calibration that the costs are added to: the same library without its thread, in the same program."""
 
-VARIANTS: Mapping[str, Workers | None] = {
+VARIANTS = {
     "nixl_thread0": None,
     "nixl_thread4": Workers(threads=4, least=1024),
     "nixl_thread8": Workers(threads=8, least=1024),
@@ -53,11 +41,13 @@ VARIANTS: Mapping[str, Workers | None] = {
 """Samples in ``data/calibration``, and who posts large batches."""
 
 HOSTS = ("", "-host2", "-host3", "-host4")
-"""Ends of the names of a variant's samples, a host each; the last two's are of other pairs."""
+"""Ends of the names of a variant's samples, a host each."""
 
-FREE = ("latency", "descriptor", "rate")
-_START = (1e-6, 2e-6, 0.8)
-_BOUNDS = ((0.0, 0.0, 0.3), (1e-4, 2e-5, 1.0))
+START = {"latency": 1e-6, "descriptor": 2e-6, "rate": 0.8}
+BOUNDS = {"latency": (0.0, 1e-4), "descriptor": (0.0, 2e-5), "rate": (0.3, 1.0)}
+SPACES = {name: linear(value) for name, value in START.items()}  # none of the first two may be needed
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,11 @@ class ProcessSet:
     host: str
     rows: Sequence[Sample]
 
-    def model(self, base: EngineModel, values: Sequence[float]) -> EngineModel:
-        """Return *base* with the costs *values*, in the order of `FREE`, and the workers of this variant."""
-        latency, descriptor, rate = values
-        costs = OptionCosts(
-            options={}, latency=latency, descriptor=descriptor, rate=rate, workers=VARIANTS[self.variant]
-        )
-        return base.with_options(costs)
+    def modelled(self, base: EngineModel, values: dict[str, float], rows: Sequence[Sample]) -> list[float]:
+        """Return the seconds of *rows* on *base* with the costs *values* and the workers of this variant."""
+        costs: dict[str, Any] = {"options": {}, "workers": VARIANTS[self.variant], **values}
+        model = base.with_options(OptionCosts(**costs))
+        return [model.isolated_time(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in rows]
 
 
 def process_sets() -> list[ProcessSet]:
@@ -87,60 +75,79 @@ def process_sets() -> list[ProcessSet]:
     return sets
 
 
-def fit(base: EngineModel, sets: Sequence[ProcessSet], *, held: bool = False) -> tuple[float, ...]:
-    """Return what the thread adds to *base* in *sets*: seconds, seconds and a share, in the order of `FREE`.
-
-    Pairs that are held out are left out, unless *held*.
-    """
-    from scipy.optimize import least_squares
-
-    def residuals(values: Sequence[float]) -> npt.NDArray[np.float64]:
-        scaled = [value * unit for value, unit in zip(values, _START, strict=True)]
-        return np.concatenate([np.log1p(errors(base, one, scaled, held=None if held else False)) for one in sets])
-
-    low, high = (np.array(bound) / _START for bound in _BOUNDS)
-    solution = least_squares(residuals, np.ones(len(FREE)), bounds=(low, high), loss="soft_l1", f_scale=SCALE)
-    return tuple(float(value) for value in solution.x * _START)
+def fit(base: EngineModel, sets: Sequence[ProcessSet]) -> dict[str, float]:
+    """Return what the thread adds to *base* in *sets*, without the pairs that are held out: seconds, and a share."""
+    kept = [(one, [row for row in one.rows if not row.held]) for one in sets]
+    measured = [row.seconds for _, rows in kept for row in rows]
+    return robust_fit(
+        lambda values: [time for one, rows in kept for time in one.modelled(base, values, rows)],
+        measured,
+        START,
+        scale=SCALE,
+        spaces=SPACES,
+        bounds=BOUNDS,
+    ).values
 
 
-def errors(
-    base: EngineModel, one: ProcessSet, values: Sequence[float], *, held: bool | None = None
-) -> npt.NDArray[np.float64]:
-    """Return the relative errors, model over sample minus one, at the pairs of *one*.
-
-    *held* takes only those that are held out, or only the others; None takes all.
-    """
-    model = one.model(base, values)
-    rows = [row for row in one.rows if held is None or row.held == held]
-    modelled = [model.isolated_time(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in rows]
-    return np.array(modelled) / [row.seconds for row in rows] - 1.0
+def errors(base: EngineModel, one: ProcessSet, values: dict[str, float], *, held: bool) -> Floats:
+    """Return the relative errors, model over sample minus one, at the pairs of *one* that are *held* out, or not."""
+    rows = [row for row in one.rows if row.held == held]
+    return np.array(one.modelled(base, values, rows)) / [row.seconds for row in rows] - 1.0
 
 
 def spans(base: EngineModel, sets: Sequence[ProcessSet]) -> dict[str, tuple[float, float]]:
-    """Return the 95 % interval of each of `FREE` for a set of processes that nobody has seen."""
+    """Return the 95 % interval of each parameter for a set of processes that nobody has seen."""
     from scipy.stats import t
 
-    each = np.array([fit(base, [one]) for one in sets])
+    each = np.array([list(fit(base, [one]).values()) for one in sets])
     reach = t.ppf(0.975, len(sets) - 1) * each.std(axis=0, ddof=1) * np.sqrt(1.0 + 1.0 / len(sets))
     low = np.maximum(each.mean(axis=0) - reach, 0.0)
     high = np.minimum(each.mean(axis=0) + reach, (np.inf, np.inf, 1.0))
-    return {name: (float(low[i]), float(high[i])) for i, name in enumerate(FREE)}
+    return {name: (float(low[i]), float(high[i])) for i, name in enumerate(START)}
 
 
-def spread(sets: Sequence[ProcessSet]) -> npt.NDArray[np.float64]:
-    """Return how far one set is from the mean of the others.
+def spread(sets: Sequence[ProcessSet]) -> Floats:
+    """Return how far one set is from the mean of the others: the error of a model that knows the mean of every pair.
 
-    At pairs of less than 1,024 descriptors, where all agree.
-
-    That is the error of a model that knows the mean of every pair.
+    Pairs have fewer than 1,024 descriptors, where all variants are alike.
     """
     times: dict[tuple[object, ...], list[float]] = {}
     for one in sets:
         for row in one.rows:
             if row.blocks < 1024:
                 times.setdefault((one.host, *row.key), []).append(float(np.log(row.seconds)))
-    factors = []
-    for logs in times.values():
-        for index, log in enumerate(logs):
-            factors.append(abs(np.expm1(np.mean(logs[:index] + logs[index + 1 :]) - log)))
-    return np.array(factors)
+    others = [(log, logs[:index] + logs[index + 1 :]) for logs in times.values() for index, log in enumerate(logs)]
+    return np.array([abs(np.expm1(np.mean(rest) - log)) for log, rest in others])
+
+
+def bare() -> EngineModel:
+    """Return the model that the costs are added to."""
+    words = ["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={BASE}"]
+    model = compose(words).backend.intra
+    assert model is not None
+    return model
+
+
+def tables() -> list[Table]:
+    """Return what the thread adds, and the errors of each variant beside what sets differ by."""
+    base, sets = bare(), process_sets()
+    values, ends = fit(base, sets), spans(base, sets)
+    scale = {"latency": 1e6, "descriptor": 1e6, "rate": 1.0}
+    numbers = [[name, *(each * scale[name] for each in (value, *ends[name]))] for name, value in values.items()]
+    rows: list[list[Any]] = []
+    for variant in (*VARIANTS, ""):
+        mine = [one for one in sets if variant in ("", one.variant)]
+        cells: list[Any] = [variant or "all", len(mine)]
+        for held in (False, True):
+            away = np.concatenate([errors(base, one, values, held=held) for one in mine])
+            cells += [100 * np.median(abs(away)), 100 * np.percentile(abs(away), 95), 100 * away.mean()]
+        rows.append(cells)
+    others = spread(sets)
+    best = [100 * np.median(others), 100 * np.percentile(others, 95)]
+    rows.append(["each set by the mean of the others", len(sets), None, None, None, *best, None])
+    heads = ("variant", "sets", "fitted median %", "p95 %", "bias %")
+    heads += ("held out median %", "held out p95 %", "held out bias %")
+    return [
+        Table("Added by the progress thread", dict.fromkeys(("what", "us or share", "low", "high"), ""), numbers),
+        Table("Errors", dict.fromkeys(heads, ""), rows),
+    ]

@@ -1,35 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/validation.md: ``python -m tools.validation``.
+"""Write the generated parts of docs/validation.md and of the READMEs of its data, and both figures.
 
-``python -m tools.validation predictions`` prints the medians of what is predicted for machines not yet
-measured.
+    python -m tools.validation                 # writes them, docs/accuracy.svg and docs/live.svg
+    python -m tools.validation predictions     # prints what is predicted for machines not yet measured
 
-A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a
-run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept, point by
-point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a
-machine to measure on, the predictions are shown.
+A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a run of
+``pdsim validate``; loads of real servers are in `data/live`.  Nothing is measured or predicted here: the two are
+compared as they were kept.  Figures need matplotlib, the extra ``report``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.validate import ValidateOptions, bounds
 from experiments.validate.sealed import EXPECTED, MEASURED, read
+from pdsim.results import drawing
+from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.record import Table
+from pdsim.validation.agreement import agreement
 from pdsim.validation.verdicts import Class, Value, by_class, compare, foretold
+from tools import live_data
+from tools.live_data import DATA, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
+LIVE = DATA / "README.md"
+LIST = STORED / "README.md"
 CHANGES = (("sliced", "staged"), ("metadata control", "metadata data"), ("default", "symmetric"))
 """Words of labels: what is before a change of the reports, and what is after it."""
 
-BEGIN, END = "<!-- generated: python -m tools.validation -->", "<!-- end -->"
-AHEAD, END_AHEAD = "<!-- generated, predictions: python -m tools.validation -->", "<!-- end of predictions -->"
+FITTED = ("fixed-20", "fixed-60", "fixed-90", "mixed-60", "long-60", "trace-50")
+"""Loads of the first campaign that parameters of the model were fitted to, as to its single requests."""
+
+POOLS = {
+    "**vLLM, blind, 4 hosts**": ("blind/vllm", "third/vllm", "fourth/vllm", "sixth/vllm"),
+    "vLLM, blind, by `engine=sglang`": tuple(f"{name}/vllm-as-sglang" for name in ("blind", "fourth", "sixth")),
+    "**SGLang, blind, 4 hosts**": ("blind/sglang", "third/sglang", "fourth/sglang", "fifth/sglang"),
+    "SGLang, blind, by `engine=vllm`": tuple(f"{name}/sglang-as-vllm" for name in ("blind", "fourth", "fifth")),
+}
+"""Blind predictions that are one row of the page; all others are in the README of the data."""
+
+HANDOFFS = ("vllm", "vllm-1to2", "vllm-2to1", "sglang", "sglang-1to2", "sglang-2to1")
+"""Variants of the fourth campaign whose single requests are shown."""
+
+LENGTHS = ("128", "512", "2048", "8192", "32768")
+ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
+KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
+
+NAMES = {name: name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT") for name in METRICS}
+
+
+# --- transfers -----------------------------------------------------------------------------------------------------
 
 
 def reached(folders: Sequence[Path]) -> Iterator[str]:
@@ -48,19 +75,23 @@ def reached(folders: Sequence[Path]) -> Iterator[str]:
         [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(pairs)))]
         for name, of in rows.items()
     ]
-    yield "### Errors by class"
-    yield ""
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
     yield ""
     yield from _markdown(Table("Errors", columns, cells))
-    for expected, measured in pairs:
-        before = "before" if measured["expectations"] == expected["sha256"] else "after"
-        yield (
-            f"- `{expected['backend']}`: calibration {expected['calibration']}, {', '.join(measured['engines'])}, "
-            f"predicted {before} measuring"
-        )
-        yield f"  ({measured['began'][:16]}, SHA-256 `{expected['sha256'][:16]}`)"
-    yield ""
+
+
+def provenance(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield a line for each validation in *folders*: its calibration and engine, and when it was predicted."""
+    for folder in folders:
+        expected = read(folder / EXPECTED)
+        about = f"- `{folder.name}`: calibration {expected['calibration']}, {expected['system']['model']['name']}, "
+        measured = read(folder / MEASURED) if (folder / MEASURED).is_file() else None
+        if measured is None:
+            when = f"predicted {expected['written'][:16]}, not measured"
+        else:
+            before = "before" if measured["expectations"] == expected["sha256"] else "after"
+            when = f"{', '.join(measured['engines'])}, predicted {before} measuring ({measured['began'][:16]})"
+        yield f"{about}{when}; commit `{expected['commit'][:12]}`, SHA-256 `{expected['sha256'][:16]}`"
 
 
 def _error(each: Class | None) -> str:
@@ -98,7 +129,6 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
         [*key, len(of_key), *(_range(values) for values in zip(*of_key, strict=True))]
         for key, of_key in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
     ]
-    yield "### What a change gains"
     yield ""
     yield "How many times less time, lowest to highest of all points."
     yield ""
@@ -108,20 +138,6 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def predictions(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each of the predictions in *folders* that were made ahead, with the hash of its file."""
-    for folder in folders:
-        expected = read(folder / EXPECTED)
-        yield (
-            f"- `{expected['backend']}` on {expected['hw']}: calibration {expected['calibration']}, "
-            f"{expected['system']['model']['name']},"
-        )
-        yield (
-            f"  written {expected['written'][:16]} at commit `{expected['commit'][:12]}`, SHA-256 "
-            f"`{expected['sha256'][:16]}`"
-        )
 
 
 def medians(folders: Sequence[Path]) -> Iterator[str]:
@@ -162,21 +178,151 @@ def _markdown(table: Table) -> Iterator[str]:
     yield ""
 
 
+# --- serving engines -----------------------------------------------------------------------------------------------
+
+
+def serving() -> Iterator[str]:
+    """Yield the lines about vLLM and SGLang: mean errors, what repeats differ by, points within, and handoffs."""
+    every = live_data.blind()
+    yield from _header(
+        ["mean absolute error, %", "loads", *NAMES.values(), "within bound", "within repeats", "missed"]
+    )
+    yield _row("asked", "", {name: 100 * bound for name, bound in METRICS.items()})
+    for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        measured = live_data.loads(DATA / f"{engine}-2xh200")
+        first, fitted = (live_data.sealed(DATA / f"{name}-{engine}-2xh200.json") for name in ("expected", "fitted"))
+        held = [load for load in measured if load not in fitted["fitted"]]
+        yield _pool(f"{label}, before any fit", engine, [live_data.errors(first, measured)])
+        yield _pool(f"{label}, loads held out of the fit", engine, [live_data.errors(fitted, measured, held)])
+        for title, names in POOLS.items():
+            if label in title.partition(",")[0]:
+                yield _pool(title, engine, [_errors(*every[name]) for name in names])
+        repeats = {name: 100 * value for name, value in live_data.floors(engine).items()}
+        yield _row(f"{label}, loads measured twice", str(len(live_data.REPEATS[engine])), repeats)
+    yield ""
+    yield from _header(["first token after prefill's end, ms, predicted / measured", *LENGTHS])
+    for name in HANDOFFS:
+        made = live_data.sealed(DATA / "fourth" / f"expected-{name}.json")["singles"]
+        seen = live_data.singles(DATA / "fourth" / name)
+        cells = [
+            f"{made[n]['handoff'] * 1e3:.0f} / {seen[n]['handoff'] * 1e3:.0f}" if n in made and n in seen else "-"
+            for n in LENGTHS
+        ]
+        yield f"| `{name}` | " + " | ".join(cells) + " |"
+
+
+def campaigns() -> Iterator[str]:
+    """Yield the lines about every blind prediction: a row each."""
+    yield from _header(["prediction", "loads", *NAMES.values(), "within bound", "within repeats", "missed"])
+    for name, (path, folder) in live_data.blind().items():
+        yield _pool(f"`{name}`", "sglang" if "sglang" in folder.name else "vllm", [_errors(path, folder)])
+
+
+def _errors(path: Path, folder: Path) -> dict[str, list[tuple[str, float]]]:
+    return live_data.errors(live_data.sealed(path), live_data.loads(folder))
+
+
+def _pool(label: str, engine: str, every: Sequence[Mapping[str, Sequence[tuple[str, float]]]]) -> str:
+    floor = live_data.floors(engine)
+    counted = [sum(some) for some in zip(*(live_data.counts(each, floor) for each in every), strict=True)]
+    count = sum(len({load for rows in each.values() for load, _ in rows}) for each in every)
+    return _row(label, str(count), live_data.means(every), " | ".join(map(str, counted)))
+
+
+def _row(label: str, count: str, values: Mapping[str, float], counted: str = "- | - | -") -> str:
+    cells = (f"{values[name]:.0f}" if name in values else "-" for name in METRICS)
+    return f"| {label} | {count} | {' | '.join(cells)} | {counted} |"
+
+
+def _header(heads: Sequence[str]) -> Iterator[str]:
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def accuracy() -> Figure:
+    """Return simulated against measured times of transfers, handoffs and serving, a panel for each engine."""
+    panels = []
+    for engine in ENGINES:
+        folder, series = STORED / f"{engine}-2xh200", {}
+        values = compare(
+            *(
+                [Value(**row) for row in rows]
+                for rows in (read(folder / EXPECTED)["expected"], read(folder / MEASURED)["measured"])
+            )
+        )
+        for kind, groups in KINDS.items():
+            mine = [
+                each
+                for each in values
+                if each.predicted.quantity == "time" and each.predicted.group.startswith(groups)
+            ]
+            series[kind] = [(each.measured, each.predicted.value, "") for each in mine]
+        panels.append(replace(agreement(series, engine, "s", (8e-6, 2.0)), height=330))
+    return Figure("accuracy", "", "", panels, columns=3)
+
+
+def live() -> Figure:
+    """Return TTFT and TPOT, predicted and measured, over loads of fixed lengths, of both serving engines."""
+    panels = []
+    for metric, title in (("ttft_p50_s", "TTFT"), ("tpot_p50_s", "TPOT")):
+        series = []
+        for colour, (engine, label) in enumerate((("vllm", "vLLM"), ("sglang", "SGLang"))):
+            measured = live_data.loads(DATA / f"{engine}-2xh200")
+            made = live_data.sealed(DATA / f"fitted-{engine}-2xh200.json")["loads"]
+            fixed = [load for load in measured if load.startswith("fixed")]
+            for kind, of, what, some in (
+                ("line", made, "predicted", fixed),
+                ("points", measured, "measured", [load for load in fixed if load not in FITTED]),
+                ("points", measured, "", [load for load in fixed if load in FITTED]),
+            ):
+                shares = [float(load.partition("-")[2]) for load in some]
+                times = [of[load]["metrics"][metric] * 1e3 for load in some]
+                name = f"{label}, {what}" if what else ""
+                series.append(Marks(kind, shares, times, name, colour, hollow=not what))
+        panels.append(
+            Panel(Scale("load, % of the prefill GPU", ""), Scale(f"median {title}", "ms", low=0), series, title, 320)
+        )
+    return Figure("live", "", "", panels, columns=2)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def blocks() -> Iterator[tuple[Path, str, Iterable[str]]]:
+    """Yield each file with generated lines, the name of its block, and the lines."""
+    stored = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}"))
+    done = [folder for folder in stored if (folder / MEASURED).is_file()]
+    yield PAGE, "transfers", [*reached(done), *gains(done)]
+    yield PAGE, "serving engines", serving()
+    yield LIST, "list", provenance(stored)
+    yield LIVE, "campaigns", campaigns()
+
+
+def rewritten(path: Path, block: str, lines: Iterable[str]) -> str:
+    """Return the text of *path* with *lines* as its generated *block*; a `ValueError` if it has no such block."""
+    begin, end = f"<!-- generated, {block}: python -m tools.validation -->", f"<!-- end of {block} -->"
+    before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not opened or not closed:
+        raise ValueError(f"{path.name} lacks the comments {begin} and {end}; put them where the lines are to be")
+    return f"{before}{begin}\n\n" + "\n".join(lines).strip() + f"\n\n{end}{after}"
+
+
 def main(words: Sequence[str]) -> None:
-    """Rewrite the page from the folders *words*, by default all that are committed; or print the predictions."""
-    ahead = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file())
+    """Rewrite the pages and figures, or print the predictions."""
     if list(words) == ["predictions"]:
+        ahead = sorted(
+            path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file()
+        )
         print("\n".join(medians(ahead)))
         return
-    folders = [Path(folder) for folder in words] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
-    _rewrite(BEGIN, END, [*reached(folders), *gains(folders)])
-    _rewrite(AHEAD, END_AHEAD, list(predictions(ahead)) or ["None is committed."])
-
-
-def _rewrite(begin: str, end: str, lines: Sequence[str]) -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines).strip() + f"\n\n{end}{after}", encoding="utf-8")
+    for path, block, lines in blocks():
+        path.write_text(rewritten(path, block, lines), encoding="utf-8")
+    for figure in (accuracy(), live()):
+        (PAGE.parent / f"{figure.name}.svg").write_bytes(drawing.image(figure, "svg", titled=False))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 from pdsim.results import environment
-from tools.refit import published
 
 OUTPUTS = Path(__file__).parent / "outputs"
 CALIBRATIONS = Path(conf.__file__).parent / "calibration"
@@ -151,10 +150,3 @@ def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
     rows = list(csv.DictReader((tmp_path / "points.csv").open()))
     assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "50"), ("2", "200"), ("4", "400")}
     assert {row["operation"] for row in rows} == {"read"}
-
-
-def test_a_published_calibration_is_what_its_samples_give():
-    (done,) = published(["efa-read"])
-    file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / "efa-read.yaml")
-    assert done.calibration.parameters == OmegaConf.to_container(file.parameters)
-    assert done.calibration.held_out.mean == pytest.approx(file.held_out.mean, rel=1e-3)

@@ -1,6 +1,5 @@
 """What an engine's options change of its costs: chosen by the options, and as close to its samples as it says."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import EngineModel, InlineSaving, OptionCosts, Ramp, Workers
-from tools import option_fit
 
 OFF = EngineModel(
     path="nvlink", call=0.0, descriptor=3.4e-6, overlap=True, latency=20e-6, rate=387e9, wire_descriptor=2.4e-6
@@ -29,10 +27,6 @@ def nixl(*options):
 def shipped():
     file = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "backend" / "nixl.yaml"))
     return {item["options"]["num_threads"]: build(OptionCosts, item) for item in file["intra"]["by_option"][1:]}
-
-
-def bare():
-    return compose(["hw=2xh200", "backend=nixl", f"calibration={option_fit.BASE}"]).backend.intra
 
 
 def test_seconds_are_added_and_rates_are_shares():
@@ -92,31 +86,6 @@ def test_the_spread_of_processes_is_in_the_interval():
     slowest, fastest = map(parse_rate, config.calibration.intervals["backend.intra.rate"])
     assert slowest / without.rate == pytest.approx(0.5858, rel=1e-4)
     assert fastest / without.rate == pytest.approx(0.8032, rel=1e-4)
-
-
-def test_the_shipped_costs_are_those_that_the_samples_give():
-    base, sets = bare(), option_fit.process_sets()
-    found = option_fit.fit(base, sets)
-    for costs in shipped().values():
-        assert (costs.latency, costs.descriptor, costs.rate) == pytest.approx(found, rel=5e-3)
-    ends = option_fit.spans(base, sets)
-    for name, parse in (("latency", parse_time), ("descriptor", parse_time), ("rate", float)):
-        assert [parse(end) for end in costs.intervals[name]] == pytest.approx(ends[name], rel=5e-3, abs=1e-9)
-
-
-def test_at_pairs_left_out_the_model_is_as_good_as_the_mean_of_other_processes():
-    base, sets = bare(), option_fit.process_sets()
-    values = option_fit.fit(base, sets)
-    errors = np.abs(np.concatenate([option_fit.errors(base, one, values, held=True) for one in sets]))
-    evidence = shipped()["4"].evidence
-    said, others = (float(number) / 100 for number in re.findall(r"([\d.]+) %", evidence))
-    assert np.median(errors) == pytest.approx(said, abs=5e-4)
-    of_all = {"mean": errors.mean(), "median": np.median(errors), "p95": np.percentile(errors, 95)}
-    assert shipped()["4"].errors == pytest.approx(of_all, abs=1e-3)
-    assert nixl("progress_thread=true", "num_threads=4").calibration.held_out.p95 == shipped()["4"].errors["p95"]
-    assert nixl().calibration.held_out.p95 < 0.15
-    assert np.median(option_fit.spread(sets)) == pytest.approx(others, abs=5e-4)
-    assert said < others
 
 
 def test_a_number_set_by_hand_stays():
