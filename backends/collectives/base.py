@@ -28,7 +28,7 @@ from pdsim.core.errors import (
     TransferFailed,
 )
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.group import is_symmetric
+from pdsim.transfer.group import SYMMETRIC
 
 __all__ = [
     "TOPIC",
@@ -100,11 +100,11 @@ class Library(ABC):
         """
 
     @abstractmethod
-    def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
+    def start(self, source: Any, target: Any, size: int, symmetric: bool, places: Sequence[tuple[int, int]]) -> Any:
         """Begin to gather and return the work.
 
-        *source* and *target* are buffers of the device, *size* bytes of each rank.  On the clock's thread, so it
-        must not block.
+        *source* and *target* are buffers of the device, *size* bytes of each rank, once for each of *places*, where
+        the piece begins in *source* and where all begin in *target*.  On the clock's thread, so it must not block.
         """
 
     @abstractmethod
@@ -223,13 +223,14 @@ class GatherCall:
     started: bool = False
     work: Any = None
     add: Callable[[], None] | None = None  # the reserved memory to the pool, once all have theirs
+    times: int = 1
 
     @property
     def kind(self) -> str:
         """``"plain"``, ``"symmetric"`` or ``"reserve"``."""
         if self.buffers is None:
             return "reserve"
-        return "symmetric" if is_symmetric(*self.buffers) else "plain"
+        return "symmetric" if self.buffers[1].pool == SYMMETRIC else "plain"
 
     def record(
         self, engine: str, names: Sequence[str], rank: str, status: str, completed: float, seen: float
@@ -240,7 +241,7 @@ class GatherCall:
         *completed* is when the library was done, *seen* when this rank noticed.
         """
         ranks, title = len(names), "+".join(names)
-        nbytes = self.size * (1 if self.buffers is None else ranks)
+        nbytes = self.size * self.times * (1 if self.buffers is None else ranks)
         operation = "reserve" if self.buffers is None else "all_gather"
         times = self.submitted, self.prepared, self.posted, completed, seen
         return TransferRecord(

@@ -7,7 +7,7 @@ import ctypes
 import datetime
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,22 +51,34 @@ class Gloo(Library):
         except RuntimeError as error:
             raise pytorch.translated(error, self.engine) from error
 
-    def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:  # noqa: ARG002 all memory is alike
+    def start(
+        self,
+        source: Any,
+        target: Any,
+        size: int,
+        symmetric: bool,  # noqa: ARG002 all memory is alike
+        places: Sequence[tuple[int, int]],
+    ) -> Any:
         """Begin; see `Library.start`."""
-        whole = self._tensor(target)[: size * self._group.size()]
+        piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._group.size()
         try:
-            return pytorch.gather(self._group, whole, self._tensor(source)[:size]), time.monotonic()
+            operations = [
+                pytorch.gather(self._group, whole[end : end + all_of], piece[start : start + size])
+                for start, end in places
+            ]
+            return operations, time.monotonic()
         except RuntimeError as error:
             raise pytorch.translated(error, self.engine) from error
 
     def poll(self, work: Any) -> float | None:
         """Return the seconds since the begin, once *work* is over."""
-        operation, began = work
-        if not operation.is_completed():
+        operations, began = work
+        if not all(operation.is_completed() for operation in operations):
             return None
         failure = None
         try:
-            operation.wait()
+            for operation in operations:
+                operation.wait()
         except RuntimeError as error:  # which would keep the operation, and so the memory, in its traceback
             failure = pytorch.translated(error, self.engine)
         if failure is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -110,8 +110,8 @@ class _OnGpu(Library):
             self._gather(one, every, symmetric=False)
         self._stream.synchronize()
 
-    def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
-        # Nothing here waits: the gather is queued on the stream, and *end* happens when it is over.
+    def start(self, source: Any, target: Any, size: int, symmetric: bool, places: Sequence[tuple[int, int]]) -> Any:
+        # Nothing here waits: the gathers are queued on the stream, and *end* happens when they are over.
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -122,7 +122,9 @@ class _OnGpu(Library):
                     one, every = self._few
                     self._gather(one, every, symmetric=False)
                 begin.record(self._stream)
-                self._gather(self._tensor(source)[:size], self._tensor(target)[: size * self._count], symmetric)
+                piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._count
+                for start, place in places:
+                    self._gather(piece[start : start + size], whole[place : place + all_of], symmetric)
                 end.record(self._stream)
         except RuntimeError as error:
             raise translated(error, self.engine) from error
@@ -223,8 +225,8 @@ def _registered(group: Any, gpu: int, size: int, **how: bool) -> tuple[Any, Any]
 class SymmetricMemory(_OnGpu):
     """PyTorch's symmetric memory: every rank reads the pieces of the others with its copy engines.
 
-    A barrier before sees to it that the pieces are there, one after that nobody writes to one that is still read.
-    Plain memory goes through NCCL.
+    Where only the targets are symmetric it writes its own piece to them instead.  A barrier before sees to it that
+    the pieces are there, one after that nobody writes to one that is still read.  Plain memory goes through NCCL.
     """
 
     engine = "symm_mem"
@@ -262,13 +264,22 @@ class SymmetricMemory(_OnGpu):
             return
         import torch
 
-        address, size = piece.data_ptr(), piece.numel()
-        base, _, handle = next(one for one in self._handles if one[0] <= address < one[0] + one[1])
+        size, read = piece.numel(), self._handle(piece) is not None
+        shared = piece if read else whole
+        base, handle = self._handle(shared) or (0, None)
+        assert handle is not None
         handle.barrier(channel=0)
         for step in range(self._count):  # each begins with another peer, so that no port is everybody's first
             peer = (self._index + step) % self._count
-            theirs = piece
+            theirs = shared
             if peer != self._index:
-                theirs = handle.get_buffer(peer, (size,), torch.uint8, address - base)
-            whole[peer * size : (peer + 1) * size].copy_(theirs)
+                theirs = handle.get_buffer(peer, (shared.numel(),), torch.uint8, shared.data_ptr() - base)
+            if read:
+                whole[peer * size : (peer + 1) * size].copy_(theirs)
+            else:
+                theirs[self._index * size : (self._index + 1) * size].copy_(piece)
         handle.barrier(channel=1)
+
+    def _handle(self, tensor: Any) -> tuple[int, Any] | None:
+        address = tensor.data_ptr()
+        return next(((base, one) for base, size, one in self._handles if base <= address < base + size), None)

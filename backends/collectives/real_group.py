@@ -45,7 +45,7 @@ from pdsim.core.errors import (
 )
 from pdsim.core.units import format_size
 from pdsim.transfer import Buffer, Recorder, TransferRecord
-from pdsim.transfer.group import SYMMETRIC, check_gather, is_symmetric
+from pdsim.transfer.group import SYMMETRIC, check_gather, repeated
 
 __all__ = ["RealGroup", "RealGroups"]
 
@@ -186,17 +186,18 @@ class RealGroup:
         target: Buffer,
         size: int | None = None,
         *,
+        times: int = 1,
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
         """Start to gather; the contract and errors of `pdsim.transfer.group.Group.all_gather`."""
         size = source.size if size is None else size
-        check_gather(len(self.names), source, target, size)
-        if is_symmetric(source, target) and self._device.symmetric.owner is not self:
+        check_gather(len(self.names), source, target, size, times)
+        if target.pool == SYMMETRIC and self._device.symmetric.owner is not self:
             raise RegistrationError(
                 f"symmetric memory here was reserved by another group than {self._members.title}"
             )
-        return self._add(size, timeout, label, (source, target))
+        return self._add(size, timeout, label, (source, target), times)
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
         """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
@@ -210,14 +211,16 @@ class RealGroup:
 
     # --- calls ---
 
-    def _add(self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None) -> Event:
+    def _add(
+        self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None, times: int = 1
+    ) -> Event:
         # *buffers* is None for a reservation.  On a broken group the event fails at once.
-        timeout = self._settings.timeout if timeout is None else timeout
+        timeout = times * self._settings.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = self._clock.event()
         event.defused = True
-        call = GatherCall(self._number, size, event, self._clock.now, timeout, label, buffers)
+        call = GatherCall(self._number, size, event, self._clock.now, timeout, label, buffers, times=times)
         call.prepared = call.posted = call.submitted
         self._number += 1
         if self._lost:
@@ -239,7 +242,7 @@ class RealGroup:
             if not call.announced:
                 call.announced = True
                 refusal = self._groups.refusal(call, self)
-                intent = Intent(list(self.names), call.number, call.kind, call.size, refusal)
+                intent = Intent(list(self.names), call.number, call.kind, call.size * call.times, refusal)
                 self._members.tell_intent(intent)
             said = self._members.intents[call.number]
             if len(said) < len(self.names):
@@ -260,7 +263,8 @@ class RealGroup:
             call.posted = self._clock.now
             return
         try:
-            call.work = self._library.start(*call.buffers, call.size, call.kind == SYMMETRIC)
+            places = repeated(len(self.names), *call.buffers, call.size, call.times)
+            call.work = self._library.start(*call.buffers, call.size, call.kind == SYMMETRIC, places)
         except TransferError as error:
             self._break(str(error), error)
             return
@@ -323,7 +327,7 @@ class RealGroup:
         if refusal:
             self._device.account(-call.size, SYMMETRIC)
         call.add = add
-        done = Intent(list(self.names), call.number, call.kind, call.size, refusal, done=True)
+        done = Intent(list(self.names), call.number, call.kind, call.size * call.times, refusal, done=True)
         self._members.tell_intent(done)
         self._settle(call)
 

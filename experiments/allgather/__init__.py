@@ -20,7 +20,7 @@ from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Size, format_size
-from pdsim.hardware.costs import Collective
+from pdsim.kv.allgather import MEMORIES
 from pdsim.results.record import Result
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
@@ -40,7 +40,7 @@ class AllgatherOptions(ExperimentOptions):
     name: str = "allgather"
     ranks: tuple[int, ...] = (2, 4, 8)  # that gather, a GPU each
     size: tuple[Size, ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of each rank's piece
-    pools: tuple[str, ...] = ("default", SYMMETRIC)
+    pools: tuple[str, ...] = ("default", SYMMETRIC)  # symmetric: of the output, as SGLang; both: the input's, too
     batches: tuple[tuple[int, ...], ...] = (  # tokens of sequences, split over the ranks in a zigzag and padded
         (9, 9),
         (8192,),
@@ -61,8 +61,8 @@ class AllgatherOptions(ExperimentOptions):
             if getattr(self, name) < least:
                 raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
         for pool in self.pools:
-            if pool not in ("default", SYMMETRIC):
-                raise ValueError(f"experiment.pools must be one of default, {SYMMETRIC}, got {pool!r}")
+            if pool not in ("default", *MEMORIES[1:]):
+                raise ValueError(f"experiment.pools must be one of default, symmetric, both, got {pool!r}")
         for batch in self.batches:
             if min(batch, default=0) < 1:
                 raise ValueError(f"experiment.batches must have sequences of >= 1 token, got {list(batch)}")
@@ -94,7 +94,8 @@ def check(config: Config) -> Iterator[str]:
     if config.collective is None:
         yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
         return
-    if config.target == "real" and (problem := _missing(config.collective)):
+    problem = plugins.missing(plugins.COLLECTIVES, config.collective.implementation)
+    if config.target == "real" and problem:
         yield f"collective={config.collective.name} {problem}"
     if gpus and max(options.ranks) > gpus:
         yield (
@@ -108,11 +109,6 @@ def check(config: Config) -> Iterator[str]:
             f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers "
             f"of {need} bytes do not fit into the {room} that a rank has; lower collective.pool or experiment.size"
         )
-
-
-def _missing(collective: Collective) -> str:
-    known = collective.implementation in plugins.names(plugins.COLLECTIVES)
-    return str(plugins.resolve(plugins.COLLECTIVES, collective.implementation).missing()) if known else ""
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
@@ -157,7 +153,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint]) -> list[RankSpec]:
     assert config.collective is not None
     names = [f"rank{index}" for index in range(points[0].ranks)]
-    symmetric = any(point.pool == SYMMETRIC for point in points)
+    symmetric = any(point.pool in MEMORIES for point in points)
     arguments = {
         "names": names,
         "points": [point._asdict() | {"label": point.label, "batch": list(point.batch)} for point in points],

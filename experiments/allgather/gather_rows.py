@@ -123,7 +123,7 @@ def table(gathers: Sequence[GatherRow]) -> Table:
         "ranks": "ranks of the group",
         "piece": "bytes that each rank gives, padding included",
         "batch": "tokens of the sequences that were split in a zigzag and padded; -: equal pieces",
-        "pool": "symmetric: source and target are registered with all ranks; default: plain memory",
+        "pool": "symmetric: targets are registered with all ranks (both: sources, too); default: plain memory",
         "med us": "median time of an all-gather, from the last rank's call until the last rank sees the end",
         "q1": "first quartile of that",
         "q3": "third quartile of that",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.allgather import PaddedAllGather, allocate, zigzag
+from pdsim.kv.allgather import PaddedAllGather, allocate, pools, zigzag
 from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.group import Group
 from pdsim.transfer.job import Rank
@@ -61,8 +61,9 @@ def _equal(
 ) -> Program:
     # Return how many pieces were checked, and how many of them were right.
     size, ranks = point["size"], len(group.names)
-    source = yield from allocate(rank, group, size, point["pool"])
-    target = yield from allocate(rank, group, size * ranks, point["pool"])
+    given, got = pools(point["pool"])
+    source = yield from allocate(rank, group, size, given)
+    target = yield from allocate(rank, group, size * ranks, got)
     verify = verify and rank.device.holds_bytes
     if verify:
         source.write(0, pattern(group.index, size).tobytes())
@@ -89,11 +90,11 @@ def _padded(
     )
     if verify and len(rows):
         mine.write(0, rows.tobytes())
-    source, target = (Region.local(rank.name, rank.device.name, buffer) for buffer in (mine, whole))
+    target = Region.local(rank.name, rank.device.name, whole)
     for number in range(warmup + repeat):
         rank.clock.settle()
         label = WARMUP if number < warmup else point["label"]
-        yield from gather.gather(split, source, target, label)
+        yield from gather.gather(split, mine, target, label)
     right = sum(_holds(whole, at * row, at, row) for at in range(split.total)) if verify else 0
     gather.close()
     for buffer in (mine, whole):

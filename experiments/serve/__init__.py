@@ -35,7 +35,7 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.deployment import ROUTER, Deployment, pages_per_rank, places, rank_name
+from pdsim.serving.deployment import ROUTER, CpGather, Deployment, pages_per_rank, places, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.settings import Workload
@@ -220,6 +220,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         decode_dp=parallel.decode.dp,
         decode_instances=parallel.decode.instances,
         all_cp_ranks=config.kv.all_cp_ranks,
+        gather=_gather(config),
         state_slots=config.kv.state_slots or config.scheduler.decode_batch,
         window_share=config.kv.window_share,
         shape=shape,
@@ -250,6 +251,20 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         cache=config.cache,
         seed=config.seed,
     )
+
+
+def _gather(config: Config) -> CpGather | None:
+    # Groups with data-parallel attention pad to the sum of their lengths, for which SGLang takes plain memory.
+    side, library, memory, why = config.parallel.prefill, config.collective, config.kv.gather, ""
+    if side.cp == 1 or library is None or config.target == "live":
+        return None
+    problem = plugins.missing(plugins.COLLECTIVES, library.implementation) if config.target == "real" else ""
+    if problem:
+        raise ValueError(f"context-parallel ranks gather: collective={library.name} {problem}")
+    if memory != "plain" and side.dp > 1:
+        memory, why = "plain", f"parallel.prefill.dp={side.dp} pads to unequal sums"
+    cost = library.plain if memory == "plain" else library.symmetric
+    return CpGather(memory=memory, pool=int(library.pool), cost=cost.queued(), fallback=why)
 
 
 def _check_cache(config: Config, job: Deployment) -> None:

@@ -421,6 +421,8 @@ class Paths:
     def _count(self, runs: Iterable[RecordRun]) -> None:
         requests, totals = self._taken, self._totals
         for _, label, nbytes, descriptors, count in runs:
+            if "/" not in label:  # an all-gather of context-parallel ranks
+                continue
             room, _, path = label.split("/")
             total = totals.get(path)
             if total is None:
@@ -476,6 +478,9 @@ def path_notes(outcome: Outcome) -> list[str]:
             f"{refused} chunks went in slices because the staging ring had no free slot; raise kv.staging_ring or "
             "kv.staging_wait"
         )
+    why = next((value["gather_fallback"] for value in values if "gather_fallback" in value), "")
+    if why:
+        lines.append(f"kv.gather: plain memory instead of symmetric: {why}")
     return lines + [
         f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)
     ]

@@ -41,6 +41,7 @@ __all__ = [
     "describe",
     "folders",
     "groups",
+    "missing",
     "names",
     "options",
     "provider",
@@ -117,6 +118,11 @@ def resolve(group: str, name: str) -> Any:
         return entries[name].load()
     except ImportError as error:
         raise BackendUnavailable(f"{name!r} ({entries[name].value}) cannot be imported: {error}") from error
+
+
+def missing(group: str, name: str) -> str:
+    """Return what the class registered as *name* under *group* lacks on this machine; "" if nothing, or no class."""
+    return str(resolve(group, name).missing()) if name in names(group) else ""
 
 
 # --- configuration groups ------------------------------------------------------------------------------------------

@@ -437,16 +437,19 @@ class CollectiveModel:
         """
         if not self.device:
             raise ValueError("collective.device has no lines for this memory: the GPU's own time is not known")
-        return min(line.latency + (ranks - 1) * size / line.rate for line in self.device)
+        return min(line.latency + (ranks - 1) * size / min(line.rate, self.rate) for line in self.device)
 
     def queued(self) -> CollectiveModel:
-        """Return what a program pays that queues gathers on a stream: the GPU's own time.
+        """Return what a program pays that queues gathers on a stream.
 
-        Bytes move at the rate of the quickest line, after what the line of that size takes longer.
-
-        Raise a `ValueError` if there are no lines.  Pauses and growths of pools cost nothing there.
+        That is the GPU's own time or, where nobody has measured it, the caller's.  Bytes move at the rate of the
+        quickest line, but at most at *rate*, after what the line of that size takes longer.  Pauses and growths of
+        pools cost nothing there.
         """
-        return replace(self, stream=True, rate=max(line.rate for line in self.device), after_pause=0.0, grown=0.0)
+        found = replace(self, after_pause=0.0, grown=0.0)
+        if not self.device:
+            return found
+        return replace(found, stream=True, rate=min(self.rate, max(line.rate for line in self.device)))
 
 
 @dataclass(frozen=True, kw_only=True)

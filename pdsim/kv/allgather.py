@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The padded all-gather of context-parallel prefill: unequal pieces of any batch, gathered and put in order.
 
-A group gathers equal sizes.  So every rank's rows are padded to the longest rank's, gathered, and then split,
-trimmed and put into the order of the batch, in one copy.
+A group gathers equal sizes.  So the rows of ranks with fewer are padded to the longest rank's, gathered, and then
+split, trimmed and put into the order of the batch, in one copy.
 
 How long the longest is follows from the split of every sequence: ``ceil(total / cp)``, which is right for one
 sequence, is too small for two of nine tokens over four ranks (six rows, not five).
@@ -24,9 +24,12 @@ from pdsim.transfer import Batch, Buffer, Program, Region
 from pdsim.transfer.group import SYMMETRIC, Group
 from pdsim.transfer.job import Rank
 
-__all__ = ["PaddedAllGather", "Split", "allocate", "contiguous", "zigzag"]
+__all__ = ["MEMORIES", "PaddedAllGather", "Split", "allocate", "contiguous", "pools", "zigzag"]
 
 Int64s = npt.NDArray[np.int64]
+
+MEMORIES = ("plain", "symmetric", "both")
+"""What gathers use: plain memory, symmetric memory for the output (as SGLang), or for input and output."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:
     return [(start + n * base + min(n, more), base + (n < more)) for n in range(count)]
 
 
+def pools(memory: str) -> tuple[str, str]:
+    """Return the pools of what a rank gives and of what it gets, for one of `MEMORIES` (or "default" for plain)."""
+    return SYMMETRIC if memory == "both" else "default", SYMMETRIC if memory in MEMORIES[1:] else "default"
+
+
 def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
     """Return *size* bytes of *pool*; a symmetric pool without room is made to grow by them first.
 
@@ -136,29 +144,42 @@ def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
 
 
 class PaddedAllGather:
-    """Gathers tensors of *row* bytes a token over *group*, in buffers of *pool* for at most *rows* of a rank.
+    """Gathers tensors of *row* bytes a token over *group*, in buffers of *memory* for at most *rows* of a rank.
 
-    Ranks have unequal numbers of rows, and collectives want equal sizes: each rank's rows are padded to those of the
-    longest rank, gathered, and copied to where the batch has them.  `open` it once, `gather` as often as wanted, and
-    `close` it.  Raise a `ValueError` unless *row* and *rows* are positive.
+    *memory* is one of `MEMORIES`.  A gather is of so many *tensors*, such as the keys of each layer, one after the
+    other; where contents matter (*keep*) each has bytes of its own, otherwise all share the buffers of one.
+
+    `open` it once, `gather` as often as wanted, and `close` it.  Raise a `ValueError` unless *row* and *rows* are
+    positive.
     """
 
-    def __init__(self, rank: Rank, group: Group, row: int, rows: int, pool: str = "default") -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        group: Group,
+        row: int,
+        rows: int,
+        memory: str = "plain",
+        tensors: int = 1,
+        keep: bool = True,
+    ) -> None:
         if row <= 0 or rows <= 0:
             raise ValueError(f"row={row} bytes and rows={rows} must be > 0")
         self._rank = rank
         self._group = group
         self._row = row
         self._rows = rows
-        self._pool = pool
+        self._pools = pools(memory)
+        self._tensors = tensors
+        self._kept = tensors if keep else 1
         self._padded: Buffer | None = None
         self._gathered: Buffer | None = None
 
     def open(self) -> Program:
         """Allocate the buffers; the errors of `allocate`."""
-        size = self._row * self._rows
-        self._padded = yield from allocate(self._rank, self._group, size, self._pool)
-        self._gathered = yield from allocate(self._rank, self._group, size * len(self._group.names), self._pool)
+        size, (given, got) = self._row * self._rows * self._kept, self._pools
+        self._padded = yield from allocate(self._rank, self._group, size, given)
+        self._gathered = yield from allocate(self._rank, self._group, size * len(self._group.names), got)
 
     def close(self) -> None:
         """Free the buffers."""
@@ -167,28 +188,46 @@ class PaddedAllGather:
                 self._rank.device.free(buffer)
         self._padded = self._gathered = None
 
-    def gather(self, split: Split, source: Region, target: Region, label: str = "") -> Program:
+    def gather(self, split: Split, source: Buffer, target: Region, label: str = "") -> Program:
         """Bring the rows of all ranks, which have them as *split* says, to *target*, in the order of the batch.
 
-        This rank's rows stand at the start of *source*.  Returns the record of the all-gather.  Raise `InvalidBatch`
-        if *split* is for another number of ranks or its longest rank has more rows than the buffers.
+        This rank's rows stand in *source*, tensor after tensor, as in *target*, which has room for all tensors.
+        Returns the record of the all-gather.  Raise `InvalidBatch` if *split* is for another number of ranks or its
+        longest rank has more rows than the buffers.
 
-        Two copies on the device and one collective; all ranks of the group must call it in the same order.
+        A collective and a copy on the device, after another copy where rows are padded or the input is symmetric;
+        all ranks of the group must call it in the same order.
         """
-        if len(split.pieces) != len(self._group.names) or split.longest > self._rows:
+        ranks, index = len(self._group.names), self._group.index
+        if len(split.pieces) != ranks or split.longest > self._rows:
             raise InvalidBatch(
                 f"a split of {len(split.pieces)} ranks and at most {split.longest} rows does not suit a group of "
-                f"{len(self._group.names)} and buffers for {self._rows}; open one that does"
+                f"{ranks} and buffers for {self._rows}; open one that does"
             )
         assert self._padded is not None
         assert self._gathered is not None
-        row, mine = self._row, split.lengths[self._group.index]
-        if mine:  # what stands in the padding makes no difference: it is trimmed
-            yield self._rank.device.copy(Batch(source, self._local(self._padded), [0], [0], [mine * row]))
-        record = yield self._group.all_gather(self._padded, self._gathered, split.longest * row, label=label)
-        gathered, ordered, rows = split.order()
+        row, kept = self._row, self._kept == self._tensors
+        mine, size = split.lengths[index] * row, split.longest * row
+        numbers = np.arange(self._tensors, dtype=np.int64)
+        places = numbers if kept else numbers * 0  # in buffers that tensors may share
+        given = source
+        if mine < size or self._pools[0] == SYMMETRIC:
+            given = self._padded
+            if mine:  # what stands in the padding makes no difference: it is trimmed
+                # without contents only the time counts, and pieces of a copy must not overlap
+                padded = (self._local(given), numbers * size) if kept else (target, numbers * mine)
+                sizes = np.full(self._tensors, mine, np.int64)
+                yield self._rank.device.copy(Batch(self._local(source), padded[0], places * mine, padded[1], sizes))
+        record = yield self._group.all_gather(given, self._gathered, size, times=self._tensors, label=label)
+        gathered, ordered, rows = (column * row for column in split.order())
         yield self._rank.device.copy(
-            Batch(self._local(self._gathered), target, gathered * row, ordered * row, rows * row)
+            Batch(
+                self._local(self._gathered),
+                target,
+                (places[:, None] * ranks * size + gathered).ravel(),
+                (numbers[:, None] * split.total * row + ordered).ravel(),
+                np.tile(rows, self._tensors),
+            )
         )
         return record
 

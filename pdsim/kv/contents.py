@@ -48,6 +48,8 @@ class Contents:
         """Says by which chunk each of some tokens of a room was computed, if bytes are to carry that too."""
         self.computed: Callable[[int], int] | None = None
         """Says how many tokens of a room are computed here, if no others are to be written."""
+        self.gathered = False
+        """Whether keys and values are stored by `store`, as ranks gather them, and not by `fill`."""
         self._buffer = buffer
         self._metadata = aux or buffer
         self._layout = layout
@@ -62,7 +64,21 @@ class Contents:
         Every byte follows from room, layer, head, token and position, so that `verify` on any rank of any tensor
         parallelism knows what must be there.
         """
-        self._fill(self._kv, 0, room, pages, first_token)
+        if not self.gathered:
+            self._fill(self._kv, 0, room, pages, first_token)
+
+    def token_rows(self, room: int, plane: int, tokens: range) -> Bytes:
+        """Return the rows of *tokens* in the *plane*-th plane of keys and values: uint8 of shape (token, row)."""
+        return self._rows(self._kv, 0, room, self._kv.planes[plane], tokens)
+
+    def store(self, plane: int, pages: Pages, rows: Bytes) -> None:
+        """Write *rows* of tokens, from the first of *pages* on, into the *plane*-th plane of keys and values."""
+        start, token = self._kv.offsets.item(plane), 0
+        for page, count in pages:
+            part = rows[token : token + count * self._kv.tokens]
+            for offset, piece in self._pieces(self._kv, start + page * self._kv.item, part):
+                self._buffer.write(offset, piece.tobytes())
+            token += count * self._kv.tokens
 
     def fill_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> None:
         """Write into *rows*, which name those of each component, the state of *room* after *tokens* tokens.

@@ -240,14 +240,15 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Forward(KvMessage, frozen=True):
     """A prefill leader to its followers: compute for so long, then write these chunks.
 
-    Write *cached* at once, which needs no forward, and wait for *tokens* on their way to experts.
+    Write *cached* at once, which needs no forward.  *tokens* are those that travel to experts or, of each chunk,
+    those that context-parallel ranks gather.
     """
 
     incarnation: str
     seconds: float
     chunks: tuple[Chunk, ...]
     cached: tuple[Chunk, ...] = ()
-    tokens: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 class Offload(KvMessage, frozen=True):

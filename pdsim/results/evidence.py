@@ -22,7 +22,7 @@ from pdsim.config import Config
 from pdsim.core.units import format_rate, format_size
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.log import endpoints, shapes
+from pdsim.transfer.log import TransferShape, endpoints, shapes
 
 __all__ = ["Evidence", "HostSpread", "extrapolations", "gather", "host_note", "host_spread"]
 
@@ -140,7 +140,7 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
     # Borrowed is a share of the line rate that was measured on other hardware.  It limits if it is
     # below the line's own rate and the bytes take longer than posting one descriptor.
-    largest = max(shape.nbytes for shape in shapes(transfers))
+    largest = max((shape.nbytes for shape in _moves(transfers)), default=0)
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
         source = next(
@@ -187,7 +187,9 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpre
         return None
     if calibration.host or len(set(calibration.hosts)) < 2:
         return None
-    moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in shapes(transfers)}
+    moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in _moves(transfers)}
+    if not moves:
+        return None
     factors = sorted(drawn(calibration.hosts, config.seed, DRAWS))
     ends = [factors[int(DRAWS * share)] for share in (0.025, 0.975)]  # times grow with the factor, so do quantiles
     spans = []
@@ -216,13 +218,20 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
     ]
 
 
+def _moves(transfers: Sequence[TransferRecord]) -> dict[TransferShape, int]:
+    # Of an engine, and not of a collective.
+    return {shape: count for shape, count in shapes(transfers).items() if shape.operation in ("write", "read")}
+
+
 def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
     calibration = config.calibration
     if calibration is None:
         return
     counts = Counter[tuple[int, int]]()
-    for shape, count in shapes(transfers).items():
+    for shape, count in _moves(transfers).items():
         counts[shape.descriptors, shape.nbytes] += count
+    if not counts:
+        return
     yield from _outside(calibration, "descriptors", str, calibration.descriptors, counts, 0)
     yield from _outside(calibration, "bytes", format_size, calibration.bytes, counts, 1)
     gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from pdsim.compute.forward import ForwardModel, OperatorForward
 from pdsim.compute.roofline import ForwardTime, weight_bytes
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_size
+from pdsim.hardware.costs import CollectiveModel
 from pdsim.hardware.machine import Machine
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvLayout, KvShape
@@ -27,8 +28,11 @@ from pdsim.transfer.job import Place
 
 __all__ = [
     "ROUTER",
+    "CpGather",
     "Deployment",
+    "GatheredTensors",
     "epoch_of",
+    "gathered_tensors",
     "incarnation_name",
     "index_of",
     "instance_of",
@@ -82,6 +86,30 @@ def index_of(rank: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CpGather:
+    """How the context-parallel ranks of prefill gather KV: ``kv.gather`` and ``collective``."""
+
+    memory: str  # one of `pdsim.kv.allgather.MEMORIES`
+    pool: int  # bytes of symmetric memory that are reserved at the start
+    cost: CollectiveModel  # of one of several gathers in a row
+    fallback: str = ""  # why memory is plain, where other was asked for
+
+
+@dataclass(frozen=True)
+class GatheredTensors:
+    """Tensors of KV that are gathered alike: *count* of them, of *row* bytes a token."""
+
+    row: int
+    count: int
+
+
+def gathered_tensors(layout: KvLayout) -> list[GatheredTensors]:
+    """Return what ranks with pools of *layout* gather in a forward, keys and values first."""
+    tables = [table for table in layout.tables if table.tensor is None and table.planes]
+    return [GatheredTensors(table.item // table.tokens, len(table.planes)) for table in tables]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
 
@@ -99,6 +127,7 @@ class Deployment:
     prefill_dp: int = 1  # groups of an engine
     decode_dp: int = 1
     all_cp_ranks: bool = False
+    gather: CpGather | None = None  # of context-parallel ranks
     state_slots: int = 0  # of mamba layers, on each rank
     window_share: float = 0.0  # pages of sliding-window layers for each page
     shape: KvShape
@@ -216,8 +245,24 @@ class Deployment:
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
         step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
-        passing = self.prefill.pp * sum(self.prefill_time.prefill([chunk]) for chunk in chunks)
+        passing = self.prefill.pp * sum(self.prefill_seconds([chunk]) for chunk in chunks)
         return passing + wanted * step
+
+    def prefill_seconds(self, pieces: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a forward over *pieces* and of its gathers, with nothing in their way."""
+        return self.prefill_time.prefill(pieces) + self.gather_seconds(sum(new for _, new in pieces))
+
+    def gather_seconds(self, tokens: int) -> float:
+        """Return how long context-parallel ranks gather the KV of *tokens* with nothing in their way."""
+        if self.gather is None or not tokens:
+            return 0.0
+        cp, cost = self.prefill.cp, self.gather.cost
+        rows = -(-tokens // cp)
+        return sum(each.count * cost.isolated_time(cp, rows * each.row) for each in self._gathered)
+
+    @cached_property
+    def _gathered(self) -> list[GatheredTensors]:
+        return gathered_tensors(self.prefill_layout())
 
     def page_count(self, tokens: int) -> int:
         """Return how many pages hold *tokens* tokens."""

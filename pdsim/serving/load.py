@@ -137,10 +137,10 @@ def _iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
             done += tokens
             budget -= tokens
             if not budget or len(pieces) == job.prefill_batch:
-                yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
+                yield _with_host(job.prefill_seconds(pieces), host, job.engine.overlap) + held_up
                 pieces, budget, held_up = [], job.chunk, 0.0
     if pieces:
-        yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
+        yield _with_host(job.prefill_seconds(pieces), host, job.engine.overlap) + held_up
 
 
 def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:

@@ -31,6 +31,7 @@ from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import Consensus, QuarantineStall, out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
+from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
 from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker
 from pdsim.serving.rank_process import EngineRank, Handler
@@ -52,6 +53,8 @@ def prefill_rank(rank: Rank, job: Deployment, instance: str, index: int) -> Engi
     handoff, engine = cast("PrefillHandoff", handoff_of(job.engine)), EngineRank(rank, job, instance, index)
     engine.mover = mover = handoff.prefill_mover(engine)
     engine.worker = worker = PrefillWorker(engine, mover)
+    if job.gather is not None:
+        engine.gather = ForwardGather(rank, job, instance, index, mover.layout, mover.contents)
     if not index:
         engine.scheduler = PrefillScheduler(engine, worker, mover, handoff)
     return engine
@@ -90,6 +93,7 @@ class PrefillRequest:
         self.slot = -1  # of its metadata
         self.done = 0  # tokens that a forward has covered or covers now, or that were cached
         self.sent = 0  # pages that a chunk has, and those that decode holds
+        self.gathered = 0  # tokens that context-parallel ranks have gathered with its forwards
         self.keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
         self.priority = 0
         self.begun = False  # a step has a piece of it
@@ -396,7 +400,7 @@ class PrefillScheduler:
             if self.job.engine.noticed == "prefill":
                 self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
             if self.job.engine.ahead:
-                self._ends = self.clock.now + forward.seconds
+                self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
                 if self._launched < self._ends:
                     yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
                     try:
@@ -427,9 +431,11 @@ class PrefillScheduler:
         if all(chunk.room in self.rooms and not self.rooms[chunk.room].failed for chunk in forward.chunks):
             return forward
         wanted = {number for number, room in self.rooms.items() if not room.failed}
+        kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
         return replace(
             forward,
-            chunks=tuple(chunk for chunk in forward.chunks if chunk.room in wanted),
+            chunks=tuple(forward.chunks[number] for number in kept),
+            tokens=tuple(forward.tokens[number] for number in kept) if self.job.gather else forward.tokens,
             cached=tuple(chunk for chunk in forward.cached if chunk.room in wanted),
         )
 
@@ -447,6 +453,7 @@ class PrefillScheduler:
         chunks: list[Chunk] = []
         cached: list[Chunk] = []  # need no forward
         partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
+        gathered: list[int] = []  # tokens of each chunk
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
             if self._queue[0].failed:
                 self._queue.popleft()
@@ -483,6 +490,7 @@ class PrefillScheduler:
             if self.job.cache.early and room.done // self.job.page_size > room.sent:
                 cached.append(self._chunk(room, 0))
             chunks.append(self._chunk(room, tokens))
+            gathered.append(self._gather(room))
             budget -= tokens
             del self._queue[chosen[0]]
             if room.done < room.request.input:
@@ -491,8 +499,10 @@ class PrefillScheduler:
         if not chunks:
             return None
         seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
-        travel = sum([new for _, new in pieces]) if self.job.prefill_time.exchange else 0
-        return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), travel)
+        travelling = gathered if self.job.gather else []
+        if self.job.prefill_time.exchange:
+            travelling = [sum(new for _, new in pieces)]
+        return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), tuple(travelling))
 
     def allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.
@@ -507,7 +517,7 @@ class PrefillScheduler:
             return None
         pages, cached = given
         if self.job.cache.prefill:
-            room.done = self.hits[number] = cached * self.job.page_size
+            room.done = room.gathered = self.hits[number] = cached * self.job.page_size
             if self.pages.loaded:
                 self.host_hits[number] = self.pages.loaded * self.job.page_size
         rest = after(pages, held)
@@ -540,6 +550,12 @@ class PrefillScheduler:
         )
         room.chunks += 1
         return chunk
+
+    def _gather(self, room: PrefillRequest) -> int:
+        # The tokens of the pages that are complete with the room's last chunk.
+        before, page = room.gathered, self.job.page_size
+        room.gathered = room.done if room.done == room.request.input else room.done // page * page
+        return room.gathered - before
 
     def _cache(self, number: int) -> None:
         room = self.rooms.get(number)

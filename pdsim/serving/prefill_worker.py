@@ -10,16 +10,23 @@ from typing import Protocol
 from simpy.events import Event
 
 from pdsim.core.clock import fire
+from pdsim.core.errors import TransferError
+from pdsim.kv.contents import Contents
 from pdsim.kv.messages import Abort, Chunk, Forward, Offload
 from pdsim.serving.deployment import instance_of
 from pdsim.serving.rank_process import EngineRank, Mover
 from pdsim.serving.scheduler_host import PostingHost
+from pdsim.transfer import Program
 
 __all__ = ["PrefillMover", "PrefillWorker"]
 
 
 class PrefillMover(Mover, Protocol):
     """The half of a handoff on a prefill rank; forwards come from the rank's `PrefillWorker`."""
+
+    @property
+    def contents(self) -> Contents:
+        """What the pool of this rank holds."""
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Take note of *chunks*, whose forward is asked for."""
@@ -102,8 +109,9 @@ class PrefillWorker:
         self._computing += 1
         clock = self.engine.clock
         begin = clock.now
+        stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
         for stage, end in enumerate(self._passed):
-            begin = self._passed[stage] = max(begin, end) + message.seconds
+            begin = self._passed[stage] = max(begin, end) + stage_seconds
         if begin > clock.now:
             forward = clock.event()
             clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, done), forward)
@@ -124,16 +132,29 @@ class PrefillWorker:
         # is begun at this instant, too.
         engine = self.engine
         forward = engine.rank.device.compute(message.seconds)
-        if message.tokens:
+        if engine.gather is not None:
+            forward, computed = engine.clock.event(), forward
+            engine.clock.process(self._gathered(message, computed, forward))
+        elif message.tokens:
             forward = self._routed(forward, message)
         if message.cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self.mover.started, begun), message)
         return forward
 
     def _routed(self, forward: Event, message: Forward) -> Event:
-        exchange, tokens = self.engine.job.prefill_time.exchange, message.tokens
+        exchange, tokens = self.engine.job.prefill_time.exchange, sum(message.tokens)
         travelling = self.engine.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
         return self.engine.clock.all_of([forward, *travelling])
+
+    def _gathered(self, message: Forward, computed: Event, done: Event) -> Program:
+        yield computed
+        assert self.engine.gather is not None
+        try:
+            yield from self.engine.gather.run(message)
+        except TransferError as error:
+            self.engine.fail(error)
+        else:
+            fire(done)
 
     def _computed(self, message: Forward) -> None:
         self._computing -= 1

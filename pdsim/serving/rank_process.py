@@ -36,6 +36,7 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
+from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader, rank_name
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
@@ -273,6 +274,7 @@ class EngineRank(RankProcess):
         self.incarnation = ""
         self.started = int(rank.clock.now * 1e9)
         self.scheduler: Leader | None = None
+        self.gather: ForwardGather | None = None  # of a context-parallel rank
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
         self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer, Stop: self._stop}
@@ -287,6 +289,8 @@ class EngineRank(RankProcess):
         self.mover.begin()
         if self.scheduler is not None:
             self.scheduler.begin()
+        if self.gather is not None:
+            yield from self.gather.open()
         spec = KvSpec(self.job.page_size, self.job.kv_dtype)
         self.send(ROUTER, RegisterRank(self.instance, self.index, self.started, spec))
         return (yield from super().run())
@@ -294,6 +298,8 @@ class EngineRank(RankProcess):
     def report(self) -> dict[str, Any]:
         """Return what the mover counted and, of the first rank, the account of its scheduler."""
         moved = self.mover.report()
+        if self.gather is not None and self.gather.fallback:
+            moved |= {"gather_fallback": self.gather.fallback}
         return moved if self.scheduler is None else moved | self.scheduler.report()
 
     def working(self) -> bool:

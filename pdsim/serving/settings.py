@@ -77,6 +77,8 @@ class Kv:
     state_slots: NotNegativeInt = 0
     window_share: Positive = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
     layerwise: bool = False  # prefill pushes each layer of a chunk when it is computed, instead of all at the end
+    # memory that context-parallel prefill ranks gather in; symmetric: of the output; both: of the input, too
+    gather: Annotated[str, "one of plain, symmetric, both"] = "plain"
     staging: bool = False  # between ranks that keep different heads, gather, write in one piece, and scatter
     staging_ring: Annotated[Size, "> 0"] = 4 << 30  # bytes on each decode rank (SGLang's default)
     staging_buffer: Size = 0  # bytes for each queue of a prefill rank; 0 is one prefill chunk's, as in SGLang 0.5.23

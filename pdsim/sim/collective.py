@@ -33,7 +33,7 @@ from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.memory import SimBuffer
 from pdsim.sim.posting import Fabric
 from pdsim.transfer import TransferRecord
-from pdsim.transfer.group import check_gather, is_symmetric
+from pdsim.transfer.group import SYMMETRIC, check_gather, repeated
 
 if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, CollectiveModel
@@ -62,12 +62,13 @@ class SimGroups:
         Raise a `ConfigError` if the machine has no way between two of the ranks for this library.
         """
         core = self._cores.get(names)
-        if core is None:
+        member = None if core is None else core.members.get(clock.name)
+        again = member is not None and member.clock is not clock  # a rank that was started again has another clock
+        if core is None or (again and core.broken):
             core = self._cores[names] = _Core(self, names)
-        found = core.members.get(clock.name)
-        if found is None or found.clock is not clock:  # a rank that was started again has another clock
-            found = core.members[clock.name] = SimGroup(core, clock, device, recorder)
-        return found
+        if member is None or again:
+            member = core.members[clock.name] = SimGroup(core, clock, device, recorder)
+        return member
 
     def end(self, name: str) -> None:
         """Break every group of which *name* is a member, as the end of its process does."""
@@ -113,14 +114,15 @@ class SimGroup:
         target: Buffer,
         size: int | None = None,
         *,
+        times: int = 1,
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
         """Start to gather; the contract and errors of `pdsim.transfer.group.Group.all_gather`."""
         size = source.size if size is None else size
-        check_gather(len(self.names), source, target, size)
+        check_gather(len(self.names), source, target, size, times)
         one, other = self._own(source), self._own(target)
-        return self._call(size, timeout, label, (one, other))
+        return self._call(size, timeout, label, (one, other), times)
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
         """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
@@ -140,16 +142,21 @@ class SimGroup:
         return buffer
 
     def _call(
-        self, size: int, timeout: float | None, label: str, buffers: tuple[SimBuffer, SimBuffer] | None
+        self,
+        size: int,
+        timeout: float | None,
+        label: str,
+        buffers: tuple[SimBuffer, SimBuffer] | None,
+        times: int = 1,
     ) -> Event:
         # *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while
         # its call is under way.
-        timeout = self._core.library.timeout if timeout is None else timeout
+        timeout = times * self._core.library.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = self.clock.event()
         event.defused = True
-        self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers))
+        self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers, times))
         return event
 
 
@@ -168,12 +175,13 @@ class _GatherRequest:
     timeout: float
     label: str
     buffers: tuple[SimBuffer, SimBuffer] | None  # source and target; None: it reserves
+    times: int
 
     @property
     def kind(self) -> str:
         if self.buffers is None:
             return "reserve"
-        return "symmetric" if is_symmetric(*self.buffers) else "plain"
+        return "symmetric" if self.buffers[1].pool == SYMMETRIC else "plain"
 
     @property
     def over(self) -> bool:
@@ -217,11 +225,22 @@ class _Core:
         self._turn = 0  # the number of the call that is served now, or next
         self._ended = -1.0  # when the call before was over
         self._left: tuple[str, float] | None = None  # who broke the group, and when
-        models = {"plain": self.library.plain, "symmetric": self.library.symmetric}
-        if self.library.timing == "device":
-            models = {kind: model.queued() for kind, model in models.items()}
-        self._models = models
-        self._paths = {kind: tuple(self._hops(model)) for kind, model in models.items()}
+        self._ways: dict[tuple[str, bool], tuple[CollectiveModel, tuple[Path, ...]]] = {}
+        for kind in ("plain", "symmetric"):  # a machine without a way has no group
+            self._way(kind, 1)
+
+    @property
+    def broken(self) -> bool:
+        return self._left is not None
+
+    def _way(self, kind: str, times: int) -> tuple[CollectiveModel, tuple[Path, ...]]:
+        # What a gather costs, and the ways of its bytes. Those of a forward's layers are queued on a stream.
+        queued = times > 1 or self.library.timing == "device"
+        if (kind, queued) not in self._ways:
+            model = self.library.plain if kind == "plain" else self.library.symmetric
+            model = model.queued() if queued else model
+            self._ways[kind, queued] = model, tuple(self._hops(model))
+        return self._ways[kind, queued]
 
     def call(self, request: _GatherRequest) -> None:
         member = request.member
@@ -265,7 +284,7 @@ class _Core:
             self._finish(call, error)
 
     def _disagreement(self, call: _Call) -> TransferError | None:
-        found = {(request.kind, request.size) for request in call.requests.values()}
+        found = {(request.kind, request.size, request.times) for request in call.requests.values()}
         if len(found) == 1:
             return None
         said = ", ".join(f"{name} {r.kind} of {r.size} bytes" for name, r in sorted(call.requests.items()))
@@ -284,19 +303,20 @@ class _Core:
         owners = {request.member.device.symmetric.owner for request in call.requests.values()}
         if kind == "symmetric" and owners != {self}:
             return RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
-        model = self._models[kind]
+        model, _ = self._way(kind, call.one.times)
         grown = kind == "symmetric" and call.one.member.growths > 0
         call.busy = self._clock.now + model.busy(paused=self._clock.now > self._ended, grown=grown)
-        self._clock.call_at(self._clock.now + model.before(len(self.names), size), self._carry, call)
+        before = call.one.times * model.before(len(self.names), size)
+        self._clock.call_at(self._clock.now + before, self._carry, call)
         return None
 
     def _carry(self, call: _Call) -> None:
         # Ring neighbours exchange all pieces but their own; direct peers send each other one piece.
         if call.done:
             return
-        kind, size, others = call.one.kind, call.one.size, len(self.names) - 1
-        paths = self._paths[kind]
-        share = size * others if self._models[kind].pattern == "ring" else size
+        size = call.one.size * call.one.times
+        model, paths = self._way(call.one.kind, call.one.times)
+        share = size * (len(self.names) - 1) if model.pattern == "ring" else size
         call.left = len(paths)
         if not paths:  # a rank alone
             self._complete(call)
@@ -317,12 +337,16 @@ class _Core:
         self._finish(call)
 
     def _move(self, call: _Call) -> None:
-        size = call.one.size
+        size, ranks = call.one.size, len(self.names)
         pairs = [buffers for name in self.names if (buffers := call.requests[name].buffers) is not None]
         for request in call.requests.values():
-            if request.buffers is not None and request.member.device.holds_bytes and not request.over:
-                for index, (source, _) in enumerate(pairs):
-                    request.buffers[1].touch()[index * size : (index + 1) * size] = source.contents[:size]
+            if request.buffers is None or not request.member.device.holds_bytes or request.over:
+                continue
+            whole = request.buffers[1].touch()
+            for index, (source, target) in enumerate(pairs):
+                for start, end in repeated(ranks, source, target, size, call.one.times):
+                    place = end + index * size
+                    whole[place : place + size] = source.contents[start : start + size]
 
     def _finish(self, call: _Call, error: TransferError | None = None) -> None:
         call.done = True
@@ -405,7 +429,7 @@ class _Core:
         # ``nbytes`` are those that a rank has at the end, ``descriptors`` the number of ranks.
         now, ranks = self._clock.now, len(self.names)
         began = now if began is None else began
-        nbytes = request.size * (1 if request.buffers is None else ranks)
+        nbytes = request.size * request.times * (1 if request.buffers is None else ranks)
         engine = f"model:{self.library.name}:{request.kind}"
         operation = "reserve" if request.buffers is None else "all_gather"
         times = request.submitted, request.submitted, began, now, now

@@ -20,7 +20,7 @@ from simpy.events import Event
 from pdsim.core.errors import InvalidBatch
 from pdsim.transfer import Buffer
 
-__all__ = ["SYMMETRIC", "Group", "check_gather", "is_symmetric"]
+__all__ = ["SYMMETRIC", "Group", "check_gather", "repeated"]
 
 SYMMETRIC = "symmetric"
 """The pool whose memory all ranks of a group have registered with one another (`Group.reserve`)."""
@@ -66,13 +66,16 @@ class Group(Protocol):
         target: Buffer,
         size: int | None = None,
         *,
+        times: int = 1,
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
         """Bring the first *size* bytes (by default all) of every rank's *source* to every rank's *target*.
 
-        The piece of rank *i* goes to ``[i * size, (i + 1) * size)``.  It is a symmetric all-gather if *source* and
-        *target* come from pool `SYMMETRIC`, and a plain one otherwise.
+        The piece of rank *i* goes to ``[i * size, (i + 1) * size)``.  It is a symmetric all-gather if *target* comes
+        from pool `SYMMETRIC`, and a plain one otherwise.
+
+        With *times* it is repeated without a pause, as the layers of a forward do: `repeated` says on which bytes.
 
         Raise `InvalidBatch` if *size* is not positive or a buffer too small.  Fail with it, and move nothing, where
         sizes or pools differ between ranks: unequal lengths are padded above (`pdsim.kv.allgather`).  A real group
@@ -91,7 +94,7 @@ class Group(Protocol):
         """Leave the group; others that wait for this rank lose it.  May be called twice."""
 
 
-def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
+def check_gather(ranks: int, source: Buffer, target: Buffer, size: int, times: int = 1) -> None:
     """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*.
 
     Every implementation of `Group` calls this before it asks anything of another rank, so the words are the same.
@@ -100,6 +103,8 @@ def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
     """
     if not 0 < size <= source.size:
         raise InvalidBatch(f"size={size} must be > 0 and at most the {source.size} bytes of the source")
+    if times < 1:
+        raise InvalidBatch(f"times={times} must be >= 1")
     if target is source:
         raise InvalidBatch("source and target are one buffer; gather into another one")
     if target.size < ranks * size:
@@ -108,6 +113,10 @@ def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
         )
 
 
-def is_symmetric(source: Buffer, target: Buffer) -> bool:
-    """Return whether an all-gather from *source* to *target* is a symmetric one: both come from pool `SYMMETRIC`."""
-    return source.pool == target.pool == SYMMETRIC
+def repeated(ranks: int, source: Buffer, target: Buffer, size: int, times: int) -> list[tuple[int, int]]:
+    """Return where the piece of each of so many *times* begins in *source*, and where all pieces in *target*.
+
+    A buffer with room for all of them has one after the other; a smaller one is used again each time.
+    """
+    step = size if source.size >= times * size else 0, ranks * size if target.size >= times * ranks * size else 0
+    return [(number * step[0], number * step[1]) for number in range(times)]

@@ -15,7 +15,7 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, SchedulerLimits
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
-from tests.support.engines import REAL, engine, make_target
+from tests.support.engines import COLLECTIVE, REAL, engine, make_target
 from tests.support.serving import serve
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
@@ -57,6 +57,33 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
     assert moved(result) == moved(model_run) == sum(model_run.requests["nbytes"])
     # whichever of the two sides reports first that a request is over
     assert result.requests["nbytes"] == model_run.requests["nbytes"]
+
+
+@pytest.mark.parametrize("gather", ["plain", "symmetric"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_context_parallel_ranks_gather_through_gloo(name: str, gather: str):
+    pytest.importorskip("torch")
+    library = replace(COLLECTIVE, name="gloo", implementation="gloo", pool=1 << 20)
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=engine(name),
+        model=HYBRID,
+        parallel=Parallel(prefill=Side(tp=1, cp=2), decode=Side(tp=2)),
+        collective=library,
+        experiment=ServeOptions(deadline=60.0),
+        workload=replace(SMALL, count=4),
+        kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True, gather=gather),
+        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
+        compute=Compute(scale=0.1),
+    )
+    target = make_target(name)
+    target.collective = library  # type: ignore[attr-defined]
+    result = run(config, target, silent)
+    assert result.failures == []
+    engines = {record.engine for record in result.transfers if record.operation == "all_gather"}
+    assert engines == {f"gloo:{gather}"}
 
 
 @pytest.mark.parametrize("name", ENGINES)

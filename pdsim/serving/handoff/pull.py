@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Abort,
@@ -103,6 +104,11 @@ class PullPrefill:
     def layout(self) -> KvLayout:
         """The pool of this rank."""
         return self.sender.layout
+
+    @property
+    def contents(self) -> Contents:
+        """What the pool of this rank holds."""
+        return self.sender.contents
 
     def __len__(self) -> int:
         """Return the number of rooms that are being computed."""

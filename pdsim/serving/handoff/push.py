@@ -21,6 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdsim.core.clock import Clock
+from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     Abort,
@@ -197,6 +198,11 @@ class PushPrefill:
     def layout(self) -> KvLayout:
         """The pool of this rank."""
         return self.sender.layout
+
+    @property
+    def contents(self) -> Contents:
+        """What the pool of this rank holds."""
+        return self.sender.contents
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over on this rank."""

@@ -118,8 +118,7 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
         if rank.device.holds_bytes:
             rows = [tokens[first * row : (first + n) * row] for first, n in split.pieces[group.index]]
             mine.write(0, b"".join(piece.tobytes() for piece in rows))
-        regions = [Region.local(rank.name, rank.device.name, buffer) for buffer in (mine, whole)]
-        yield from gather.gather(split, regions[0], regions[1])
+        yield from gather.gather(split, mine, Region.local(rank.name, rank.device.name, whole))
         found.append(wrong(rank, whole, tokens))
         gather.close()
         rank.device.free(mine)
