@@ -8,7 +8,6 @@ import pytest
 
 from tests.mutants.__main__ import DOCUMENT, table
 from tests.mutants.catalog import BY_TEST, IMPOSSIBLE, LIMIT, MUTANTS, Mutant
-from tests.mutants.mendings import MENDINGS, Mending
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,10 +54,3 @@ def test_the_documentation_names_every_mutant_as_it_is():
     for line in table(None):
         start = line.rpartition(" | ")[0].rpartition(" | ")[0]  # without the figures, which follow the code
         assert start in text, f"{start} is not in {DOCUMENT}: run python -m tests.mutants"
-
-
-@pytest.mark.parametrize("mending", MENDINGS, ids=lambda mending: mending.name)
-def test_a_mending_can_be_taken_out_and_has_its_test(mending: Mending):
-    path, _, name = mending.test.partition("::")
-    assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
-    assert (ROOT / mending.file).read_text(encoding="utf-8").count(mending.text) == 1
