@@ -7,9 +7,8 @@ from typing import Literal
 import pytest
 
 from experiments import transfer
-from pdsim.config import Config
+from pdsim.config import Config, build
 from pdsim.config.loading import ON_THE_COMMAND_LINE, UNSAID, defaults, load
-from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Rate, Seconds, Size
 from pdsim.hardware.costs import Engine, EngineModel

@@ -132,7 +132,7 @@ def address() -> bytes:
 
 @cache
 def _endpoints() -> tuple[Any, Any]:
-    from pdsim.config.typed import build
+    from pdsim.config import build
     from pdsim.core.clock import Clock
     from pdsim.hardware.machine import Machine
     from pdsim.sim.endpoint import SimEndpoint

@@ -20,9 +20,8 @@ from experiments.transfer.transfer_points import read as read_points
 from experiments.transfer.transfer_points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
-from pdsim.config import ExperimentOptions
+from pdsim.config import ExperimentOptions, build
 from pdsim.config.loading import plain
-from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.results import schema
 from pdsim.results.record import Result

@@ -24,9 +24,8 @@ from pdsim.calibration.definition import covers
 from pdsim.cli.help import parse
 from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.process import only_json
-from pdsim.config import compose, rules
+from pdsim.config import build, compose, rules
 from pdsim.config.compose import CommandLine
-from pdsim.config.typed import build
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent

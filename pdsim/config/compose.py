@@ -6,7 +6,7 @@ composes, `plain` resolves interpolations, `load` makes the `Config` and applies
 points within one `initialized`.
 
 A value such as ``hw.nic.rate=400Gbps`` goes to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
-`pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.  Hydra is imported where
+`pdsim.config` refuses the unknown ones in the same words wherever they come from.  Hydra is imported where
 something is composed, so that ``pdsim --help`` and ``pdsim list`` do without.
 """
 
@@ -209,7 +209,7 @@ def load(values: dict[str, Any], words: Sequence[str]) -> Config:
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
     """Return *words*, overrides as typed, as Hydra takes them.
 
-    A key gets ``++``, so that Hydra adds what it does not know and `pdsim.config.typed` refuses it in its own words;
+    A key gets ``++``, so that Hydra adds what it does not know and `pdsim.config` refuses it in its own words;
     names of files and text in other alphabets get quotes. The choices of a group may be those of the folders *own*.
 
     Raise a `ConfigError` for what is no override, with the one that is meant where it can be guessed.

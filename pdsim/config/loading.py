@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole `pdsim.config.Config` from plain data, and as plain data again.
 
-`load` makes it of the mapping that YAML and the command line compose: typed (`pdsim.config.typed`), with a
+`load` makes it of the mapping that YAML and the command line compose: typed (`pdsim.config`), with a
 calibration laid over machine and engine, with what the options of an engine change of its costs, and with the source
 of each number.  A source begins with one of `pdsim.hardware.machine.EVIDENCE`: measured, datasheet or assumed.
 
@@ -22,8 +22,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pdsim.calibration.definition import Calibration, applied, covers, drawn, on_host
-from pdsim.config import Config
-from pdsim.config.typed import Known, build, join, required, split_keys
+from pdsim.config import Config, Known, build, join, required, split_keys
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import is_number, parse_time
 from pdsim.hardware.costs import Collective, Engine, EngineModel, OptionCosts

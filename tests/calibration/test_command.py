@@ -11,7 +11,7 @@ from pdsim.calibration.definition import Calibration
 from pdsim.calibration.samples import Cell, grid, reads, repeats, write_points
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
-from pdsim.config.typed import build
+from pdsim.config import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 from pdsim.results import environment

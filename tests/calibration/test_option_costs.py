@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
+from pdsim.config import build
 from pdsim.config.compose import compose
-from pdsim.config.typed import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import EngineModel, InlineSaving, OptionCosts, Ramp, Workers

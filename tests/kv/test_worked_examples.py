@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pdsim.compute.roofline import kv_shape
-from pdsim.config.typed import build
+from pdsim.config import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, RegisterPool
