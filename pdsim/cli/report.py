@@ -77,8 +77,7 @@ def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether *folder* is that of a sweep."""
-    from pdsim.sweep.collect import POINTS
-    from pdsim.sweep.ledger import LEDGER
+    from pdsim.sweep.collect import LEDGER, POINTS
 
     return any((folder / name).is_file() for name in (POINTS, LEDGER))
 

@@ -31,8 +31,8 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, silent
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
+from pdsim.sweep.collect import LEDGER
 from pdsim.sweep.executors import Executor
-from pdsim.sweep.ledger import LEDGER
 from pdsim.sweep.points import Axis, Point, axes, combinations, name_of
 from pdsim.version import __version__
 

@@ -1,27 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file and one table over all points of a sweep, whatever process each of them ran in."""
+"""The files of a sweep, and one table over all of its points, whatever process each of them ran in.
+
+Rows are appended to ``points.jsonl`` as they come; a process that is killed leaves at most half a line, which the
+next one takes away, and the last row of a point counts.  ``points.parquet`` is written when the sweep ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from pdsim.core.errors import ConfigError
 from pdsim.results import schema, terminal
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
-from pdsim.sweep import ledger
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["POINTS", "points", "short", "show", "table", "write"]
+__all__ = [
+    "FINAL",
+    "LEDGER",
+    "POINTS",
+    "Ledger",
+    "locked",
+    "points",
+    "read_ledger",
+    "short",
+    "show",
+    "table",
+    "write",
+]
 
 POINTS = "points.parquet"
+LEDGER = "points.jsonl"
+FINAL = ("ok", "partial", "infeasible")
+"""How a point ended that is not run again."""
+_DEFINITION = "definitions"
 
 _ABOUT = (
     Column("point", "string", "", "name of the point: a hash of its configuration"),
@@ -56,7 +78,7 @@ _LEAST = 8
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
-    """Write *rows*, of `pdsim.sweep.ledger`, to ``points.parquet`` in *folder* and return its path.
+    """Write *rows*, of `Ledger`, to ``points.parquet`` in *folder* and return its path.
 
     One row a point: who it is, how it ended, its overrides, its metrics with their *definitions*.
 
@@ -83,7 +105,7 @@ def points(folder: Path) -> pa.Table:
     """
     if (folder / POINTS).is_file():
         return schema.read_points(folder / POINTS)
-    rows, definitions = ledger.read(folder)
+    rows, definitions = read_ledger(folder)
     return _arrow([_point(row) for row in rows.values()], definitions)
 
 
@@ -243,3 +265,77 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
     terminal.show_lines(f"next: pdsim best {folder}", file=file)
+
+
+# --- rows as they come ---------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """The rows of the sweep in *folder*, by the name of the point; `append` writes one.
+
+    *rows* and *definitions* are what the file held when it was opened, and what was appended since.  Half a line at
+    the end is cut off when it is opened.  The caller holds `locked` for as long as the ledger is open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEDGER
+        self.rows, self.definitions = read_ledger(folder) if self._path.is_file() else ({}, {})
+        if self._path.is_file():  # what a killed process began is cut off
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def append(self, row: Mapping[str, Any], definitions: Mapping[str, str]) -> None:
+        """Write *row*, and those *definitions* of its metrics that no row before had.
+
+        The line is flushed to the operating system at once, so it survives a killed process, though not a power
+        failure.
+        """
+        if new := {name: text for name, text in definitions.items() if name not in self.definitions}:
+            self.definitions |= new
+            self._write({_DEFINITION: new})
+        self.rows[str(row["point"])] = dict(row)
+        self._write(row)
+
+    def close(self) -> None:
+        """Close the file; what was appended is on the disk then."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        self._file.write(dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_ledger(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the rows of the sweep in *folder* by the name of their point, and the definitions of metrics.
+
+    Raise a `ConfigError` if the file is not what a sweep writes.
+    """
+    path = folder / LEDGER
+    rows: dict[str, dict[str, Any]] = {}
+    definitions: dict[str, str] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what does not end in a newline was never complete
+        for line in lines:
+            row = loads(line)
+            if _DEFINITION in row:
+                definitions |= row[_DEFINITION]
+            else:
+                rows[row["point"]] = row
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not what a sweep writes: {error}; it was changed since, so sweep again"
+        ) from error
+    return rows, definitions
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other sweep out of *folder*.  Raise a `ConfigError` if one is at work there."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{folder}: this sweep is being run already; wait for it, or change output") from None
+        yield

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep from its points to its table: what is done already is kept, the rest is run, every row is appended."""
+"""A sweep from its points to its table: what is done already is kept, the rest is run, every row is appended.
+
+`measure` is one point, in whatever process: it runs the point, or takes what an earlier process left.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.results import store
-from pdsim.sweep import collect, ledger
+from pdsim.run import execute
+from pdsim.sweep import collect
+from pdsim.sweep.collect import FINAL, Ledger
 from pdsim.sweep.executors import Executor
-from pdsim.sweep.ledger import FINAL, Ledger
-from pdsim.sweep.measure import measure, refused
 from pdsim.sweep.points import Point
 
-__all__ = ["sweep"]
+__all__ = ["measure", "sweep"]
 
 
 def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
@@ -32,7 +37,7 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
     """
     store.make(folder.parent, "output=")
     store.make(folder, "output=")
-    with ledger.locked(folder):
+    with collect.locked(folder):
         book = Ledger(folder)
         try:
             _run(folder, points, book, executor, progress)
@@ -48,7 +53,7 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
     # The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
     for point in points:
         if point.config is None:
-            _keep(book, refused(point, point.refusal))
+            _keep(book, _refused(point, point.refusal))
     left = [each for each in points if book.rows.get(each.name, {}).get("status") not in FINAL]
     begun, before = time.monotonic(), len(points) - len(left)
     if not left:
@@ -80,3 +85,55 @@ def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
 def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
     value = row.get("gpus") and row["metrics"].get("goodput")
     return (value / row["gpus"], str(row["point"])) if value else (0.0, "")
+
+
+# --- one point ---------------------------------------------------------------------------------------------------
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row.
+
+    A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss
+    of power has cut short is run again.
+
+    The status is ok or partial as the run's own, *infeasible* for a configuration that is refused, *failed* for any
+    other exception.  Runs in a process of the executor; the folder of the sweep is ``point.config.output``.
+    """
+    if point.config is None:
+        return _refused(point, point.refusal)
+    folder = Path(point.config.output) / point.name
+    if folder.is_dir():
+        try:
+            return _kept(point, folder)
+        except ConfigError:
+            shutil.rmtree(folder)
+    unfinished = folder.with_name(folder.name + store.INCOMPLETE)
+    if unfinished.exists():  # of a process that was killed: the sweep's lock says that it is no more
+        shutil.rmtree(unfinished)
+    try:
+        execute(point.config, point.words, notes=point.notes, quiet=True, name=point.name, durable=False)
+    except ConfigError as error:
+        return _refused(point, str(error))
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
+    return _kept(point, folder)
+
+
+def _refused(point: Point, why: str) -> dict[str, Any]:
+    # The lines of *why*, a reason each, are put on one.
+    line = "; ".join(" ".join(each.split()) for each in why.splitlines() if each.strip())
+    about = {"status": "infeasible", "error": line, "metrics": {}, "definitions": {}}
+    return point.about() | about
+
+
+def _kept(point: Point, folder: Path) -> dict[str, Any]:
+    run = store.load(folder)
+    return point.about() | {
+        "status": run["status"],
+        "error": run["error"],
+        "folder": folder.name,
+        "evidence": run["evidence"]["weakest"],
+        "metrics": {name: metric["value"] for name, metric in run["metrics"].items()},
+        "definitions": {name: metric["definition"] for name, metric in run["metrics"].items()},
+    }

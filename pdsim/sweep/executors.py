@@ -8,11 +8,8 @@ theirs under the entry-point group ``pdsim.executors``.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import io
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -22,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import IO, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from pdsim.core.units import not_negative
 from pdsim.sweep.points import Point
@@ -31,7 +28,7 @@ __all__ = ["Executor", "Local", "Measure", "Row"]
 
 Row = Mapping[str, Any]
 Measure = Callable[[Point], Row]
-"""`pdsim.sweep.measure.measure`, or what stands for it in a test; it is sent to other processes by its name."""
+"""`pdsim.sweep.driver.measure`, or what stands for it in a test; it is sent to other processes by its name."""
 
 _ATTEMPTS = 2
 """How often a point is begun: a process that dies may have died of its neighbour, not of its point."""
@@ -87,36 +84,6 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     point: Point | None = None
-    had: dict[str, Any] = dataclasses.field(default_factory=dict)  # what it has of the point that it was given last
-
-
-class _PointPickler(pickle.Pickler):
-    """Writes a point whose configuration refers to the parts that *had* holds too, by their names."""
-
-    def __init__(self, file: IO[bytes], had: Mapping[str, Any]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._names = {id(part): name for name, part in had.items()}
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return self._names.get(id(obj))
-
-
-class _PointUnpickler(pickle.Unpickler):
-    """Reads what `_PointPickler` wrote, with the same *had*."""
-
-    def __init__(self, file: IO[bytes], had: Mapping[str, Any]) -> None:
-        super().__init__(file)
-        self._had = had
-
-    def persistent_load(self, pid: str) -> Any:
-        return self._had[pid]
-
-
-def _parts(point: Point) -> dict[str, Any]:
-    if point.config is None:
-        return {}
-    values = ((each.name, getattr(point.config, each.name)) for each in dataclasses.fields(point.config))
-    return {name: value for name, value in values if dataclasses.is_dataclass(value)}
 
 
 class _Pool:
@@ -178,17 +145,14 @@ class _Pool:
         worker.point = left.popleft()
         begun[worker.point.name] = begun.get(worker.point.name, 0) + 1
         with suppress(BrokenPipeError):  # it died while it waited; its end is seen when it is listened to
-            content = io.BytesIO()
-            _PointPickler(content, worker.had).dump(worker.point)
-            worker.had = _parts(worker.point)
-            worker.pipe.send_bytes(content.getbuffer())
+            worker.pipe.send(worker.point)
 
     def _replace(self, worker: _Worker, point: Point, left: deque[Point], begun: Mapping[str, int]) -> Row | None:
         worker.process.join()
         worker.pipe.close()
         how = _ended(worker.process.exitcode)
         fresh = self._started()
-        worker.process, worker.pipe, worker.had = fresh.process, fresh.pipe, {}
+        worker.process, worker.pipe = fresh.process, fresh.pipe
         if begun[point.name] < _ATTEMPTS:
             left.appendleft(point)
             return None
@@ -207,14 +171,9 @@ def _work(pipe: Connection, measure: Measure, parent: int) -> None:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, _terminated)
-    had: dict[str, Any] = {}
-    while True:
-        try:
-            point = _PointUnpickler(io.BytesIO(pipe.recv_bytes()), had).load()
-        except EOFError:
-            return
-        had = _parts(point)
-        pipe.send(measure(point))
+    with suppress(EOFError):
+        while True:
+            pipe.send(measure(pipe.recv()))
 
 
 def _terminated(*_: object) -> NoReturn:

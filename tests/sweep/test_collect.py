@@ -6,8 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.core.errors import ConfigError
-from pdsim.sweep.collect import POINTS, points, show, table, write
-from pdsim.sweep.ledger import LEDGER, Ledger
+from pdsim.sweep.collect import LEDGER, POINTS, Ledger, points, show, table, write
 
 DEFINITIONS = {"bw_gbs": "bytes over time"}
 

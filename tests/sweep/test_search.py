@@ -7,7 +7,7 @@ import pytest
 from pdsim.cli.main import main
 from pdsim.cli.optuna_search import OptunaSearch
 from pdsim.core.errors import ConfigError
-from pdsim.sweep.ledger import read
+from pdsim.sweep.collect import read_ledger
 from tests.test_cli import QUICK
 
 pytest.importorskip("optuna", reason="needs optuna")
@@ -41,7 +41,7 @@ def in_this_process(monkeypatch):
 def searched(trials, folder):
     status = main(["sweep", *QUICK, *SPACE, "--trials", str(trials), f"output={folder}", "-q"])
     (found,) = folder.glob("sweep-*")
-    return status, list(read(found)[0].values())
+    return status, list(read_ledger(found)[0].values())
 
 
 def test_a_search_is_seeded_goes_on_and_gets_better(tmp_path, in_this_process):
