@@ -11,8 +11,8 @@ from typing import Any
 
 from backends import registry
 from backends.emulation.guest import machine
+from backends.emulation.guest.installed import Recipe
 from backends.emulation.guest.machine import PATIENCE, Guest, boot
-from backends.emulation.guest.recipe import Recipe
 from backends.emulation.guest.server import Server
 from backends.jobs.launcher import SILENCE
 from pdsim.core.errors import BackendUnavailable
