@@ -77,7 +77,7 @@ class Http:
 
     async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
         """Return the whole answer.  Raise a `RequestFailed`."""
-        with _failures(server), _connection_failures(server):
+        with _failures(server):
             async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
                 data: bytes = await response.read()
                 _check(response.status, server, data)
@@ -88,7 +88,7 @@ class Http:
     ) -> AsyncIterator[tuple[float, bytes]]:
         """Yield time and data of each server-sent event up to ``[DONE]``.  Raise a `RequestFailed`."""
         clock = asyncio.get_running_loop().time
-        with _failures(server), _connection_failures(server):
+        with _failures(server):
             async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
                 if response.status != 200:
                     _check(response.status, server, await response.read())
@@ -128,23 +128,12 @@ def _failures(server: LiveServer) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise RequestFailed(f"Refused: {server.name} cannot be reached: {text}") from error
         if isinstance(error, TimeoutError):
             raise
-        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {_told(error)}") from error
-
-
-@contextmanager
-def _connection_failures(server: LiveServer) -> Iterator[None]:
-    import aiohttp
-
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise RequestFailed(f"Refused: {server.name} cannot be reached: {_told(error)}") from error
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {text}") from error
 
 
 async def replay(

@@ -3,7 +3,7 @@
 
 `Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with
 one token to generate, then the same prompt with the parameters that prefill returned to decode.
-`SglangPair` does what SGLang's router does: the prompt to both sides at once, which meet in one
+`SglangPair` does what SGLang's router does: the prompt to both sides at once, with one
 ``bootstrap_room``.
 
 A route knows no HTTP: it posts with a `Post`, so that it can be tested without servers, and reads
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -55,19 +56,12 @@ class RequestRow:
 
 @dataclass(slots=True)
 class LiveServer:
-    """A server, and the tokens of the requests that it has.
+    """A server, and the tokens of the requests that it has, by the client's own account."""
 
-    Attributes:
-        name: Of its role and number, such as "decode0".
-        url: Without a path.
-        load: Tokens of requests that are there now, by the client's own account.
-        sent: Requests so far.
-    """
-
-    name: str
-    url: str
-    load: int = 0
-    sent: int = 0
+    name: str  # of its role and number, such as "decode0"
+    url: str  # without a path
+    load: int = 0  # tokens of requests that are there now
+    sent: int = 0  # requests so far
 
 
 class Post(Protocol):
@@ -98,34 +92,20 @@ class RequestRoute(Protocol):
         """
 
 
-class _ServerPool:
-    """Servers of one side, of which each request gets one.
-
-    The choice is made when a request is sent; nothing is asked of the servers.
-    """
-
-    def __init__(self, servers: Sequence[LiveServer], policy: str) -> None:
-        self._servers, self._policy = servers, policy
-
-    def choose(self) -> LiveServer:
-        if self._policy == "round_robin":
-            return min(self._servers, key=lambda server: server.sent)
-        return min(self._servers, key=lambda server: (server.load, server.sent))
+def _choose(servers: Sequence[LiveServer], policy: str) -> LiveServer:
+    if policy == "round_robin":
+        return min(servers, key=lambda server: server.sent)
+    return min(servers, key=lambda server: (server.load, server.sent))
 
 
-class _Visit:
-    """A request's stay at a server, in its account of load."""
-
-    def __init__(self, server: LiveServer, tokens: int) -> None:
-        self.server, self._tokens = server, tokens
-
-    def __enter__(self) -> LiveServer:
-        self.server.load += self._tokens
-        self.server.sent += 1
-        return self.server
-
-    def __exit__(self, *_: object) -> None:
-        self.server.load -= self._tokens
+@contextmanager
+def _visit(server: LiveServer, tokens: int) -> Iterator[LiveServer]:
+    server.load += tokens
+    server.sent += 1
+    try:
+        yield server
+    finally:
+        server.load -= tokens
 
 
 async def _stream(
@@ -140,10 +120,8 @@ async def _stream(
     name: str = "",
 ) -> None:
     # Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as
-    # many.
-    #
-    # A server that counts in its first chunk counts in all; of another one a final count corrects how many there
-    # were, not when they came.
+    # many.  A server that counts in its first chunk counts in all; of another one a final count corrects how many
+    # there were, not when they came.
     counts: bool | None = None
     now = 0.0
     async for now, data in post.events(server, form.path, body, name):
@@ -189,11 +167,11 @@ class Direct:
     connections = 1
 
     def __init__(self, servers: Sequence[LiveServer], form: Format, *, policy: str, exact: bool) -> None:
-        self._pool, self._format, self._exact = _ServerPool(servers, policy), form, exact
+        self._servers, self._format, self._policy, self._exact = servers, form, policy, exact
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Stream from one server; see `RequestRoute`."""
-        with _Visit(self._pool.choose(), request.input + request.output) as server:
+        with _visit(_choose(self._servers, self._policy), request.input + request.output) as server:
             row.prefill = row.decode = server.name
             body = self._format.body(prompt, request.output, stream=True)
             await _stream(post, server, self._format, body, row, request.output, exact=self._exact)
@@ -236,19 +214,19 @@ class VllmPair:
         policy: str,
         exact: bool,
     ) -> None:
-        self._prefills, self._decodes = _ServerPool(prefills, policy), _ServerPool(decodes, policy)
+        self._prefills, self._decodes, self._policy = prefills, decodes, policy
         self._format, self._exact = form, exact
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Ask prefill for one token, and decode for all with the parameters in its answer; see `RequestRoute`."""
         form, clock, name = self._format, asyncio.get_running_loop().time, uuid4().hex
-        with _Visit(self._prefills.choose(), request.input) as server:
+        with _visit(_choose(self._prefills, self._policy), request.input) as server:
             row.prefill = server.name
             body = form.body(prompt, 1, stream=False, extra={"kv_transfer_params": _NEW})
             data = await post.answer(server, form.path, body, name)
             row.prefilled = clock()
         params = self._params(server, data)
-        with _Visit(self._decodes.choose(), request.input + request.output) as server:
+        with _visit(_choose(self._decodes, self._policy), request.input + request.output) as server:
             row.decode = server.name
             body = form.body(prompt, request.output, stream=True, extra={"kv_transfer_params": params})
             await _stream(post, server, form, body, row, request.output, exact=self._exact, name=name)
@@ -287,22 +265,23 @@ class SglangPair:
         policy: str,
         exact: bool,
     ) -> None:
-        self._prefills, self._decodes = _ServerPool(prefills, policy), _ServerPool(decodes, policy)
+        self._prefills, self._decodes, self._policy = prefills, decodes, policy
         self._format, self._bootstrap, self._exact = form, bootstrap, exact
         self._rooms = random.SystemRandom()  # a room must not have been used before on these servers
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Send to both sides and stream from decode; what fails first ends the request; see `RequestRoute`."""
-        prefill, decode = self._prefills.choose(), self._decodes.choose()
+        prefill, decode = _choose(self._prefills, self._policy), _choose(self._decodes, self._policy)
         row.prefill, row.decode = prefill.name, decode.name
-        meeting = {
+        room = {
             "bootstrap_host": urlsplit(prefill.url).hostname,
             "bootstrap_port": self._bootstrap[prefill.name],
             "bootstrap_room": self._rooms.getrandbits(62),
         }
+        asked, streamed = (self._format.body(prompt, request.output, stream=s, extra=room) for s in (False, True))
         sides = (
-            asyncio.ensure_future(self._prefill(post, prefill, prompt, request, row, meeting)),
-            asyncio.ensure_future(self._decode(post, decode, prompt, request, row, meeting)),
+            asyncio.ensure_future(self._prefill(post, prefill, asked, request, row)),
+            asyncio.ensure_future(self._decode(post, decode, streamed, request, row)),
         )
         try:
             done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
@@ -313,17 +292,8 @@ class SglangPair:
                 side.cancel()
             await asyncio.gather(*sides, return_exceptions=True)
 
-    async def _prefill(
-        self,
-        post: Post,
-        server: LiveServer,
-        prompt: bytes,
-        request: Request,
-        row: RequestRow,
-        meeting: Mapping[str, Any],
-    ) -> None:
-        with _Visit(server, request.input):
-            body = self._format.body(prompt, request.output, stream=False, extra=meeting)
+    async def _prefill(self, post: Post, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
+        with _visit(server, request.input):
             data = await post.answer(server, self._format.path, body)
             row.prefilled = asyncio.get_running_loop().time()
             try:
@@ -334,15 +304,6 @@ class SglangPair:
                 raise RequestFailed(f"Error: {server.name}: {chunk.error}")
             row.reported |= {f"prefill_{name}": value for name, value in chunk.reported.items()}
 
-    async def _decode(
-        self,
-        post: Post,
-        server: LiveServer,
-        prompt: bytes,
-        request: Request,
-        row: RequestRow,
-        meeting: Mapping[str, Any],
-    ) -> None:
-        with _Visit(server, request.input + request.output):
-            body = self._format.body(prompt, request.output, stream=True, extra=meeting)
+    async def _decode(self, post: Post, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
+        with _visit(server, request.input + request.output):
             await _stream(post, server, self._format, body, row, request.output, exact=self._exact)
