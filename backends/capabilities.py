@@ -44,20 +44,8 @@ class Variant:
 
     Raise a `ValueError` for a device or a kind of memory that pdsim does not know.
 
-    Attributes:
-        backend: Its name, as `conf/backend` has it.
-        requires: Its library; None if its package is all it needs.
-        device: One of `DEVICES`, without which it does not work; empty for none.
-        memory: Which buffers it moves: "host", "gpu".
-        one_sided: Whether the target's process has no part in a transfer, which ends though that is
-            stopped.
-        proves_quiescence: Whether `Endpoint.quiesced` comes after a peer was killed.
-        posting_threads: Whether `Engine.threads` of a rank post, each one transfer at a time.
-        guest: "module:object" of a recipe, if it runs in the RDMA guest.
-        same_as: Another backend of the class whose transfers are the same: the suite runs that one.
-        tried_with: More options for the suite, by suffix of the case's name.
-        check: Yields a line for each reason why a configuration is wrong.
-        notes: Yields a line for each thing that a run should say, though it is not wrong.
+    *check* yields a line for each reason why a configuration is wrong, *notes* one for each thing that a run should
+    say, though it is not wrong.
     """
 
     backend: str  # as `conf/backend` names it
@@ -67,11 +55,9 @@ class Variant:
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
     proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
     posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time
-    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.recipe`: it runs in the RDMA guest
+    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.installed`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
-    # more options for the suite, by suffix
-    tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # yields a line for each reason why a configuration is wrong
+    tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # options, by suffix
     check: Callable[[Engine], Iterable[str]] | None = None
     notes: Callable[[Engine], Iterable[str]] | None = None
 

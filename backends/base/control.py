@@ -54,18 +54,11 @@ class PeerLine:
 
     *lost* never becomes empty again: another incarnation of the rank has another token, and so a line of
     its own.
-
-    Attributes:
-        card: Who is at the other end.
-        socket: On which notes are sent; they are dropped when it can take no more.
-        monitor: Reports the handshake and the end of the connection.
-        lost: Why it is gone; empty while it is not.
-        closed: Whether it said goodbye, with nothing under way.
     """
 
-    card: Card
-    socket: Any
-    monitor: Any
+    card: Card  # who is at the other end
+    socket: Any  # on which notes are sent; they are dropped when it can take no more
+    monitor: Any  # reports the handshake and the end of the connection
     lost: str = ""  # why it is gone
     closed: bool = False  # whether it said goodbye, with nothing under way
 

@@ -33,9 +33,7 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import re
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +42,7 @@ from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.posting_threads import PostingThreads
 from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import EngineLibrary, Variant, declared
@@ -183,8 +182,7 @@ class MooncakeEndpoint(RealEndpoint):
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._sessions: dict[str, _Session] = {}
-        self._queues: dict[PeerState | None, queue.SimpleQueue[PostedTransfer | None]] = {}  # None: of all peers
-        self._workers: list[threading.Thread] = []
+        self._queues: dict[PeerState | None, PostingThreads] = {}  # None: of all peers
         self._tickets: dict[PostedTransfer, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
         if self._transport.name == "tcp":  # which has no device to choose
@@ -340,33 +338,28 @@ class MooncakeEndpoint(RealEndpoint):
 
     # --- over a network, and with several posting threads: in threads ----------------------------------------------
 
-    def _queue(self, peer: PeerState | None, threads: int) -> queue.SimpleQueue[PostedTransfer | None]:
-        # The threads are started with the first transfer, and end with the engine.
+    def _queue(self, peer: PeerState | None, threads: int) -> PostingThreads:
         if peer not in self._queues:
-            work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
-            self._queues[peer] = work
-            for number in range(threads):
-                name = f"mooncake {peer.name if peer is not None else 'poster'} {number}"
-                worker = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)
-                self._workers.append(worker)
-                worker.start()
+            name = f"mooncake {peer.name if peer is not None else 'poster'}"
+            self._queues[peer] = PostingThreads(name, threads, self._begin, self._serve)
         return self._queues[peer]
 
-    def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
+    def _begin(self) -> None:
         self.device.enter()
         keep_for(SLICE)
-        while (transfer := work.get()) is not None:
-            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self.quiesce, transfer))
-                continue
+
+    def _serve(self, transfer: PostedTransfer) -> None:
+        if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+            self.clock.call(partial(self.quiesce, transfer))
+            return
+        posted = self.clock.now
+        if self.settings.threads > 1:
+            code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+        else:
+            ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
             posted = self.clock.now
-            if self.settings.threads > 1:
-                code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-            else:
-                ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-                posted = self.clock.now
-                code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-            self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
+            code = self._native.get_batch_transfer_status([ticket]) if ticket else None
+        self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
 
     def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
         transfer.handle = None
@@ -382,12 +375,9 @@ class MooncakeEndpoint(RealEndpoint):
     def stop_engine(self, idle: bool) -> None:
         """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
-        for work in self._queues.values():
-            for _ in self._workers:  # more than each has, and nobody reads what is left
-                work.put(None)
+        for threads in self._queues.values():
+            threads.stop(wait=idle)
         if idle:
-            for worker in self._workers:
-                worker.join()
             del self._native, self._sync, self._async, self._ask
 
 

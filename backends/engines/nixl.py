@@ -35,7 +35,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,11 @@ import numpy.typing as npt
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.posting_threads import PostingThreads
 from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
 from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
-from backends.engines.nixl_posters import Posters, Started
 from backends.engines.ucx import LO, NIXL, NO_IB, GpuTransports, Transports, between_hosts, has_rdma
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
@@ -143,7 +143,7 @@ class NixlEndpoint(RealEndpoint):
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
             allowed = allowed | {"cuda_copy"}
         options = dict(self.settings.options)
-        self._thread = _on_off(options.pop("progress_thread", "false"), "progress_thread")
+        self._progress_thread = _on_off(options.pop("progress_thread", "false"), "progress_thread")
         self._workers = _count(options.pop("num_threads", "0"), "num_threads")
         prepare(self.settings.name, {**variant, **options}, defaults)
         self._posted: dict[PostedTransfer, None] = {}
@@ -159,8 +159,7 @@ class NixlEndpoint(RealEndpoint):
                 f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
                 f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
             )
-        posting = self.device.enter, self._make, self._agent.transfer, self._took
-        self._posters = Posters(self.clock, self.settings.threads, *posting)
+        self._threads = PostingThreads("nixl", self.settings.threads, self.device.enter, self._serve)
         self.clock.watch(self)
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
         self._memory, self._number = (
@@ -178,7 +177,7 @@ class NixlEndpoint(RealEndpoint):
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
         lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if self.settings.threads > 1 else None
-        config = api.nixl_agent_config(enable_prog_thread=self._thread, backends=[], sync_mode=lock)
+        config = api.nixl_agent_config(enable_prog_thread=self._progress_thread, backends=[], sync_mode=lock)
         settings = {"ucx_error_handling_mode": error_handling}
         if self._workers:
             settings["num_threads"] = str(self._workers)
@@ -193,12 +192,12 @@ class NixlEndpoint(RealEndpoint):
     def stop_engine(self, idle: bool) -> None:
         """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
-        self._posters.stop(wait=idle)
+        self._threads.stop(wait=idle)
         if idle:
             for peer in self.peers.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
-            del self._agent, self._posters
+            del self._agent, self._threads
 
     def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing of dead processes still comes in.
@@ -246,7 +245,7 @@ class NixlEndpoint(RealEndpoint):
             self.control.send(peer.line, _ACTIVE)
         self._announced[peer] = transfer.submitted
         if self.settings.threads > 1:
-            self._posters.put(transfer)
+            self._threads.put(transfer)
             return
         transfer.handle = self._make(transfer)
         transfer.prepared = transfer.posted = self.clock.now
@@ -274,11 +273,32 @@ class NixlEndpoint(RealEndpoint):
                 f"NIXL did not take a {transfer.operation} of {batch.nbytes} bytes: {error}"
             ) from error
 
-    def _took(self, transfer: PostedTransfer, started: Started) -> None:
-        transfer.handle, transfer.prepared, transfer.posted, answer = started
-        if started.handle is not None:
+    def _serve(self, transfer: PostedTransfer) -> None:
+        # On a posting thread.  Without a handle nothing of the transfer has moved, nor will.
+        handle, prepared = None, self.clock.now
+        try:
+            if transfer.triggered:
+                raise TransferFailed("it failed before it was posted")
+            handle = self._make(transfer)
+            prepared = self.clock.now
+            answer: str | Exception = self._agent.transfer(handle)
+        except Exception as error:
+            answer = error
+        self.clock.call(partial(self._served, transfer, handle, prepared, self.clock.now, answer))
+
+    def _served(
+        self, transfer: PostedTransfer, handle: Any, prepared: float, posted: float, answer: str | Exception
+    ) -> None:
+        transfer.handle, transfer.prepared, transfer.posted = handle, prepared, posted
+
+        def answered(_: Any) -> str:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        if handle is not None:
             self._posted[transfer] = None
-            state = self._ask(started.state, transfer)
+            state = self._ask(answered, transfer)
             if state != "PROC" and not self.closed:
                 self._ended(transfer, state)
         elif transfer.triggered:

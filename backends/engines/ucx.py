@@ -26,21 +26,15 @@ NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps 
 class Transports(Variant):
     """How UCX is told what to go over, and what it may then report.
 
-    Attributes:
-        environment: Variables that make the variant what it is, if ``backend.options`` do not name
-            them.
-        defaults: Variables that are left alone where the environment has them.
-        error_handling: Of UCX: "peer", or "none" where a transport has none.
-        allowed: Transports that UCX may report; with any other the endpoint is refused, since
-            results would be of that.
+    With transports that are not *allowed* the endpoint is refused, since results would be of those.
     """
 
     requires: EngineLibrary | None = NIXL
     posting_threads: bool = True
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # variables that make the variant what it is; ``backend.options`` override them
     defaults: Mapping[str, str]  # of the environment, which may be set otherwise
-    error_handling: str  # of UCX: "peer" or "none"
-    allowed: frozenset[str]
+    error_handling: str  # of UCX: "peer", or "none" where a transport has none
+    allowed: frozenset[str]  # transports that UCX may report
 
 
 class GpuTransports:
