@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pdsim.core.units import NotNegativeInt
+from pdsim.core.units import NotNegativeInt, Seconds
 
 __all__ = ["POOLS", "Policy", "Staging"]
 
@@ -28,8 +28,9 @@ class Policy:
     for metadata in host memory that is to go over the data path.
     """
 
-    # each with one worker that blocks until its write is done; 0 posts everything at once
+    # each with one worker that blocks until its write is done; 0: the scheduler's thread posts
     queues: NotNegativeInt = 0
+    handover: Seconds = 0.0  # until a queue's thread begins a write: it waits for the lock that the scheduler holds
     # a room's queue: by the peers that it goes to, or by its number ("room")
     shard: Annotated[str, "one of session, room"] = "session"
     # what one write of whole rows moves: a chunk's planes together, one "plane" or "descriptor"

@@ -89,7 +89,10 @@ class Queues(Generic[T]):
     def put(self, key: int, item: T) -> None:
         """Append *item* to queue ``key % count``.  An idle worker begins at once: only a callback may call this."""
         if not self._queues:
-            self._clock.process(self._alone(item))
+            try:
+                self._work(item, 0)
+            except Exception as error:
+                self._failed(item, error)
             return
         queue = self._queues[key % len(self._queues)]
         queue.items.append(item)
@@ -141,14 +144,6 @@ class Queues(Generic[T]):
                 return event
         queue.program = None
         return None
-
-    def _alone(self, item: T) -> Program:
-        try:
-            waits = self._work(item, 0)
-            if waits is not None and not isinstance(waits, Event):
-                yield from waits
-        except Exception as error:
-            self._failed(item, error)
 
 
 class RoomTransferState:
@@ -255,6 +250,8 @@ class KvSender:
         self._policy = policy
         self._rooms: dict[int, RoomTransferState] = {}
         self._computing = 0  # forwards that have begun and whose results have not been polled
+        self.posted = 0.0
+        """When the scheduler's thread has posted all that it posts itself; on its clock, in seconds."""
         self._unpolled: list[RoomTransferState] = []
         self._checked = checked
         self.links = DecodePeers(rank, layout, grid, index, all_cp_ranks, policy)
@@ -362,8 +359,14 @@ class KvSender:
             self._conclude(state)
 
     def poll(self) -> None:
-        """Conclude the rooms whose writes have ended, as a scheduler does after a forward."""
+        """Conclude the rooms whose writes have ended, as a scheduler does after a forward and what it then posts."""
         self._computing -= 1
+        self._look(None)
+
+    def _look(self, _: None) -> None:
+        if self.posted > self._rank.clock.now:
+            self._rank.clock.call_at(self.posted, self._look, None)
+            return
         unpolled, self._unpolled = self._unpolled, []
         for state in unpolled:
             self._conclude(state, looked=True)
@@ -449,6 +452,20 @@ class KvSender:
     # --- writing ---
 
     def _start(self, write: ChunkWrite, queue: int) -> Program | Event | None:
+        return self._handed_over(write, queue) if self._policy.handover else self._begin(write, queue)
+
+    def _handed_over(self, write: ChunkWrite, queue: int) -> Program:
+        yield self._rank.clock.timeout(self._policy.handover)
+        rest = self._begin(write, queue)
+        try:
+            if not isinstance(rest, Event):
+                yield from rest or ()
+            elif rest.callbacks is not None:
+                yield rest
+        except TransferError:
+            return
+
+    def _begin(self, write: ChunkWrite, queue: int) -> Program | Event | None:
         # That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
         # nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
         # that fails.
@@ -533,6 +550,8 @@ class KvSender:
     def _write(self, write: ChunkWrite, batch: Batch, path: str) -> Transfer:
         notify, label = self._attached(write, path)
         transfer = self._rank.endpoint.write(write.target.peer, batch, notify, label=label)
+        if not self._policy.queues:
+            self.posted = max(self.posted, transfer.posted)
         self._follow(write, transfer)
         return transfer
 
@@ -609,7 +628,8 @@ class KvSender:
         # With ``notify="poll"`` that waits until the scheduler has *looked*, while forwards are under way.
         if state.last is None or state.planned or state.status is Status.FAILED:
             return
-        if self._policy.notify == "poll" and self._computing and not looked:
+        busy = self._computing or self.posted > self._rank.clock.now
+        if self._policy.notify == "poll" and busy and not looked:
             self._unpolled.append(state)
             return
         state.status = advance(state.status, Status.SUCCESS)

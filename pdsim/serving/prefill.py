@@ -383,6 +383,7 @@ class PrefillScheduler:
         # at this one's end.
         engine, cache = self.engine, self.job.cache
         while not engine.has_ended:
+            yield from self._posting()
             try:
                 forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
             except PdsimError as error:
@@ -403,8 +404,10 @@ class PrefillScheduler:
                 self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
                 if self._launched < self._ends:
                     yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
+                    yield from self._posting()
                     try:
-                        self._next = self.next_forward(ahead=True)
+                        if self.clock.now <= self._ends:
+                            self._next = self.next_forward(ahead=True)
                     except PdsimError as error:
                         engine.fail(error)
                         return
@@ -415,6 +418,11 @@ class PrefillScheduler:
                     self._cache(chunk.room)
                 if self.pages.to_host or self.pages.from_host:
                     self._offloaded()  # nobody waits for what goes to host memory
+
+    def _posting(self) -> Program:
+        # Without queues this thread posts: it neither chooses a forward nor looks at what has ended meanwhile.
+        while self.mover.posted() > self.clock.now:
+            yield self.clock.at(self.mover.posted())
 
     def _offloaded(self) -> Event:
         out, back = self.pages.moves()

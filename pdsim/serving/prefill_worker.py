@@ -37,6 +37,9 @@ class PrefillMover(Mover, Protocol):
     def computed(self, chunks: Iterable[Chunk], last: bool) -> None:
         """Move *chunks*, whose forward has ended; *last*: there are no more of it."""
 
+    def posted(self) -> float:
+        """Return until when the scheduler's thread posts, on the clock; the past if it does not."""
+
     def abort(self, room: int) -> None:
         """Give *room* up: the leader hears a `RankQuiesced` once nothing of it moves here."""
 

@@ -34,10 +34,10 @@ def effects(result: Result, machine: str = "2x8xmi300x mori") -> dict[tuple[str,
     return {(row["claim"], row["at"]): row["effect"] for row in rows}
 
 
-def test_inline_posting_serves_no_more_where_the_engine_posts_one_call_after_the_other():
+def test_inline_posting_serves_less_where_posts_take_longer_than_forwards():
     found = effects(seeded())
     for claim in ("throughput", "drain"):
-        assert found[claim, "20 requests of 1024 tokens"] == pytest.approx(1.0, rel=1e-2)
+        assert 0.8 < found[claim, "20 requests of 1024 tokens"] < 0.95
 
 
 def test_it_drains_faster_where_an_engine_lets_calls_overlap():

@@ -41,10 +41,10 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) 
 
 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
-# on each rank more a report of either side; a chunk: forward and, on each rank, the end of posting and that of the
-# flow
+# on each rank more a report of either side; metadata and each chunk, on each rank: the end of posting and that of
+# the flow; a chunk: the forward
 @pytest.mark.parametrize(
-    ("tp", "chunks", "expected"), [(1, 1, 15), (1, 2, 18), (1, 4, 24), (4, 1, 30), (4, 2, 43), (4, 4, 69)]
+    ("tp", "chunks", "expected"), [(1, 1, 17), (1, 2, 20), (1, 4, 26), (4, 1, 37), (4, 2, 50), (4, 4, 76)]
 )
 def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expected: int):
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected

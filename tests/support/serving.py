@@ -10,6 +10,7 @@ from typing import Any
 from experiments.serve import ServeOptions, run
 from pdsim.config import Config
 from pdsim.core.progress import silent
+from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
@@ -18,9 +19,12 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT, LLM, make_config
 
-__all__ = ["GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]
+__all__ = ["ASIDE", "GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]
 
 ONE = Side(tp=1)
+ASIDE = Policy(queues=64, shard="room", metadata="batch")
+"""Threads post beside the scheduler, a queue for each room, and metadata is in the last batch."""
+
 GENERATED = Workload(arrivals="poisson", count=40, rate=200.0, input_mean=300, output_mean=12)
 GQA = replace(LLM, heads=8, kv_heads=8, hidden=128)
 MLA = replace(LLM, attention="mla", latent_dim=72)
@@ -42,6 +46,7 @@ def configured(
         "experiment": ServeOptions(**options),
         "workload": GENERATED,
         "kv": POOL,
+        "policy": ASIDE,
         "scheduler": SchedulerLimits(chunk=256, decode_batch=8),
     }
     return make_config(Path("unused"), **(values | changes))

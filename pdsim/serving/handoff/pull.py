@@ -146,6 +146,10 @@ class PullPrefill:
         for chunk in chunks:
             self.sender.send(chunk)
 
+    def posted(self) -> float:
+        """Return 0: this side posts nothing."""
+        return 0.0
+
     def abort(self, room: int) -> None:
         """Give *room* up, which is not lent yet."""
         self.sender.abort(room)

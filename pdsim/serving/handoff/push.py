@@ -249,6 +249,10 @@ class PushPrefill:
         if last:
             self.sender.poll()
 
+    def posted(self) -> float:
+        """Return until when the scheduler's thread posts."""
+        return self.sender.posted
+
     def abort(self, room: int) -> None:
         """Give *room* up."""
         self.sender.abort(room)
