@@ -296,7 +296,8 @@ def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False)
         (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
     )
     size = int(chunk * (0.7 + 2 * factor))  # some chunks exceed the ring, some rings hold only one
-    staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait))
+    scatter = "writer" if wait < 0.5 else "chunk"
+    staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait), scatter=scatter)
     staged = policy.staging and chance < 0.8
     return replace(job, handoff=policy, staging=staging if staged else None)
 

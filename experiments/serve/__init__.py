@@ -28,7 +28,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds
+from pdsim.core.units import Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
@@ -325,7 +325,8 @@ def _staging(config: Config, shape: KvShape) -> Staging:
     kv, parallel = config.kv, config.parallel
     tokens = (config.scheduler.chunk // kv.page_size + 1) * kv.page_size
     chunk = tokens * shape.token_bytes(max(parallel.prefill.attention_tp, parallel.decode.attention_tp))
-    return Staging(ring=int(kv.staging_ring), buffer=int(kv.staging_buffer) or chunk, wait=kv.staging_wait)
+    buffer = int(kv.staging_buffer) or chunk
+    return Staging(ring=int(kv.staging_ring), buffer=buffer, wait=kv.staging_wait, scatter=kv.staging_scatter)
 
 
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
@@ -447,8 +448,10 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
 
     Both pools count: the input at prefill, input and output at decode, and pages of sliding-window
     layers on either.  Such a request would wait for ever, and those behind it; so it is found
-    before the start, in one look at the largest ones when all fit.
+    before the start, in one look at the largest ones when all fit.  A staging ring must hold the block of
+    their largest chunk.
     """
+    _check_ring(what, RequestTable.of(requests))
     for number, request in _largest(RequestTable.of(requests), what):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),
@@ -466,6 +469,18 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
                     f"{side} side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or "
                     f"parallel.{side}.tp, or choose a workload of shorter requests"
                 )
+
+
+def _check_ring(what: Deployment, requests: RequestTable) -> None:
+    if what.staging is None or what.prefill.tp == what.decode.tp or what.shape.latent_bytes or not len(requests):
+        return
+    pages = min(what.page_count(int(requests.input.max())), what.page_count(what.chunk) + 1)
+    block = pages * what.page_size * what.shape.token_bytes(max(what.prefill.tp, what.decode.tp))
+    if block > what.staging.ring:
+        raise ConfigError(
+            f"kv.staging_ring={format_size(what.staging.ring)} holds no chunk of {format_size(block)}, which would "
+            "go in slices; raise kv.staging_ring, or lower scheduler.chunk"
+        )
 
 
 def _largest(requests: RequestTable, what: Deployment) -> Iterable[tuple[int, Request]]:

@@ -84,6 +84,7 @@ class Staging:
     ring: int  # of each decode rank
     buffer: int  # of each queue of a prefill rank
     wait: float  # seconds that a chunk waits for a slot before it goes in slices
+    scatter: str = "chunk"  # once all writers' blocks of a "chunk" are there (SGLang), or each "writer"'s by itself
 
     def __post_init__(self) -> None:
         for name in ("ring", "buffer", "wait"):

@@ -83,6 +83,8 @@ class Kv:
     staging_ring: Annotated[Size, "> 0"] = 4 << 30  # bytes on each decode rank (SGLang's default)
     staging_buffer: Size = 0  # bytes for each queue of a prefill rank; 0 is one prefill chunk's, as in SGLang 0.5.23
     staging_wait: Annotated[Seconds, "> 0"] = 5.0  # for room in the ring, after which a chunk goes in slices
+    # when all writers' blocks of a "chunk" are there (SGLang), or each "writer"'s by itself
+    staging_scatter: Annotated[str, "one of chunk, writer"] = "chunk"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdsim.config import Config
+from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
@@ -101,10 +102,14 @@ def test_a_ring_that_holds_one_chunk_serves_all(ring: int):
     assert (result.failures, paths(result), held(result)) == ([], {"staged"}, 0)
 
 
-@pytest.mark.parametrize(("key", "size"), [("staging_ring", 4096), ("staging_buffer", 4096)])
-def test_what_cannot_fit_goes_in_slices_at_once(key: str, size: int):
-    result = serve(staged(kv=replace(STAGED, **{key: size})))
+def test_what_exceeds_the_buffer_goes_in_slices_at_once():
+    result = serve(staged(kv=replace(STAGED, staging_buffer=4096)))
     assert (result.failures, paths(result)) == ([], {"sliced"})
+
+
+def test_a_ring_that_holds_no_chunk_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match=r"kv\.staging_ring=4 KiB holds no chunk of .*; raise kv\.staging_ring"):
+        serve(staged(kv=replace(STAGED, staging_ring=4096)))
 
 
 def test_a_ring_that_stays_full_too_long_means_slices_for_the_rest_of_the_room():

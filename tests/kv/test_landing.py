@@ -26,7 +26,7 @@ COPY = 2 * PAGE / MACHINE.gpu.memory_rate + LAUNCH
 HERE = "tests.kv.test_landing"
 
 
-def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> Program:
+def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float, scatter: str) -> Program:
     """Do what *script* says, at the times it says; return what was reported and when, and what is left."""
     reports: list[list[Any]] = []
 
@@ -34,16 +34,17 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> P
         reports.append([rank.clock.now, *what])
 
     pool = rank.endpoint.register(rank.device.allocate(LAYOUT.size), "kv")
-    staging = Staging(ring=ring, buffer=1, wait=wait)
+    staging = Staging(ring=ring, buffer=1, wait=wait, scatter=scatter)
     ranks = RankMap(SHAPE, Grid(2), Grid(1))
     landing = StagingReceiver(rank, LAYOUT, 0, ranks, pool, staging, lambda message: report("quiet", message.room))
     for at, action, room, *rest in script:
         yield rank.clock.at(at)
         if action == "ask":
-            chunk, size = rest
-            landing.ask("writer", StagingRequest("decode0@1", room, 0, chunk, size, ((room, 1),)))
+            chunk, size, *index = rest
+            landing.ask("writer", StagingRequest("decode0@1", room, *(index or [0]), chunk, size, ((room, 1),)))
         elif action == "arrive":
-            arrival = Arrival("decode0@1", room, 0, 0, 1, 0.0, 0.0, 0.0, *rest)
+            chunk, *index = rest
+            arrival = Arrival("decode0@1", room, *(index or [0]), 0, 1, 0.0, 0.0, 0.0, chunk)
             landing.scatter(arrival, lambda done, reason: report("scattered", done.room, reason))
         elif action == "forget":
             landing.forget(room)
@@ -67,10 +68,11 @@ def writer(rank: Rank, *, answers: int) -> Program:
 
 
 def run(
-    script: list[list[Any]], answers: int, ring: int = 2 * PAGE, wait: float = 1.0
+    script: list[list[Any]], answers: int, ring: int = 2 * PAGE, wait: float = 1.0, scatter: str = "chunk"
 ) -> tuple[dict[str, Any], Any]:
+    options = {"script": script, "ring": ring, "wait": wait, "scatter": scatter}
     ranks = [
-        RankSpec("reader", f"{HERE}:program", Place(0, 0), {"script": script, "ring": ring, "wait": wait}),
+        RankSpec("reader", f"{HERE}:program", Place(0, 0), options),
         RankSpec("writer", f"{HERE}:writer", Place(0, 1), {"answers": answers}),
     ]
     outcome = Model(MACHINE, ENGINE).run(ranks)
@@ -82,6 +84,16 @@ def test_a_block_is_scattered_and_its_slot_freed():
     value, answers = run([[0.0, "ask", 1, 0, PAGE], [0.5, "arrive", 1, 0]], 1)
     assert answers == [[1, 0, 0]]
     assert value["reports"] == [[pytest.approx(0.5 + COPY, rel=1e-12), "scattered", 1, ""]]
+    assert (value["used"], value["left"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("scatter", "first"), [("chunk", 0.7), ("writer", 0.5)])
+def test_a_chunk_is_scattered_when_all_its_writers_are_there(scatter: str, first: float):
+    script = [[0.0, "ask", 1, 0, PAGE, 0], [0.0, "ask", 1, 0, PAGE, 1]]
+    script += [[0.5, "arrive", 1, 0, 0], [0.7, "arrive", 1, 0, 1]]
+    value, _ = run(script, 2, scatter=scatter)
+    assert value["reports"][0][0] == pytest.approx(first + COPY, rel=1e-3)
+    assert [line[1:] for line in value["reports"]] == [["scattered", 1, ""]] * 2
     assert (value["used"], value["left"]) == (0, 0)
 
 

@@ -31,6 +31,7 @@ class _Question:
     pages: Pages
     forgotten: bool = False  # the pages may be another room's by now
     scattering: bool = False
+    arrived: Callable[[], None] | None = None  # scatters the block, which is in its slot
 
 
 class StagingReceiver:
@@ -61,6 +62,7 @@ class StagingReceiver:
         self._rank = rank
         self._pool = pool
         self._wait = staging.wait
+        self._by_writer = staging.scatter == "writer"
         self._quiet = quiet
         self._region = rank.endpoint.register(rank.device.allocate(staging.ring), STAGING)
         self._plans = dict(_plans(layout, index, rank_map))
@@ -91,6 +93,7 @@ class StagingReceiver:
     def scatter(self, arrival: Arrival, done: Callable[[Arrival, str], None]) -> None:
         """Copy the block that has arrived into its pages, free its slot, and call *done* with what went wrong.
 
+        With ``scatter="chunk"`` it waits for the blocks of the other writers that have a slot for this chunk.
         *done* is called with the arrival and "", or the text of the error, once the copy has ended, unless the
         room was forgotten meanwhile.
         """
@@ -98,6 +101,20 @@ class StagingReceiver:
         question = self._questions.get(key)
         if question is None or question.forgotten or key not in self.ring:
             return  # of a room that was given up
+        question.arrived = partial(self._scatter, key, question, arrival, done)
+        same = [
+            other
+            for at, other in self._questions.items()
+            if at[0] == key[0] and at[2] == key[2] and at in self.ring and not other.scattering
+        ]
+        ready = [other.arrived for other in ([question] if self._by_writer else same)]
+        for scatter in ready if all(ready) else ():
+            assert scatter is not None
+            scatter()
+
+    def _scatter(
+        self, key: _Key, question: _Question, arrival: Arrival, done: Callable[[Arrival, str], None]
+    ) -> None:
         offset = self.ring[key].position % self.ring.size
         question.scattering = True
         try:
