@@ -23,7 +23,6 @@ from pdsim.kv.mapping import Grid, share
 from pdsim.kv.messages import (
     Arrival,
     Chunk,
-    KvMessage,
     RankQuiesced,
     StagingRelease,
     StagingReply,
@@ -412,9 +411,8 @@ class KvSender:
             size = target.block(rows, self._limit)
             if size and target.peer.name not in state.refused:
                 state.asks[chunk.index, target.peer.name] = None
-                self._tell(
-                    target, StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
-                )
+                request = StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
+                self._rank.channel.send(target.peer.name, encode(request))
 
     def _plan(
         self,
@@ -445,9 +443,6 @@ class KvSender:
     def _put(self, write: ChunkWrite) -> None:
         chunk = write.chunk
         self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), write)
-
-    def _tell(self, target: DecodePeer, message: KvMessage) -> None:
-        self._rank.channel.send(target.peer.name, encode(message))
 
     # --- writing ---
 
@@ -527,7 +522,11 @@ class KvSender:
         assert target.blocks is not None
         assert target.ring is not None
         block = self._gathers.take(queue)
-        yield from self._gather(state, target.blocks.gather(self._region, sources(spec.rows), block, 0))
+        state.moving += 1  # the pages are read
+        try:
+            yield self._rank.device.copy(target.blocks.gather(self._region, sources(spec.rows), block, 0))
+        finally:
+            state.moving -= 1
         if state.status is Status.FAILED:
             self._settle(state)
             return
@@ -540,19 +539,14 @@ class KvSender:
         except TransferError:
             return
 
-    def _gather(self, state: RoomTransferState, batch: Batch) -> Program:
-        state.moving += 1  # the pages are read
-        try:
-            yield self._rank.device.copy(batch)
-        finally:
-            state.moving -= 1
-
     def _write(self, write: ChunkWrite, batch: Batch, path: str) -> Transfer:
         notify, label = self._attached(write, path)
         transfer = self._rank.endpoint.write(write.target.peer, batch, notify, label=label)
         if not self._policy.queues:
             self.posted = max(self.posted, transfer.posted)
-        self._follow(write, transfer)
+        write.state.moving += 1
+        self._under_way += 1
+        transfer.callbacks.append(partial(self._written, write))
         return transfer
 
     def _attached(self, write: ChunkWrite, path: str) -> tuple[bytes, str]:
@@ -561,11 +555,6 @@ class KvSender:
             arrival = replace(arrival, chunk=chunk.index)
         return encode(arrival) if self._policy.notify == "write" else b"", f"{chunk.room}/{chunk.index}/{path}"
 
-    def _follow(self, write: ChunkWrite, transfer: Transfer) -> None:
-        write.state.moving += 1
-        self._under_way += 1
-        transfer.callbacks.append(partial(self._written, write))
-
     def _control(self, write: ChunkWrite) -> None:
         contents = self._rank.device.holds_bytes
         rows = read_metadata(self._rows, self.layout, write.chunk.slots[0], contents)
@@ -573,7 +562,7 @@ class KvSender:
         state.nbytes += sum(map(len, rows))
         state.controls[name] = state.controls.get(name, 0) + 1
         arrival = write.arrival if self._policy.notify == "write" else replace(write.arrival, count=0)
-        self._tell(write.target, replace(arrival, rows=rows))
+        self._rank.channel.send(name, encode(replace(arrival, rows=rows)))
         self._over(state)
 
     # --- the end of writes and rooms ---
