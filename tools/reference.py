@@ -286,10 +286,10 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:
-    yield "| column | type | unit | definition |"
-    yield "|---|---|---|---|"
+    yield "| column | unit | definition |"
+    yield "|---|---|---|"
     for column in of:
-        yield f"| `{column.name}` | {column.type} | {column.unit} | {column.definition} |"
+        yield f"| `{column.name}` | {column.unit} | {column.definition} |"
     yield ""
 
 

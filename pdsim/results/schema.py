@@ -83,21 +83,21 @@ TRANSFERS = (
     Column("operation", "string", "", "write, read, all_gather or reserve"),
     Column("source", "string", "", "rank whose memory the bytes came from"),
     Column("target", "string", "", "rank whose memory the bytes went to"),
-    Column("label", "string", "", "the caller's name for the transfer, such as its point or its request"),
-    Column("status", "string", "", "ok, or the class of the error that it failed with"),
+    Column("label", "string", "", "the caller's name for it, such as its point or request"),
+    Column("status", "string", "", "ok, or the class of its error"),
     Column("nbytes", "int64", "B", "bytes of all descriptors"),
     Column("batch_size", "int64", "", "descriptors of the transfer"),
     Column("block_size", "float64", "B", "mean bytes of a descriptor: nbytes / batch_size"),
-    Column("submitted", "float64", "s", "when the program asked for it, on the poster's clock"),
+    Column("submitted", "float64", "s", "when the program asked for it, on the initiator's clock"),
     Column("prepared", "float64", "s", "when the engine's descriptor lists were built"),
     Column("posted", "float64", "s", "when the engine had taken all descriptors"),
-    Column("completed", "float64", "s", "when the bytes were at the target, as far as the engine can tell"),
-    Column("seen", "float64", "s", "when the poster's poller saw the completion"),
+    Column("completed", "float64", "s", "when the bytes were at the target, as the engine tells"),
+    Column("seen", "float64", "s", "when the initiator saw the completion"),
     Column("prep_us", "float64", "us", "prepared - submitted"),
     Column("post_us", "float64", "us", "posted - prepared"),
-    Column("tx_us", "float64", "us", "seen - posted: as in nixlbench, polling included"),
-    Column("poll_us", "float64", "us", "seen - completed: the part of tx_us that the poller added"),
-    Column("latency_us", "float64", "us", "seen - submitted = prep_us + post_us + tx_us, of the whole batch"),
+    Column("tx_us", "float64", "us", "seen - posted, polling included"),
+    Column("poll_us", "float64", "us", "seen - completed: what polling adds"),
+    Column("latency_us", "float64", "us", "seen - submitted, of the whole batch"),
     Column("bw_gbs", "float64", "GB/s", "nbytes / latency, 1 GB = 1e9 bytes; null unless status is ok"),
 )
 
@@ -106,50 +106,48 @@ REQUESTS = (
     Column("arrival", "float64", "s", "when it arrived, from the start of the workload"),
     Column("input", "int64", "tokens", "length of the prompt"),
     Column("output", "int64", "tokens", "tokens that were asked for"),
-    Column(
-        "patience", "float64", "s", "from its arrival until its user leaves, as workload.aborts says; null: stays"
-    ),
+    Column("patience", "float64", "s", "from arrival until its user leaves (workload.aborts); null: stays"),
     Column("prefill", "string", "", "prefill instance that it was sent to"),
     Column("decode", "string", "", "decode instance that it was sent to"),
-    Column("nbytes", "int64", "B", "KV cache and metadata handed over, to all decode ranks"),
+    Column("nbytes", "int64", "B", "KV and metadata transferred to all decode ranks"),
     Column("status", "string", "", "ok, or why it did not get all its tokens"),
-    Column("path", "string", "", "how its KV went: grouped, sliced, staged, or several joined by +"),
-    Column(
-        "ttft", "float64", "s", "from arrival to the decode engine having the first token, which it then streams"
-    ),
+    Column("path", "string", "", "of its KV: grouped, sliced, staged, joined by +"),
+    Column("ttft", "float64", "s", "from arrival to the first token at decode"),
     Column("tpot", "float64", "s", "from the first token to the last, over output - 1; null for one token"),
     Column("e2e", "float64", "s", "from arrival to the last token"),
     Column(
         "queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"
     ),
-    Column("compute", "float64", "s", "in prefill forwards, from the first to the last, and in the decode batch"),
+    Column(
+        "compute", "float64", "s", "from its first to the end of its last prefill forward, and in the decode batch"
+    ),
     Column("handshake", "float64", "s", "from decode pages reserved to the prefill scheduler having their numbers"),
     Column("transfer", "float64", "s", "from the end of its last prefill forward to its KV and metadata in place"),
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
 INSTANTS = (
-    Column("reserved_at", "float64", "s", "when decode had reserved its pages, from the start of the workload"),
-    Column("noticed_at", "float64", "s", "when the prefill scheduler had the numbers of those pages"),
-    Column("started_at", "float64", "s", "when its first prefill forward began"),
-    Column("prefilled_at", "float64", "s", "when its last prefill forward ended"),
-    Column("asked_at", "float64", "s", "when decode heard of it; null where it hears at once"),
-    Column("arrived_at", "float64", "s", "when all its KV and metadata were at decode"),
-    Column("polled_at", "float64", "s", "when the decode scheduler looked"),
-    Column("joined_at", "float64", "s", "when it joined the decode batch"),
+    Column("reserved_at", "float64", "s", "decode has reserved its pages"),
+    Column("noticed_at", "float64", "s", "prefill has their numbers"),
+    Column("started_at", "float64", "s", "its first prefill forward begins"),
+    Column("prefilled_at", "float64", "s", "its last prefill forward ends"),
+    Column("asked_at", "float64", "s", "decode hears of it; null where it hears at once"),
+    Column("arrived_at", "float64", "s", "all its KV and metadata are at decode"),
+    Column("polled_at", "float64", "s", "the decode scheduler looks"),
+    Column("joined_at", "float64", "s", "it joins the decode batch"),
 )
 """Columns of requests that only a run of our own schedulers has: what a timeline is drawn from."""
 
 OPTIONAL = (
-    Column("cached_prefill", "int64", "tokens", "of the prompt, that its prefill instance had cached"),
-    Column("cached_decode", "int64", "tokens", "of the prompt, that its decode instance had cached"),
-    Column("cached_host", "int64", "tokens", "of cached_prefill, those that came back from host memory"),
+    Column("cached_prefill", "int64", "tokens", "of the prompt, cached at prefill"),
+    Column("cached_decode", "int64", "tokens", "of the prompt, cached at decode"),
+    Column("cached_host", "int64", "tokens", "of cached_prefill, from host memory"),
     Column("priority", "int64", "", "the higher goes first, and is not shed"),
 )
 """Columns of requests that only a run has with a prefix cache (the first three), or with priorities."""
 
 LIVE = (
-    Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
+    Column("sent", "float64", "s", "the client sends it"),
     Column("tokens", "int64", "tokens", "output tokens that the client got"),
     Column("prefilled", "float64", "s", "from arrival to the prefill server's answer, as a proxy sees it"),
     Column("handoff", "float64", "s", "from the prefill server's answer to the first token from decode"),
@@ -157,7 +155,7 @@ LIVE = (
     Column("itl_p99", "float64", "s", "99th percentile of that; needs 100 chunks"),
     Column("itl_max", "float64", "s", "longest of that"),
     Column("finish", "string", "", "why generation ended, as the server says"),
-    Column("reported", "string", "", "what the servers reported of it: a JSON object of numbers"),
+    Column("reported", "string", "", "what the servers report: a JSON object"),
 )
 """Columns of requests that only a run with `target=live` has."""
 
