@@ -42,27 +42,6 @@ def test_every_kind_of_message_is_fuzzed():
     assert {type(messages.decode(payload)) for payload in fuzz_inputs.payloads()[:-1]} == set(kinds)
 
 
-def test_a_run_is_resumed_where_it_was_cut(tmp_path, monkeypatch, capsys):
-    state = tmp_path / "state.json"
-    words = ["--state", str(state), "--families", "wire"]
-    monkeypatch.setattr(fuzz, "SHARES", {"wire": 1000})
-    assert fuzz.main([*words, "--scale", "0.01"]) == 0
-    tried = []
-    monkeypatch.setattr(
-        fuzz, "one", lambda bench, family, seed, number: tried.append(number) or "wrong" * (number == 12)
-    )
-    assert fuzz.main([*words, "--scale", "0.02"]) == 1
-    assert tried == list(range(10, 20))
-    known = json.loads(state.read_text())
-    assert (known["done"], known["findings"]) == ({"wire": 20}, [["wire", 12, "wrong"]])
-    assert "20 inputs, 1 findings" in capsys.readouterr().out
-
-
-def test_an_input_that_ends_a_reader_is_a_finding(bench, monkeypatch):
-    monkeypatch.setitem(fuzz.FAMILIES, "wire", lambda bench, random: {}["missing"])
-    assert fuzz.one(bench, "wire", 0, 0).startswith("KeyError: \"'missing'\" in test_fuzz_files.py:")
-
-
 def test_an_address_that_is_not_text_is_refused():
     with pytest.raises(TransferFailed, match="is not an address of model:e"):
         fuzz_inputs.endpoint().connect(b'{"rank": "\xff"}')

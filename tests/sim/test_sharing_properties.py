@@ -185,20 +185,6 @@ def test_the_order_of_links_paths_and_equal_starts_changes_nothing(scenario, ran
 
 @check
 @given(scenarios())
-def test_twice_the_capacity_gives_the_same_run_in_half_the_time(scenario):
-    """Exactly: doubling rounds nothing."""
-    double = Scenario(
-        tuple(2 * c for c in scenario.capacity),
-        tuple((hops, 2 * cap) for hops, cap in scenario.paths),
-        tuple((t / 2, verb, i, 2 * x if verb == "resize" else x) for t, verb, i, x in scenario.events),
-    )
-    slow, fast = Run(scenario).finish(), Run(double).finish()
-    assert fast.ends == {number: end / 2 for number, end in slow.ends.items()}
-    assert fast.left == slow.left
-
-
-@check
-@given(scenarios())
 def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scenario):
     """Which links can limit is found out path by path; the order in which paths appear must not matter."""
 
