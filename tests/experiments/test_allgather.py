@@ -65,10 +65,6 @@ def test_a_reserved_pool_does_not_grow_and_another_does():
             assert row["growths"] == 0
 
 
-def test_equal_runs_give_equal_tables():
-    assert measure().tables == measure().tables
-
-
 def test_more_ranks_than_gpus_and_more_bytes_than_memory_are_refused_by_name():
     (line,) = check(configured(ranks=(9,)))
     assert "experiment.ranks=9" in line

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from experiments.serve import ServeOptions, job, result, specs
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.load import offered_load, prefill_iterations
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
+from pdsim.serving.load import offered_load
+from pdsim.serving.settings import Cache, Kv, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from tests.support.configs import EIGHT
@@ -72,21 +71,6 @@ def test_a_chunk_makes_the_steps_of_decode_longer():
     (beside, _), _ = served([Request(0.0, 100, 20), Request(1e-3, 2000, 1)])
     assert beside["tpot"] > alone[0]["tpot"]
     assert beside["ttft"] == alone[0]["ttft"]
-
-
-def test_prompts_without_output_queue_as_lindleys_recursion_says():
-    random = np.random.default_rng(3)
-    lengths = random.integers(50, 800, 200).tolist()
-    arrivals = np.cumsum(random.exponential(0.004, 200)).tolist()
-    requests = [Request(t, n, 1) for t, n in zip(arrivals, lengths, strict=True)]
-    table, what = served(requests, scheduler=SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8))
-    services = [sum(prefill_iterations(what, [request])) for request in requests]
-    wait, waits = 0.0, [0.0]
-    for index in range(1, 200):
-        wait = max(0.0, wait + services[index - 1] - (arrivals[index] - arrivals[index - 1]))
-        waits.append(wait)
-    assert max(waits) > 2 * max(services)
-    assert [row["queueing"] for row in table] == pytest.approx(waits, abs=1e-9)
 
 
 def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
@@ -189,12 +173,6 @@ def test_many_requests_in_few_pages_all_end(preemption: str):
     requests = [Request(0.01 * n, 50 + 37 * (n % 9), 20 + 31 * (n % 7), priority=n % 2) for n in range(60)]
     table = rows(result(config, what, requests, Model(config.hw, config.backend).run(specs(config, what, requests))))
     assert {row["status"] for row in table} == {"ok"}
-
-
-def test_enough_pages_make_growth_and_reservation_alike():
-    grown, _ = tight("recompute", pages=100)
-    reserved, _ = served([Request(0.0, 48, 40)] * 2)
-    assert [row["e2e"] for row in grown] == [row["e2e"] for row in reserved]
 
 
 def test_a_cached_prefix_is_not_computed_again():

@@ -18,7 +18,7 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
 from tests.support.composed import composed
 from tests.support.configs import EIGHT
-from tests.support.serving import configured, serve
+from tests.support.serving import configured
 
 QUIET = replace(EIGHT, host=replace(EIGHT.host, tcp_latency=0.0, tcp_rate=1e30))
 """Control messages take no time."""
@@ -96,7 +96,7 @@ def test_a_pulled_request_takes_the_sum_of_its_terms():
 
 
 def test_a_pushed_request_takes_the_sum_of_its_terms():
-    config, (row), outcome = run(SGLANG, [Request(0.0, 100, 3)])
+    config, (row), outcome = run(SGLANG, [Request(0.0, 100, 3)], policy=Policy(metadata="batch"))
     (row,) = row
     what, start = job(config, ServeOptions()), outcome.ranks["router"].value["start"]
     (write,) = outcome.ranks["prefill0.0"].transfers
@@ -109,21 +109,6 @@ def test_a_pushed_request_takes_the_sum_of_its_terms():
     assert row["first"] == close(ready + 0.0008)  # with the metadata: nothing is computed again
     step = max(what.decode_time.step(1), 0.0007)
     assert row["finished"] == close(ready + 2 * step + (101 + 102) * what.decode_time.context + 0.0008)
-
-
-@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["pull", "push"])
-def test_the_phases_of_an_engines_request_add_up(engine: ServingEngine):
-    result = serve(replace(configured(), engine=engine))
-    for row in zip(*(result.requests[name] for name in ("e2e", *PHASES)), strict=True):
-        assert sum(row[1:]) == pytest.approx(row[0], abs=0.002)  # the last token's answer is no phase
-
-
-PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
-
-
-def test_a_second_request_waits_for_the_forward_of_the_first():
-    _, (one, two), _ = run(VLLM, [Request(0.0, 256, 2), Request(0.001, 256, 2)])
-    assert two["started"] == close(one["prefilled"])
 
 
 def test_what_arrives_within_a_step_is_seen_at_its_end():
@@ -208,7 +193,7 @@ def test_kv_is_posted_so_long_after_the_forward_and_a_launch_later_under_load():
     sides = replace(SGLANG.prefill, send=0.004, arrive=0.0), replace(SGLANG.decode, arrive=0.0)
     engine = replace(SGLANG, prefill=sides[0], decode=sides[1])
     requests = [Request(0.0, 100, 2), Request(0.0, 100, 2), Request(0.005, 100, 2)]
-    _, rows, outcome = run(engine, requests)
+    _, rows, outcome = run(engine, requests, policy=Policy(metadata="batch"))
     start = outcome.ranks["router"].value["start"]
     posts = sorted(write.submitted - start for write in outcome.ranks["prefill0.0"].transfers)
     launch, admit = LAYERS * 0.025, 0.0003
@@ -295,29 +280,6 @@ def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request
 BARE = ServingEngine(name="bare", memory="grow", preemption="retract", scheduler="fcfs")
 
 
-def together(what: Deployment, one: dict[str, Any], two: dict[str, Any]) -> float:
-    """Return when the second of two requests of 48 tokens, which came a step later, runs out of pages.
-
-    With 8 pages of 16 tokens both can grow to 4; the first needs a fifth for 65 tokens, when the second has 64.
-    """
-    step, context = what.decode_time.step, what.decode_time.context
-    now = one["joined"] + step(1) + context * 49
-    assert two["joined"] == close(now)
-    return now + 15 * step(2) + context * (sum(range(50, 65)) + sum(range(49, 64)))
-
-
-def test_growth_ends_where_pages_do_and_the_last_is_retracted():
-    config, (one, two), outcome = run(BARE, [Request(0.0, 48, 40)] * 2, kv=pool(8))
-    what = job(config, ServeOptions())
-    assert what.decode_pages == 8
-    assert outcome.ranks["decode0.0"].value["preemptions"] == 1
-    step, context = what.decode_time.step, what.decode_time.context
-    move = 64 * what.shape.token_bytes(1) / BARE.retract_rate  # to host memory, and later back
-    now = together(what, one, two) + move + 23 * step(1) + context * sum(range(65, 88))
-    assert one["finished"] == close(now)
-    assert two["finished"] == close(now + move + 24 * step(1) + context * sum(range(64, 88)))
-
-
 def test_what_is_retracted_takes_as_long_as_the_links_to_host_memory_let_it():
     slow = replace(QUIET, gpu=replace(QUIET.gpu, pcie=BARE.retract_rate / 4))
     requests = [Request(0.0, 48, 40)] * 2
@@ -336,17 +298,6 @@ def test_a_scheduler_that_polls_sees_a_write_when_the_forward_beside_it_ends():
     assert first["arrived"] == close(second["prefilled"])
     _, (alone,), _ = run(engine, requests[:1], **polls)
     assert alone["arrived"] < alone["prefilled"] + 0.001
-
-
-def test_a_preempted_request_computes_its_kv_again_in_one_forward():
-    config, (one, two), _ = run(replace(BARE, preemption="recompute"), [Request(0.0, 48, 40)] * 2, kv=pool(8))
-    what = job(config, ServeOptions())
-    step, context = what.decode_time.step, what.decode_time.context
-    now = together(what, one, two) + 23 * step(1) + context * sum(range(65, 88))
-    assert one["finished"] == close(now)
-    # 64 tokens at once give it its next token; 23 more follow
-    now += what.decode_time.prefill([(0, 64)]) + 23 * step(1) + context * sum(range(65, 88))
-    assert two["finished"] == close(now)
 
 
 @pytest.mark.parametrize(("policy", "pages"), [("fcfs", 20), ("fcfs", 25), ("least_generated", 20)])

@@ -95,20 +95,6 @@ def at_rest(outcome: Outcome, *ranks: str) -> bool:
 # --- instances that are lost ---------------------------------------------------------------------------------------
 
 
-def test_pages_that_a_killed_prefill_rank_was_writing_are_used_again_once_that_is_over():
-    # two requests that each need most of the pool: the second waits for the pages of the first
-    big = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
-    config = {"hw": SLOW, "prefill": TWO, "options": {"router": "round_robin"}}
-    outcome = serve(big, {"prefill0.0": 0.1}, **config)
-    first, second = rows(outcome)
-    assert first["status"] == "PeerLost: nothing from prefill0 for 0.5 s"
-    assert second["status"] == "ok"
-    # pings go out every third of the deadline; the fourth time more than the deadline has passed without an answer,
-    # and by then the end of the writer has long been proven
-    assert second["reserved"] == pytest.approx(0.5 * 4 / 3, abs=1e-3)
-    assert at_rest(outcome, "prefill1.0", "decode0.0")
-
-
 def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance():
     # decode0 is lost while the second request waits there for pages; its prefill instance has not begun it
     many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
@@ -161,30 +147,7 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
 
 
-# the side that is a little behind is there, but has not enrolled, when the router has the other connect to its dead
-# incarnation
-@pytest.mark.parametrize("first", ["prefill0", "decode0", ""])
-@pytest.mark.parametrize("deadline", [0.5, 2.0])  # the loss is noticed by silence, or by the enrolling
-@pytest.mark.parametrize("tp", [1, 2])
-def test_both_sides_started_again_at_once_connect_again(first: str, deadline: float, tp: int):
-    requests = [Request(0.2 * number, 100, 4) for number in range(40)]
-    ranks = [f"{side}0.{index}" for side in ("prefill", "decode") for index in range(tp)]
-    kill = dict.fromkeys(ranks, 1.0)
-    restart = {name: 1.5 + 1e-5 * (not name.startswith(first)) for name in ranks}
-    outcome = serve(requests, kill, restart, prefill=Side(tp=tp), decode=Side(tp=tp), options={"deadline": deadline})
-    found = statuses(outcome)
-    assert found[:5] == ["ok"] * 5  # arrived by 0.8 s
-    assert found[8:] == ["ok"] * 32  # arrived from 1.6 s on
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
-
-
 # --- aborts and time limits ----------------------------------------------------------------------------------------
-
-
-def test_a_user_who_leaves_in_mid_transfer_frees_the_pages_on_both_sides_when_the_write_is_over():
-    outcome = serve([LONG, Request(1.0, 100, 4)], leaves=[(0, 0.1)], hw=CRAWLING)
-    assert statuses(outcome) == ["Aborted: the user left after 0.1 s", "ok"]
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
 def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
@@ -303,12 +266,6 @@ def test_an_instance_is_formed_when_every_place_is_taken():
     assert [table.enroll(enroll("prefill0", 1)), table.epoch("prefill0")] == [True, 1]
 
 
-def test_a_rank_that_enrols_again_counts_once():
-    table = Bootstrap({"prefill0": 2})
-    assert not any(table.enroll(enroll("prefill0", 0, started)) for started in (0, 0, 5, 9, 5))
-    assert table.enroll(enroll("prefill0", 1))
-
-
 def test_a_newer_incarnation_replaces_and_an_older_does_not():
     table = Bootstrap({"prefill0": 1})
     table.enroll(enroll("prefill0", 0, 5))
@@ -324,14 +281,6 @@ def test_a_rank_that_was_told_to_end_gets_no_place():
     assert not table.enroll(enroll("prefill0", 1, 4))  # on the way when its instance was given up
     assert [table.enroll(enroll("prefill0", 1, 7)), table.enroll(enroll("prefill0", 0, 6))] == [False, True]
     assert [table.started("prefill0", index) for index in range(2)] == [6, 7]
-
-
-def test_names_are_compared_whole():
-    table = Bootstrap({"prefill1": 1, "prefill10": 1})
-    table.enroll(enroll("prefill10", 0))
-    assert [table.epoch("prefill1"), table.epoch("prefill10")] == [0, 1]
-    table.forget("prefill1")
-    assert table.epoch("prefill10") == 1
 
 
 def test_a_rank_without_a_place_is_refused():

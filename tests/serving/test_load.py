@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import ServeOptions, job, result, specs
+from experiments.serve import ServeOptions, job
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
@@ -18,7 +18,6 @@ from pdsim.results.statistics import half_width, trend
 from pdsim.serving.load import offered_load, prefill_iterations, scaled
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
-from pdsim.sim.model import Model
 from tests.support.configs import EIGHT
 from tests.support.serving import ONE, configured, rows, serve, values
 
@@ -76,54 +75,6 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
     expected = lindley([request.arrival for request in requests], service(config, requests))
     assert waits(config) == pytest.approx(expected, abs=1e-12)
     assert expected.max() > 3 * service(config, requests).mean()
-
-
-def test_waiting_times_are_those_of_m_d_1():
-    config = queue(3000, 60.0)
-    each = float(service(config, load(config.workload, 0, config.model.context))[0])
-    utilisation = 60.0 * each
-    assert 0.5 < utilisation < 0.8
-    expected = utilisation * each / 2 / (1 - utilisation)  # Pollaczek and Khinchine, constant service
-    found = waits(config)
-    half = half_width(found, None)
-    assert half is not None
-    assert half < 0.3 * expected
-    assert abs(found.mean() - expected) < 1.5 * half
-
-
-def test_waiting_times_are_those_of_m_m_1():
-    """Lengths of prompts are exponential, and a prefill takes time in proportion to them."""
-    config = queue(1, 1.0)
-    what = job(config, ServeOptions())
-    time = replace(what.prefill_time, pair_flops=0.0, overhead=0.0, weight_bytes=0.0, token_weight_bytes=0.0)
-    proportional = replace(what, prefill_time=time, chunk=1 << 30)
-    random = np.random.default_rng(5)
-    lengths = np.maximum(1, np.rint(random.exponential(2000, 3000))).astype(int).tolist()
-    mean = float(np.mean([sum(prefill_iterations(proportional, [Request(0.0, n, 1)])) for n in lengths]))
-    arrivals = np.cumsum(random.exponential(mean / 0.6, 3000)).tolist()
-    requests = [Request(t, n, 1) for t, n in zip(arrivals, lengths, strict=True)]
-    offered = offered_load(proportional, requests)
-    assert offered is not None
-    assert offered.prefill == pytest.approx(0.6, rel=0.05)
-    outcome = Model(config.hw, config.backend).run(specs(config, proportional, requests))
-    found = np.array(result(config, proportional, requests, outcome).requests["queueing"])
-    services = np.array([sum(prefill_iterations(proportional, [request])) for request in requests])
-    found -= found[0]
-    assert found == pytest.approx(lindley(arrivals, services), abs=1e-7)
-    half = half_width(found, None)
-    assert half is not None
-    assert abs(found.mean() - 0.6 / (1 - 0.6) * mean) < 1.5 * half
-
-
-def test_requests_in_the_system_are_rate_times_time_in_it():
-    table = rows(serve(configured()))
-    moments = sorted([(row["arrival"], 1) for row in table] + [(row["arrival"] + row["e2e"], -1) for row in table])
-    area = present = 0.0
-    for (begin, change), (end, _) in pairwise(moments):
-        present += change
-        area += present * (end - begin)
-    assert present == 1
-    assert area == pytest.approx(sum(row["e2e"] for row in table), rel=1e-12)  # Little's law, times the length of it
 
 
 def test_the_engines_are_given_what_arrives_and_nothing_else():

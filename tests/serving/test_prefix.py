@@ -9,7 +9,6 @@ import pytest
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.layout import AUX_BYTES
-from pdsim.kv.pages import after
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
 from pdsim.serving.decode import DecodeScheduler, decode_rank
@@ -61,12 +60,6 @@ def test_bytes_are_those_of_the_pages_that_are_not_there(held: int):
     assert moved == (7 - held) * PAGE * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2 + AUX_BYTES
 
 
-@pytest.mark.parametrize("held", [0, 3])
-def test_the_prefill_side_computes_the_prefix_all_the_same(held: int):
-    times = serve(held).ranks["router"].value["rows"][0][4:]
-    assert times[3] == serve(0).ranks["router"].value["rows"][0][7]  # end of the last forward
-
-
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (4, 4)])
 def test_ranks_of_any_number_write_the_rest_to_where_it_belongs(prefill: int, decode: int):
     whole, rest = (nbytes(serve(held, prefill=Side(tp=prefill), decode=Side(tp=decode))) for held in (0, 4))
@@ -94,11 +87,3 @@ def test_state_goes_with_the_rest(model: Llm):
 def test_a_decode_side_that_holds_all_of_a_request_is_refused():
     rows = serve(7).ranks["router"].value["rows"]
     assert rows[0][3] == "MessageError: 7 pages held of 100 tokens; hold less than all"
-
-
-@pytest.mark.parametrize(
-    ("skip", "rest"),
-    [(0, ((2, 3), (9, 2))), (1, ((3, 2), (9, 2))), (3, ((9, 2),)), (4, ((10, 1),)), (5, ())],
-)
-def test_pages_after_some_of_them(skip: int, rest: tuple[tuple[int, int], ...]):
-    assert after(((2, 3), (9, 2)), skip) == rest

@@ -19,7 +19,7 @@ from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
-from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
+from tests.serving.test_faults import CRAWLING, SLOW, at_rest, rows, statuses
 from tests.support.serving import GQA, MLA, ONE, configured
 
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=0.4, heartbeat=0.1)
@@ -120,18 +120,6 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: list[Any]):
-    # the second request needs the pages of the first, whose lease ends at 0.4 s and whose read at 7 s or so
-    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
-    requests = [Request(0.0, 600, 2), Request(0.1, 600, 2)]
-    outcome = serve(requests, hw=crawl, options={"deadline": 20.0})
-    (read, *_) = outcome.ranks["decode0.0"].transfers
-    assert outcome.ranks["prefill0.0"].value["ignored"] == 0
-    assert read.status == "ok"
-    started = rows(outcome)[1]["started"]
-    assert started is None or started >= read.seen - 1e-9
-
-
 def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list[Any]):
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     serve([LONG, Request(3.0, 20, 2)], hw=crawl)
@@ -140,19 +128,6 @@ def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------
-
-
-def test_pages_that_a_dead_reader_was_reading_come_back_with_the_proof_of_its_end():
-    requests = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
-    outcome = serve(
-        requests, {"decode0.0": 0.1}, hw=SLOW, decode=TWO, options={"router": "round_robin"}, engine=PATIENT
-    )
-    first, second = rows(outcome)
-    assert first["status"].startswith("PeerLost")
-    assert second["status"] == "ok"
-    # the silence is noticed by the fourth ping, and the proof is there by then
-    assert second["started"] == pytest.approx(0.5 * 4 / 3, abs=1e-2)
-    assert at_rest(outcome, "prefill0.0", "decode1.0")
 
 
 @pytest.mark.parametrize("instance", ["prefill0", "decode0"])
@@ -177,18 +152,6 @@ def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
     assert read.status == "PeerLost"
     assert read.seen == pytest.approx(0.1 + DETECTION, abs=1e-2)
     assert at_rest(outcome, "decode0.0")
-
-
-@pytest.mark.parametrize("leaves", [0.0005, 0.0021, 0.1], ids=["computed", "answered", "read"])
-def test_a_user_who_leaves_frees_the_pages_on_both_sides(leaves: float):
-    outcome = serve([LONG, Request(1.0, 100, 4)], leaves=[(0, leaves)], hw=CRAWLING)
-    assert statuses(outcome) == [f"Aborted: the user left after {leaves:g} s", "ok"]
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
-
-
-def test_quarantine_counts_as_such():
-    outcome = serve([LONG], leaves=[(0, 0.1)], hw=CRAWLING)
-    assert sum(account(outcome, "prefill0.0")) == 64
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions
 from pdsim.core.clock import Clock
-from pdsim.kv.messages import RoomQuery, Submit, decode
+from pdsim.kv.messages import Submit
 from pdsim.models.parallel import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
 from pdsim.serving.membership import KNOWN, RoomDirectory
@@ -89,19 +88,6 @@ def test_a_room_that_is_given_up_is_not_asked_for_again():
     assert (len(bench.asked), bench.found, bench.lost) == (1, [], [])
 
 
-def test_a_room_that_is_given_up_in_the_queue_is_not_kept():
-    bench = Bench()
-    bench.add(0.0, 1)
-    bench.add(0.1, 2)  # waits for the answer of 0.25 s
-    bench.clock.call_at(0.2, bench.lookup.drop, 2)
-    bench.clock.call_at(0.2, lambda _: seen.append(tuple(bench.lookup._fresh)), None)
-    bench.clock.call_at(0.255, bench.lookup.drop, 1)  # not known at 0.25 s, to be asked for again at 0.26 s
-    seen: list[tuple[int, ...]] = []
-    bench.clock.run()
-    assert [seen, bench.asked] == [[()], [(0.0, (1,))]]
-    assert [len(bench.lookup), len(bench.lookup._fresh)] == [0, 0]
-
-
 def test_where_a_room_went_is_forgotten_in_time():
     clock = Clock()
     directory = RoomDirectory(clock)
@@ -141,14 +127,3 @@ def test_a_question_that_overtakes_what_prefill_says_costs_another_one():
     (told,), (asked,) = (rows(run(dp_rank, workload=one)) for dp_rank in ("room", "query"))
     # both leaders hear of the request at one time; each question goes there and back, 20 us a way
     assert asked["ttft"] - told["ttft"] == pytest.approx(RETRY + 4 * 20e-6, abs=1e-6)
-
-
-def test_only_these_two_ways_are_there():
-    with pytest.raises(ValueError, match="dp_rank must be room or query, got 'guess'"):
-        ServeOptions(dp_rank="guess")
-
-
-def test_a_question_is_one_message_for_all_its_rooms():
-    from pdsim.kv.messages import encode
-
-    assert decode(encode(RoomQuery((1, 2, 3), "decode0@1"))) == RoomQuery((1, 2, 3), "decode0@1")

@@ -29,11 +29,6 @@ def test_one_instance_is_taken_as_it_is_and_two_runs_are_alike():
     assert [one.choose(able, load) for _ in range(50)] == [other.choose(able, load) for _ in range(50)]
 
 
-def test_a_job_is_served_by_it():
-    found = serve(configured(Side(tp=1, instances=3), options={"router": "power_of_two"}))
-    assert values(found)["requests_ok"] == 40
-
-
 def asked(load: dict[str, int], blocks: tuple[int, ...], tokens: int = 1024) -> RoutingQuery:
     return RoutingQuery(list(load), load, tokens, blocks)
 

@@ -53,13 +53,6 @@ def test_a_room_that_has_its_destination_keeps_it(monkeypatch: pytest.MonkeyPatc
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-def test_a_room_in_mid_transfer_keeps_its_destination(monkeypatch: pytest.MonkeyPatch):
-    again(monkeypatch, after=0.01)
-    outcome = serve([Request(0.0, 600, 4), LATER], hw=SLOW)  # which takes a fifth of a second
-    assert statuses(outcome) == ["ok", "ok"]
-    assert outcome.ranks["prefill0.0"].value["ignored"] >= 1
-
-
 def test_a_room_that_was_given_up_stays_so(monkeypatch: pytest.MonkeyPatch):
     again(monkeypatch, after=1.0)
     outcome = serve([Request(0.0, 600, 4), LATER], leaves=[[0, 0.01]], hw=SLOW)

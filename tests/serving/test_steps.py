@@ -17,12 +17,6 @@ from pdsim.serving.settings import SchedulerLimits, Workload
 from tests.support.serving import configured, serve
 
 
-def test_a_step_costs_its_base_and_its_context():
-    span = DecodeSpan(start=10.0, base=0.5, cost=0.25, batch=2, context=4)
-    # contexts of 4, 6, 8 tokens: steps of 1.5, 2.0 and 2.5 seconds
-    assert [span.end(steps) for steps in (0, 1, 2, 3)] == [10.0, 11.5, 13.5, 16.0]
-
-
 @pytest.mark.parametrize(
     ("time", "steps"), [(9.0, 1), (10.0, 1), (11.5, 1), (11.500001, 2), (13.5, 2), (15.0, 3), (16.0, 3)]
 )
@@ -94,13 +88,6 @@ def test_the_engine_gives_the_times_of_stepping_token_by_token(rate: float, batc
     expected = one_by_one(job(config, ServeOptions()), arrivals)
     for number, row in enumerate(rows):
         assert row[9:] == pytest.approx(expected[number], rel=1e-12)
-
-
-def test_many_tokens_cost_no_more_events_than_few():
-    few = Workload(arrivals="poisson", count=30, rate=1.0, input_mean=100, output_mean=10, output_cv=0)
-    many = replace(few, output_mean=400)
-    events = [serve(configured(ONE, ONE, workload=workload)).outcome.events for workload in (few, many)]
-    assert events[1] <= 1.2 * events[0]
 
 
 ONE = Side(tp=1)

@@ -175,11 +175,6 @@ def test_alone_it_takes_what_the_closed_form_says(model, ranks):
     assert values(run(gather_in_turn, ranks, library))[0] == [pytest.approx(one, rel=1e-12) for one in expected]
 
 
-def test_equal_runs_are_equal_to_the_bit():
-    one, other = (run(gather, 4, size=97, late=0.1) for _ in range(2))
-    assert one.ranks == other.ranks
-
-
 # --- pools ---------------------------------------------------------------------------------------------------------
 
 
