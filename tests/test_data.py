@@ -9,7 +9,7 @@ import json
 import pytest
 
 from pdsim.core.repository import data
-from pdsim.validation.verdicts import unseal
+from pdsim.validation.sealed import unseal
 from tools import tables
 
 SEALED = sorted(

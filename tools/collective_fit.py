@@ -206,7 +206,8 @@ def growth_errors(libraries: Mapping[str, Collective]) -> Table:
     growths = [each for each in _calls() if each[2] == "reserve" and each[5] < 1.0]
     rows = []
     for name, library in libraries.items():
-        latencies, away = [], {}
+        latencies: list[float] = []
+        away: dict[int, list[float]] = {}
         for ranks, run in ((2, "2xh200"), (2, "4xh200"), (4, "4xh200")):
             kept = sorted({each[4] for each in growths if (each[0], each[3]) == (run, ranks)})[::2]
             for _, _, _, _, size, seconds in (g for g in growths if (g[0], g[1], g[3]) == (run, name, ranks)):

@@ -19,15 +19,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from experiments.validate_live.parts import APART, WARMUP, Parts, predicted
+from experiments.validate_live import APART, WARMUP, Parts, predicted
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request
-from pdsim.validation.load_errors import BOUNDS, SINGLE, quantiles
-from pdsim.validation.verdicts import unseal
+from pdsim.validation.loads import BOUNDS, SINGLE, quantiles
+from pdsim.validation.sealed import unseal
 
 METRICS = {f"{name}_s": bound for name, bound in BOUNDS.items()}
 """Compared metrics of a load, and the relative error that is asked for."""

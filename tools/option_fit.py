@@ -145,8 +145,8 @@ def tables() -> list[Table]:
     others = spread(sets)
     best = [100 * np.median(others), 100 * np.percentile(others, 95)]
     rows.append(["each set by the mean of the others", len(sets), None, None, None, *best, None])
-    heads = ("variant", "sets", "fitted median %", "p95 %", "bias %")
-    heads += ("held out median %", "held out p95 %", "held out bias %")
+    heads = ["variant", "sets", "fitted median %", "p95 %", "bias %"]
+    heads += ["held out median %", "held out p95 %", "held out bias %"]
     return [
         Table("Added by the progress thread", dict.fromkeys(("what", "us or share", "low", "high"), ""), numbers),
         Table("Errors", dict.fromkeys(heads, ""), rows),

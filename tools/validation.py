@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.validate import ValidateOptions, bounds
-from experiments.validate.sealed import EXPECTED, MEASURED, read
 from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.record import Table
 from pdsim.validation.agreement import agreement
+from pdsim.validation.sealed import EXPECTED, MEASURED, read
 from pdsim.validation.verdicts import Class, Value, by_class, compare, foretold
 from tools import live_data
 from tools.live_data import DATA, METRICS

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
 
-Here is what runs: the design of a validation, the experiments of its parts, and the files of its folder. What is
-done with the values that come of it, sealing, comparing, classes and their bounds, floors, tables and the page, is
-`pdsim.validation`, which knows no experiment; `experiments.validate_live` shares it.
+`design` chooses the points, `steps` predicts and measures them; sealing, comparing, judging, tables and the page are
+`pdsim.validation`, for transfers and for the servers of `experiments.validate_live`.
 
 The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``,
 the predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
@@ -19,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.validate.design import CLASSES, Design, DesignPart, parts
-from experiments.validate.measured import measure
-from experiments.validate.predict import adopt, ahead, check_same, expect
-from experiments.validate.sealed import EXPECTED, MEASURED, design_of, read, take
+from experiments.validate.steps import adopt, ahead, check_same, design_of, expect, measure, take
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
@@ -29,18 +26,8 @@ from pdsim.core.units import Seconds, Size, not_negative, positive
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
-from pdsim.validation.verdicts import (
-    Bound,
-    Class,
-    Compared,
-    by_class,
-    by_decade,
-    compare,
-    foretold,
-    metrics,
-    tables,
-    values_in,
-)
+from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
+from pdsim.validation.verdicts import Bound, Class, Compared, by_class, by_decade, compare, foretold, metrics, tables
 
 __all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "run"]
 

@@ -4,37 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from pdsim.calibration import samples
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import endpoints
 from pdsim.validation.verdicts import Value
 
-__all__ = ["mean", "values"]
-
-
-def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have.
-
-    A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
-    """
-    found: dict[tuple[str, str, str], list[Value]] = {}
-    for value in (value for run in runs for value in run):
-        found.setdefault((value.group, value.label, value.quantity), []).append(value)
-    every = [same for same in found.values() if len(same) == len(runs)]
-    return [_mean(same) for same in every]
-
-
-def _mean(same: Sequence[Value]) -> Value:
-    each = tuple(value.value for value in same)
-    if len(each) == 1 or min(each) <= 0:
-        return same[0]
-    return replace(same[0], value=samples.mean(each), per_job=each)
+__all__ = ["values"]
 
 
 def values(experiment: str, result: Result) -> list[Value]:

@@ -83,7 +83,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def _is_validation(folder: Path) -> bool:
-    from pdsim.validation.agreement import EXPECTED, MEASURED
+    from pdsim.validation.sealed import EXPECTED, MEASURED
 
     return (folder / EXPECTED).is_file() and (folder / MEASURED).is_file()
 

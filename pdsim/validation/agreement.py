@@ -3,7 +3,7 @@
 
 It is made from the two files of a validation alone (`EXPECTED`, `MEASURED`), so it can be drawn
 wherever they are copied to.  Each has its own hash; what was changed by hand is refused
-(`pdsim.validation.verdicts.unseal`).
+(`pdsim.validation.sealed`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pdsim.results.record import Table
 from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
-from pdsim.validation import load_errors
-from pdsim.validation.verdicts import Compared, Value, by_class, by_decade, compare, tables, unseal, values_in
+from pdsim.validation import loads
+from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
+from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, tables
 
 __all__ = ["EXPECTED", "MEASURED", "agreement", "content", "figures", "found_in"]
 
-EXPECTED, MEASURED = "expectations.json", "measurements.json"
 _POINTS = 1500
 _CLOSE = 0.1
 
@@ -45,24 +45,14 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
             f"{folder} has no {missing[0]}: predictions without measurements have no figure; measure them"
         )
     first, second = folder / EXPECTED, folder / MEASURED
-    measured = unseal(second.read_bytes(), str(second), "expectations")
+    measured = read(second, "expectations")
     if "runs" in measured:
-        expected = unseal(first.read_bytes(), str(first), "predicted")
-        return expected, measured, _of_servers(expected, measured)
-    expected = unseal(first.read_bytes(), str(first), "expected", "written", "hw", "backend")
-    measured = unseal(second.read_bytes(), str(second), "measured", "engines", "began")
+        expected = read(first, "predicted")
+        return expected, measured, loads.compare_files(expected, measured)
+    expected = read(first, "expected", "written", "hw", "backend")
+    measured = read(second, "measured", "engines", "began")
     both = compare(values_in(expected, "expected", str(first)), values_in(measured, "measured", str(second)))
     return expected, measured, both
-
-
-def _of_servers(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
-    found = [
-        Compared(Value(one.metric, one.part, "time", 0, one.predicted), one.middle, one.measured)
-        for one in load_errors.of_files(expected, measured)
-    ]
-    if not found:
-        raise ConfigError("nothing to compare: no request of a part that was predicted has ended well")
-    return found
 
 
 def figures(found: Sequence[Compared]) -> list[Figure]:

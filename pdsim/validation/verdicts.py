@@ -12,22 +12,19 @@ floor: how far even the jobs' own mean is from single jobs.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.calibration import samples
 from pdsim.calibration.samples import Floor, floor
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
-from pdsim.version import __version__
 
 __all__ = [
     "Bound",
@@ -38,11 +35,9 @@ __all__ = [
     "by_decade",
     "compare",
     "foretold",
+    "mean",
     "metrics",
-    "seal",
     "tables",
-    "unseal",
-    "values_in",
 ]
 
 RESAMPLES = 1000
@@ -145,6 +140,25 @@ class Class:
         return any(value is not None and limit is not None and value > limit for value, limit in limits)
 
 
+def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
+    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have.
+
+    A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
+    """
+    found: dict[tuple[str, str, str], list[Value]] = {}
+    for value in (value for run in runs for value in run):
+        found.setdefault((value.group, value.label, value.quantity), []).append(value)
+    every = [same for same in found.values() if len(same) == len(runs)]
+    return [_mean(same) for same in every]
+
+
+def _mean(same: Sequence[Value]) -> Value:
+    each = tuple(value.value for value in same)
+    if len(each) == 1 or min(each) <= 0:
+        return same[0]
+    return replace(same[0], value=samples.mean(each), per_job=each)
+
+
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
     """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing.
 
@@ -218,76 +232,6 @@ def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int)
 def _interval(values: Floats) -> tuple[float, float]:
     low, high = np.percentile(values, [2.5, 97.5])
     return float(low), float(high)
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def seal(content: Mapping[str, Any]) -> bytes:
-    """Return *content* as JSON with pdsim's version and the SHA-256 of all the rest, so that a later change shows.
-
-    >>> unseal(seal({"seed": 1}), "predictions.json")["seed"]
-    1
-    """
-    content = {"pdsim": __version__, **content}
-    return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
-
-
-def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
-    """Return what `seal` was given and, as ``sha256``, the hash.
-
-    Raise a `ConfigError` that names the file *name* if it is no such file, was changed since, or lacks one of
-    *keys*: files of transfers and of servers, and of other versions, differ.
-
-    The hash covers the content with sorted keys, so that reformatting the file does not count as a change.
-    """
-    try:
-        content: dict[str, Any] = dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} is no file of a validation: {error}; name one that pdsim validate wrote"
-        ) from error
-    digest = content.pop("sha256", "")
-    if digest != _digest(content):
-        raise ConfigError(
-            f"{name} was changed after it was written: its contents do not have its hash; take the original"
-        )
-    if missing := [key for key in keys if key not in content]:
-        raise ConfigError(_foreign(content, name, f"no {missing[0]}"))
-    return {**content, "sha256": digest}
-
-
-def values_in(content: Mapping[str, Any], key: str, name: str) -> list[Value]:
-    """Return the values that the rows at *key* of *content* hold, which `unseal` returned of the file *name*.
-
-    Raise a `ConfigError` that names the versions if the rows are of one that had other fields.
-    """
-    rows = content[key]
-    try:
-        unknown = sorted({field for row in rows for field in row} - {field.name for field in fields(Value)})
-        if not unknown:
-            return msgspec.convert(rows, list[Value])
-        reason = f"rows with {unknown[0]}"
-    except (TypeError, msgspec.ValidationError) as error:
-        reason = f"other rows ({error})"
-    raise ConfigError(_foreign(content, name, reason))
-
-
-def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
-    if {"requests", "runs"} & set(content):
-        return f"{name} has {reason}, for it is of servers: use validate target=live, or experiment=validate_live"
-    if {"expected", "measured"} & set(content) and reason in ("no requests", "no predicted", "no runs"):
-        return f"{name} has {reason}, for it is of transfers: use validate without target=live"
-    commit = f", commit {str(content['commit'])[:12]}" if content.get("commit") else ""
-    writer = f"pdsim {content['pdsim']}" if "pdsim" in content else "an older pdsim"
-    return (
-        f"{name} has {reason}: {writer}{commit} wrote it, this is pdsim {__version__}; "
-        "read it with the version that wrote it, or validate again"
-    )
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 # --- for people ----------------------------------------------------------------------------------------------------

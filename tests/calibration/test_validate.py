@@ -13,7 +13,8 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.costs import Ramp
 from pdsim.validation.intervals import HANDOFF, predicted, variants
-from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
+from pdsim.validation.sealed import seal, unseal
+from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, tables
 from tests.support.configs import make_config
 
 

@@ -20,7 +20,7 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankSpec
-from pdsim.validation.verdicts import unseal
+from pdsim.validation.sealed import unseal
 from tests.support.configs import EIGHT, ENGINE, make_config
 from tests.support.serving import GQA
 

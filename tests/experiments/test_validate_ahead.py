@@ -16,7 +16,7 @@ from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
-from pdsim.validation.verdicts import unseal
+from pdsim.validation.sealed import unseal
 from tests.experiments.test_validate import classes, configured, slower
 from tests.support.configs import EIGHT, ENGINE
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.validate_live import ValidateLiveOptions
-from experiments.validate_live.parts import REST, in_turn, single_requests
+from experiments.validate_live import REST, ValidateLiveOptions, in_turn, single_requests
 from pdsim.cli.main import main
 from pdsim.serving.workload import Request
-from pdsim.validation.load_errors import Judged, errors, floors, judged, quantiles, tables
+from pdsim.validation.loads import compare, errors, floor, quantiles, tables, within
 from tests.backends.live.conftest import llama  # noqa: F401 a fixture
 
 WORDS = [
@@ -39,24 +38,24 @@ def test_quantiles_leave_out_what_too_few_requests_cannot_give():
 
 
 def test_an_error_is_judged_by_its_bound_or_twice_the_floor():
-    near, far = Judged("a", "e2e_p50", 1.04, (1.0,)), Judged("a", "e2e_p50", 1.07, (1.0,))
-    noisy = Judged("a", "e2e_p50", 1.07, (0.96, 1.0, 1.04))
-    assert [one.within for one in (near, far, noisy)] == [True, False, True]
-    assert (near.floor, noisy.floor, noisy.error) == (None, pytest.approx(0.04), pytest.approx(0.07))
+    runs = [{"noisy": {"e2e_p50": each}} for each in (1.0, 0.96, 1.04)]
+    runs[0] |= {"near": {"e2e_p50": 1.0}, "far": {"e2e_p50": 1.0}}
+    predicted = {"near": {"e2e_p50": 1.04}, "far": {"e2e_p50": 1.07}, "noisy": {"e2e_p50": 1.07}}
+    near, far, noisy = compare(predicted, runs)
+    assert [within(one) for one in (near, far, noisy)] == [True, False, True]
+    assert (floor(near), floor(noisy), noisy.error) == (None, pytest.approx(0.04), pytest.approx(0.07))
 
 
-def test_mean_errors_are_of_loads_and_floors_of_repeats():
+def test_mean_errors_are_of_loads_alone():
     predicted = {"load-1": {"ttft_p50": 1.2, "e2e_p50": 2.0}, "single-128": {"ttft_p50": 9.0}, "load-2": {}}
     runs = [{"load-1": {"ttft_p50": 1.0}, "single-128": {"ttft_p50": 1.0}}, {"load-1": {"ttft_p50": 1.1}}]
-    found = judged(predicted, runs)
-    assert [(one.part, one.metric, one.measured) for one in found] == [
+    both = compare(predicted, runs)
+    assert [(one.predicted.label, one.predicted.group, one.per_job) for one in both] == [
         ("load-1", "ttft_p50", (1.0, 1.1)),
         ("single-128", "ttft_p50", (1.0,)),
     ]
-    assert errors(found) == {"ttft_p50": pytest.approx(1.2 / 1.05 - 1)}
-    assert errors(found, lambda part: part != "load-1") == {}
-    assert floors(runs[0], runs[1:]) == {"ttft_p50": pytest.approx(0.1)}
-    assert [len(table.rows) for table in tables(found)] == [2, 1]
+    assert errors(both) == {"ttft_p50": pytest.approx(1.2 / 1.05 - 1)}
+    assert [len(table.rows) for table in tables(both)] == [2, 1]
 
 
 def test_parts_follow_one_another_on_one_deployment():

@@ -12,7 +12,7 @@ import pytest
 from pdsim.cli.main import main
 from pdsim.results.store import Run
 from pdsim.results.whole_file import whole_file
-from pdsim.validation.verdicts import seal
+from pdsim.validation.sealed import seal
 from pdsim.version import __version__
 from tests.support.configs import make_config, make_result
 

@@ -19,9 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.serve import live_run
-from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
-from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
+from experiments.serve import ServeOptions, check_fits, job, live_run, result, specs
 from pdsim.config import Config, ExperimentOptions
 from pdsim.config.loading import as_written
 from pdsim.core.errors import ConfigError
@@ -30,8 +28,20 @@ from pdsim.results import schema
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
 from pdsim.serving.workload import Request, draw
-from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, of_files, quantiles, tables
-from pdsim.validation.verdicts import seal
+from pdsim.sim.model import Model
+from pdsim.validation.loads import (
+    BOUNDS,
+    LATENCIES,
+    SINGLE,
+    Quantiles,
+    compare,
+    compare_files,
+    errors,
+    quantiles,
+    tables,
+    within,
+)
+from pdsim.validation.sealed import EXPECTED, MEASURED, adopt, keep, read, seal
 
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment
@@ -43,13 +53,23 @@ TARGETS = ("model", "live")
 KEEPS_FILES = True
 """`run` takes the folder of the run, and writes files of its own there."""
 
+Parts = Mapping[str, Sequence[Request]]
+"""Requests by the name of their part, each part from time 0 on."""
+
+REST = 20.0
+"""Seconds between the last arrival of a part and the next part: nothing of one is under way in the other."""
+
+WARMUP = "warmup-"
+"""How the names of parts begin that are not judged, but leave their traces: pages in another order."""
+
+APART = 5.0
+"""Seconds between two single requests: none finds another under way."""
+
 REQUESTS, OBSERVED = "requests.parquet", "observed"
 """The file of a run whose requests are one load, and the name of that."""
 
 _CONTENTS = 1_000_000
 """First block number of prompts, beyond those that traces have."""
-
-Quantiles = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +139,13 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
 
 def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
     context = config.model.context
-    found: dict[str, Sequence[Request]] = dict(
+    every: dict[str, Sequence[Request]] = dict(
         single_requests(options.lengths, options.single_output, options.singles, context)
     )
     drawn = draw(config.workload, config.seed, context).requests
     for share in options.loads:
-        found[f"load-{share:g}"] = [Request(one.arrival / share, *one[1:]) for one in drawn]
-    return found
+        every[f"load-{share:g}"] = [Request(one.arrival / share, *one[1:]) for one in drawn]
+    return every
 
 
 def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) -> None:
@@ -142,20 +162,15 @@ def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) 
 
 def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
     source = Path(options.expected)
-    if not source.is_file():
-        raise ConfigError(
-            f"experiment.expected={source} is no file; name the expectations.json of a run that predicted"
-        )
-    made = read(source, "requests", "predicted")
+    made = adopt(source, folder, "requests", "predicted")
     now = {
         name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()
     }
-    if made.get("requests") != now:
+    if made["requests"] != now:
         raise ConfigError(
             f"experiment.expected={source} has predictions of other requests than these; give the workload, seed, "
             "experiment.lengths, singles and loads that it was made with"
         )
-    keep(folder / EXPECTED, source.read_bytes())
 
 
 def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: ShowProgress) -> None:
@@ -228,10 +243,7 @@ def _measure(
 
 def _foretold(folder: Path) -> Result:
     made: Quantiles = read(folder / EXPECTED)["predicted"]
-    found = [
-        Judged(part, metric, value, (value,)) for part, metrics in made.items() for metric, value in metrics.items()
-    ]
-    shown = replace(tables(found)[0], title="Predicted")
+    shown = replace(tables(compare(made, [made]))[0], title="Predicted")
     keeps = [name for name in shown.columns if name in ("load", "metric", "predicted ms")]
     shown = replace(
         shown, columns={name: shown.columns[name] for name in keeps}, rows=[row[:3] for row in shown.rows]
@@ -242,22 +254,63 @@ def _foretold(folder: Path) -> Result:
 def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str]) -> Result:
     # A metric beyond its bound, and beyond twice its floor, is a failure.
     expected, measured = read(folder / EXPECTED, "predicted"), read(folder / MEASURED, "runs")
-    found = of_files(expected, measured)
-    if not found:
-        raise ConfigError("nothing to compare: no request of a part that was predicted has ended well")
-    wrong = errors(found)
+    both = compare_files(expected, measured)
+    wrong = errors(both)
     beyond = [
         f"{metric}: mean absolute error {100 * wrong[metric]:.0f} %, asked for {100 * bound:g} %"
         for metric, bound in options.bounds.items()
         if wrong.get(metric, 0.0) > bound
-        if any(not one.within for one in found if one.metric == metric)
+        if any(not within(one) for one in both if one.predicted.group == metric)
     ]
     return Result(
         summary=tuple(
             Metric(f"error_{metric}", value, f"mean absolute relative error of {metric} over the loads")
             for metric, value in wrong.items()
         ),
-        tables=tables(found),
+        tables=tables(both),
         failures=[*failures, *beyond],
         notes=[f"predictions: SHA-256 {expected['sha256'][:16]}, commit {expected['commit']}"],
     )
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def single_requests(lengths: Sequence[int], output: int, repeat: int, context: int) -> dict[str, list[Request]]:
+    """Return parts of *repeat* single requests of each of *lengths* that fits, and one before each as a warm-up."""
+    singles: dict[str, list[Request]] = {}
+    for length in (length for length in lengths if length + output <= context):
+        singles[f"{WARMUP}{length}"] = [Request(0.0, length, output, None)]
+        singles[f"{SINGLE}{length}"] = [Request(APART * number, length, output, None) for number in range(repeat)]
+    return singles
+
+
+def in_turn(parts: Parts) -> list[Request]:
+    """Return the requests of all *parts*, those of each `REST` after the last of the one before."""
+    sequence: list[Request] = []
+    start = 0.0
+    for requests in parts.values():
+        sequence += [Request(start + one.arrival, *one[1:]) for one in requests]
+        start += requests[-1].arrival + REST if requests else 0.0
+    return sequence
+
+
+def predicted(
+    config: Config, parts: Parts, progress: ShowProgress = lambda *_: None
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each of *parts* on the model of *config*, that serves one after the other.
+
+    They are not runs of their own: what one leaves, as pages in the order in which it freed them, the next one
+    finds.
+    """
+    requests = in_turn(parts)
+    what = job(config, ServeOptions())
+    check_fits(what, requests)
+    target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
+    progress(0.0, f"predicting {len(requests)} requests")
+    columns = result(config, what, requests, target.run(specs(config, what, requests))).requests
+    rows = [{name: values[number] for name, values in columns.items()} for number in range(len(requests))]
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for name, own in parts.items():
+        by_part[name], rows = rows[: len(own)], rows[len(own) :]
+    return by_part

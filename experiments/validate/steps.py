@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a validation: predict its parts or take predictions, and measure them, with files that are sealed.
+
+Expectations hold the design itself, its points included, so that measuring needs nothing else; they can be made on
+one machine and measured on another.
+
+Jobs of a part differ more than transfers within one, since ranks are new processes with other memory and other
+processors; so each measured value is the geometric mean over the jobs, and what the jobs differ by is its floor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from experiments.transfer.transfer_points import TransferPoint
+from experiments.transfer.transfer_points import read as read_points
+from experiments.transfer.transfer_points import write as write_points
+from experiments.validate.design import POINTS, DesignPart
+from experiments.validate.values import values
+from pdsim.config import Config, ExperimentOptions, Launch, build
+from pdsim.config.loading import plain
+from pdsim.core.errors import ConfigError, TransferError
+from pdsim.core.progress import ShowProgress, silent, within
+from pdsim.results import schema
+from pdsim.results.environment import commit
+from pdsim.results.record import Result
+from pdsim.sim.model import Model
+from pdsim.transfer import TransferRecord
+from pdsim.transfer.job import Target
+from pdsim.validation import sealed
+from pdsim.validation.intervals import predicted, variants
+from pdsim.validation.sealed import EXPECTED, MEASURED, keep, read, seal, values_in
+from pdsim.validation.verdicts import Value, mean
+
+__all__ = ["adopt", "ahead", "check_same", "design_of", "expect", "measure", "now", "take"]
+
+TRANSFERS = "transfers.parquet"
+
+START = 2.0
+"""Seconds that a job takes to start its processes, for the time that is left."""
+
+SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute", "seed")
+"""What has to be the same when what is predicted is measured: a label says how many tokens, not of which model."""
+
+
+def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress: ShowProgress = silent) -> None:
+    """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations.
+
+    Predictions come with 95 % intervals where the calibration has some (`pdsim.validation.intervals`).  The file is
+    sealed and synchronised to the disk before this returns.
+    """
+    seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
+    count = len(design) * (1 + 2 * len(list(variants(config))))
+
+    def simulated(one: DesignPart, of: Config) -> list[Value]:
+        progress(len(seconds) / count, f"predicting {one.experiment}, simulation {len(seconds) + 1} of {count}")
+        result = one.run(*_modelled(of))
+        seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
+        return values(one.experiment, result)
+
+    def predict(of: Config) -> list[Value]:
+        return [value for one in design for value in simulated(one, of)]
+
+    known = [asdict(value) for value in predicted(config, predict)]
+    expected = [{key: item for key, item in value.items() if item not in (None, ())} for value in known]
+    content = {
+        "written": now(),
+        "commit": commit(),
+        "hw": config.hw.name,
+        "backend": config.backend.name,
+        "calibration": config.calibration.name if config.calibration is not None else "none",
+        "seed": config.seed,
+        "system": _system(config),
+        "design": [_written(part) for part in design],
+        "seconds": seconds[: len(design)],
+        "expected": expected,
+    }
+    keep(folder / EXPECTED, seal(content))
+
+
+def _modelled(config: Config) -> tuple[Config, Model]:
+    model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+    return replace(config, target="model", memory="timing", launch=Launch()), model
+
+
+def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
+    """Copy the expectations *source*, a file or the folder that it is in, to *folder*.
+
+    Return the design they are of.  Raise a `ConfigError` if there are none, if they were changed
+    since, or if they are of another system than *config*.
+    """
+    expected = sealed.adopt(source, folder, "hw", "backend", "written", "design", "expected")
+    check_same(config, expected, source)
+    return design_of(folder, folder)
+
+
+def check_same(config: Config, expected: Mapping[str, Any], path: Path) -> None:
+    """Raise a `ConfigError` unless *expected*, the contents of *path*, are about the system that *config* describes.
+
+    Keys that are not in both are not compared, so that an older file can still be used.
+    """
+    here = {"hw": config.hw.name, "backend": config.backend.name, **_system(config)}
+    there = {"hw": expected["hw"], "backend": expected["backend"], **expected.get("system", {})}
+    for key, value in _differences(there, here):
+        raise ConfigError(f"{path} is about {value}; this run has another {key}: set it as it was, or predict anew")
+
+
+def ahead(expected: Mapping[str, Any], began: str) -> timedelta:
+    """Return for how long *expected* had been written down when the measurements *began*, to the second.
+
+    *began* is as `now` returns it.
+    """
+    span = datetime.fromisoformat(began) - datetime.fromisoformat(expected["written"])
+    return timedelta(seconds=int(span.total_seconds()))
+
+
+def now() -> str:
+    """Return the time of day, as the files have it."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _system(config: Config) -> dict[str, Any]:
+    found = {name: plain(getattr(config, name)) for name in SYSTEM}
+    found["model"].pop("sources")
+    return found | {"collective": None if config.collective is None else config.collective.name}
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, str]]:
+    for name in (name for name in there if name in here):
+        key = f"{at}.{name}" if at else name
+        if isinstance(there[name], Mapping) and isinstance(here[name], Mapping):
+            yield from _differences(there[name], here[name], key)
+        elif there[name] != here[name]:
+            yield key, f"{key}={there[name]}"
+
+
+# --- measurements --------------------------------------------------------------------------------------------------
+
+
+def measure(
+    config: Config,
+    design: Sequence[DesignPart],
+    jobs: int,
+    target: Target,
+    folder: Path,
+    progress: ShowProgress,
+    records: list[TransferRecord],
+) -> list[str]:
+    """Run *design* for real, write what was measured, and return what failed, a line each.
+
+    The file is written anew after each part, so that a run that is ended early leaves what it had.
+
+    Args:
+        config: With the real target's engine.
+        design: Parts, of `experiments.validate.design.parts` or of sealed expectations.
+        jobs: How many for a part that does not take long.
+        target: Of the real engine.
+        folder: Has the expectations, whose hash goes into the measurements.
+        progress: Told the share of all measuring that is done.
+        records: Gets the records of all transfers.
+    """
+    found: list[Value] = []
+    failures: list[str] = []
+    took: list[dict[str, Any]] = []
+    predictions = read(folder / EXPECTED)
+    began, expectations = now(), predictions["sha256"]
+    ends = _ends(design, jobs, predictions.get("seconds", ()))
+    for part, start_share, end_share in zip(design, [0.0, *ends], ends, strict=False):
+        start = time.monotonic()
+        results = _jobs(config, part, jobs, target, failures, within(progress, start_share, end_share))
+        found += mean([values(part.experiment, result) for result in results])
+        failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
+        records += [record for result in results for record in result.transfers]
+        took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
+        content = {
+            "began": began,
+            "expectations": expectations,
+            "engines": sorted({record.engine for record in records}),
+            "took": list(took),
+            "measured": [asdict(value) for value in found],
+        }
+        keep(folder / MEASURED, seal(content))
+    return failures
+
+
+def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> list[float]:
+    # Jobs are taken to last *seconds* and `START`.
+    #
+    # Without *seconds*, as in predictions of an earlier version, all jobs count the same.
+    of_job = [START + each for each in seconds] or [START] * len(design)
+    whole = list(accumulate(part.jobs(jobs) * each for part, each in zip(design, of_job, strict=True)))
+    return [each / whole[-1] for each in whole]
+
+
+def _jobs(
+    config: Config, part: DesignPart, jobs: int, target: Target, failures: list[str], progress: ShowProgress
+) -> list[Result]:
+    results: list[Result] = []
+    count = part.jobs(jobs)
+    for job in range(count):
+        shown = within(progress, job / count, (job + 1) / count, f"{part.experiment}, job {job + 1} of {count},")
+        seed = config.seed + (job if part.experiment != "serve" else 0)  # which has the same requests each time
+        try:
+            results.append(part.run(replace(config, seed=seed), target, shown))
+        except (ConfigError, TransferError) as error:
+            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
+    return results
+
+
+# --- files of earlier runs -----------------------------------------------------------------------------------------
+
+
+def take(source: Path, folder: Path) -> None:
+    """Copy what the validation, or the real run of `experiments.transfer`, in *source* measured to *folder*.
+
+    Predictions that are in *source* come too.  Raise a `ConfigError` if there is nothing of either.
+    """
+    if (source / MEASURED).is_file():
+        measured = read(source / MEASURED, "measured", "expectations", "engines", "began")
+        values_in(measured, "measured", str(source / MEASURED))  # refuses what another version wrote
+        for name in (EXPECTED, MEASURED, POINTS):
+            if (source / name).is_file():
+                keep(folder / name, (source / name).read_bytes())
+        return
+    about = _config(source)
+    if about.get("target") != "real" or about["experiment"].get("name") != "transfer":
+        raise ConfigError(
+            f"experiment.stored={source} is neither a validation nor a real run of experiment=transfer; "
+            f"name a folder with {MEASURED}, or with {TRANSFERS} of such a run"
+        )
+    records = _records(source / TRANSFERS)
+    found = values("transfer", Result((), transfers=records))
+    began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
+    engines = sorted({record.engine for record in records})
+    content = {
+        "began": began,
+        "expectations": "",
+        "engines": engines,
+        "measured": [asdict(value) for value in found],
+    }
+    keep(folder / MEASURED, seal(content))
+
+
+def _written(part: DesignPart) -> dict[str, Any]:
+    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it.
+
+    The inverse of what `design_of` does with one part.
+    """
+    options = plain(part.options)
+    del options["name"]
+    if options.get("points"):
+        options["points"] = [list(point) for point in read_points(Path(options["points"]))]
+    return {"experiment": part.experiment, "options": options}
+
+
+def design_of(source: Path, folder: Path) -> list[DesignPart]:
+    """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
+    if (source / EXPECTED).is_file():
+        design = read(source / EXPECTED, "design")["design"]
+        return [_part({"name": part["experiment"], **part["options"]}, folder) for part in design]
+    return [_part(_config(source)["experiment"], source)]
+
+
+def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
+    # Their points are written to a file in *folder*.
+    #
+    # Raise a `ConfigError` if the experiment has no such options.
+    points = values.get("points", "")
+    if isinstance(points, list):
+        write_points(folder / POINTS, [TransferPoint(*point) for point in points])
+    if isinstance(points, list) or (points and (folder / POINTS).is_file()):
+        values = {**values, "points": str(folder / POINTS)}
+    return DesignPart(build(ExperimentOptions.class_for(values), values, "experiment"))
+
+
+def _config(source: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    path = source / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"experiment.stored={source} has neither {MEASURED} nor config.yaml; name a run's folder")
+    found: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    return found
+
+
+def _records(path: Path) -> list[TransferRecord]:
+    rows = (
+        schema.read_table(path)
+        .rename_columns({"batch_size": "descriptors"})
+        .select(TransferRecord._fields)
+        .to_pylist()
+    )
+    return [TransferRecord(**row) for row in rows]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two files of a validation, of transfers as of servers: predictions and measurements, sealed with a hash.
+
+Measurements name the hash of the predictions that they were made for, and a file that was changed by hand is
+refused.  So a prediction cannot have been adjusted to what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdsim.core.errors import ConfigError
+from pdsim.validation.verdicts import Value
+from pdsim.version import __version__
+
+__all__ = ["EXPECTED", "MEASURED", "adopt", "keep", "read", "seal", "unseal", "values_in"]
+
+EXPECTED, MEASURED = "expectations.json", "measurements.json"
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write *content* to *path*, and return when it and its name are on disk.
+
+    The file and its folder are synchronised, so that a prediction is on disk before anything is measured.
+    """
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path, *keys: str) -> dict[str, Any]:
+    """Return what is in *path*.
+
+    Raise a `ConfigError` if it was changed after it was written, or lacks one of *keys*: another version's does.
+    """
+    return unseal(path.read_bytes(), str(path), *keys)
+
+
+def adopt(source: Path, folder: Path, *keys: str) -> dict[str, Any]:
+    """Copy the predictions *source*, a file or the folder that it is in, to *folder*, and return their content.
+
+    Raise a `ConfigError` if there are none, if they were changed since, or if they lack one of *keys*.
+    """
+    path = source / EXPECTED if source.is_dir() else source
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"experiment.expected={source}: {error.strerror}; "
+            f"name the {EXPECTED} of a run with experiment.predict=only"
+        ) from error
+    expected = unseal(content, str(path), *keys)
+    keep(folder / EXPECTED, content)
+    return expected
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return *content* as JSON with pdsim's version and the SHA-256 of all the rest, so that a later change shows.
+
+    >>> unseal(seal({"seed": 1}), "predictions.json")["seed"]
+    1
+    """
+    content = {"pdsim": __version__, **content}
+    return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
+
+
+def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
+    """Return what `seal` was given and, as ``sha256``, the hash.
+
+    Raise a `ConfigError` that names the file *name* if it is no such file, was changed since, or lacks one of
+    *keys*: files of transfers and of servers, and of other versions, differ.
+
+    The hash covers the content with sorted keys, so that reformatting the file does not count as a change.
+    """
+    try:
+        content: dict[str, Any] = dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} is no file of a validation: {error}; name one that pdsim validate wrote"
+        ) from error
+    digest = content.pop("sha256", "")
+    if digest != _digest(content):
+        raise ConfigError(
+            f"{name} was changed after it was written: its contents do not have its hash; take the original"
+        )
+    if missing := [key for key in keys if key not in content]:
+        raise ConfigError(_foreign(content, name, f"no {missing[0]}"))
+    return {**content, "sha256": digest}
+
+
+def values_in(content: Mapping[str, Any], key: str, name: str) -> list[Value]:
+    """Return the values that the rows at *key* of *content* hold, which `unseal` returned of the file *name*.
+
+    Raise a `ConfigError` that names the versions if the rows are of one that had other fields.
+    """
+    rows = content[key]
+    try:
+        unknown = sorted({field for row in rows for field in row} - {field.name for field in fields(Value)})
+        if not unknown:
+            return msgspec.convert(rows, list[Value])
+        reason = f"rows with {unknown[0]}"
+    except (TypeError, msgspec.ValidationError) as error:
+        reason = f"other rows ({error})"
+    raise ConfigError(_foreign(content, name, reason))
+
+
+def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
+    if {"requests", "runs"} & set(content):
+        return f"{name} has {reason}, for it is of servers: use validate target=live, or experiment=validate_live"
+    if {"expected", "measured"} & set(content) and reason in ("no requests", "no predicted", "no runs"):
+        return f"{name} has {reason}, for it is of transfers: use validate without target=live"
+    commit = f", commit {str(content['commit'])[:12]}" if content.get("commit") else ""
+    writer = f"pdsim {content['pdsim']}" if "pdsim" in content else "an older pdsim"
+    return (
+        f"{name} has {reason}: {writer}{commit} wrote it, this is pdsim {__version__}; "
+        "read it with the version that wrote it, or validate again"
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
