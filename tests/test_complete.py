@@ -58,6 +58,13 @@ def test_help_is_asked_for_both_ways(words, capfd):
     assert capfd.readouterr().out.startswith("usage: pdsim run")
 
 
+def test_help_explains_a_key(capfd):
+    assert main(["help", "slo"]) == 0
+    assert capfd.readouterr().out == "slo.ttft: time, > 0 (default: 5 s)\nslo.tpot: time, > 0 (default: 50 ms)\n"
+    assert main(["help", "kv.pol"]) == 2
+    assert capfd.readouterr().err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
+
+
 def test_help_says_each_exit_status(capfd):
     main(["help"])
     out = capfd.readouterr().out

@@ -72,7 +72,10 @@ WRONG = [
         "must be one of embedded, poisson, gamma, bursty, sessions, got 'normal'",
     ),
     ("workload.count=1.5", "workload.count must be a whole number, got 1.5"),
-    (("workload=poisson", "workload.rate=2Gbps"), "workload.rate must be a finite number, got '2Gbps'"),
+    (
+        ("workload=poisson", "workload.rate=2Gbps"),
+        "workload.rate: '2Gbps' is not a number a second; write something like 4",
+    ),
     ("kv.page_size=64KiB", "kv.page_size must be a whole number, got '64KiB'"),
     ("kv.staging=maybe", "kv.staging must be true or false, got 'maybe'"),
     ("launch.silence=5s", "launch is about processes, which target=model has none of; set target=real or leave"),
@@ -237,7 +240,15 @@ def test_what_is_not_plausible_can_be_taken_as_it_is(capfd):
     assert (status, capfd.readouterr().err) == (0, "")
 
 
-@pytest.mark.parametrize("words", [("model.parameters=7B",), ("slo.ttft=500ms",), ("hw.nic.latency=0",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.parameters=7B",),
+        ("slo.ttft=500ms",),
+        ("hw.nic.latency=0",),
+        ("workload=poisson", "workload.rate=4req/s", "workload.input_mean=8k"),
+    ],
+)
 def test_what_was_meant_is_taken(capfd, words):
     assert main(["run", *QUICK, *words, "--quiet"]) == 0
     assert capfd.readouterr().err == ""

@@ -17,11 +17,11 @@ from hydra.errors import HydraException
 
 from pdsim.cli.help import parse
 from pdsim.config import Config, ExperimentOptions, compose
+from pdsim.config.keys import type_of
 from pdsim.config.loading import as_written
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from tools.reference import plain_type
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def _walk(cls: type, prefix: str, keys: dict[str, str]) -> None:
         if key in ("experiment", "calibration", "policy") or re.search(r"\.sources$|^experiment.*\.name$", key):
             continue  # programs write these; experiments and policies are walked by themselves
         if several or not below:
-            keys[key] = plain_type(field)
+            keys[key] = type_of(field)
         for each in below:
             _walk(each, f"{key}[]" if several else key, keys)
 
@@ -84,6 +84,7 @@ GIVEN = {
     "Size": ("64MiB", "4KiB", "1MiB", "8GiB", "1GiB", "100GB"),
     "Rate": ("40GB/s", "350GB/s", "3TB/s", "1GB/s", "100MB/s"),
     "Flops": ("100TFLOPS", "200TFLOPS"),
+    "Frequency": ("2req/s", "2"),
     "Count": ("1B", "7B", "1000"),
 }
 OWN = {

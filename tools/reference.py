@@ -19,28 +19,22 @@ The other parts stand each between two HTML comments of their page:
 from __future__ import annotations
 
 import csv
-import inspect
-import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import textwrap
-import tokenize
 import typing
-from ast import AnnAssign, ClassDef, Name, parse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import REASONS, kept
-from pdsim.config import Config, ExperimentOptions
+from pdsim.config import Config, ExperimentOptions, keys
+from pdsim.config.keys import Key
 from pdsim.core import plugins
 from pdsim.core.repository import data
-from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
@@ -50,8 +44,7 @@ from tools.big_models import CAUSES
 from tools.faults_real import table as faults_real
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = {"Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "str": "text"}
-FORMATS: dict[str, Callable[[Any], str]] = {"time": format_time, "size": format_size, "rate": format_rate}
+KINDS = ("time", "size", "rate")
 ELSEWHERE = ("experiment", "policy", "calibration", "sources")
 """Fields without rows: experiments and policies have sections of their own, the others are written by programs."""
 HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
@@ -61,16 +54,20 @@ OUTPUT_LINES = 16
 def configuration() -> Iterator[str]:
     """Yield the tables of docs/configuration.md."""
     groups: dict[str, list[str]] = {}
-    for cls, keys in _classes().items():
-        if rows := list(_rows(cls, _joined(keys))):
-            groups.setdefault(keys[0].partition(".")[0], []).extend(rows)
+    for cls, names in _classes().items():
+        if rows := [_row(key) for key in keys.rows_of(cls, _joined(names))]:
+            groups.setdefault(names[0].partition(".")[0], []).extend(rows)
     for group in sorted(groups):
         yield from (f"### `{group}`" if group else "### Keys without a group", "", *HEAD, *groups[group], "")
     for name in plugins.names(plugins.EXPERIMENTS):
         if name.startswith("seed_"):
             continue  # docs/reports.md
         options = ExperimentOptions.class_for({"name": name})
-        yield from (f"### `experiment={name}`", "", *HEAD, *_options(options, "experiment"), "")
+        yield from (f"### `experiment={name}`", "", *HEAD, *map(_row, _own(options)), "")
+
+
+def _own(options: type) -> Iterator[Key]:
+    return (key for key in keys.of(options, "experiment") if key.name != "experiment.name")
 
 
 def columns() -> Iterator[str]:
@@ -188,101 +185,28 @@ def _classes() -> dict[type, list[str]]:
     waiting: list[tuple[type, str]] = [(Config, "")]
     while waiting:
         cls, prefix = waiting.pop(0)
-        for field, kind in _fields(cls):
-            key = f"{prefix}.{field.name}".strip(".")
-            for each in _dataclasses(kind):
+        for name, kind in typing.get_type_hints(cls).items():
+            key = f"{prefix}.{name}".strip(".")
+            for each in () if name in ELSEWHERE else keys.dataclasses_in(kind):
                 classes.setdefault(each, []).append(key)
                 waiting.append((each, key))
     classes[Policy] = ["backend.policy"]
     return classes
 
 
-def _options(cls: type, prefix: str) -> Iterator[str]:
-    yield from (row for row in _rows(cls, prefix) if not row.startswith("| `experiment.name`"))
-    for field, kind in _fields(cls):
-        for each in _dataclasses(kind):
-            yield from _options(each, f"{prefix}.{field.name}")
-
-
-def _fields(cls: type) -> Iterator[tuple[Field[Any], Any]]:
-    hints = typing.get_type_hints(cls)
-    yield from ((field, hints[field.name]) for field in fields(cls) if field.name not in ELSEWHERE)
-
-
-def _dataclasses(kind: Any) -> list[type]:
-    if isinstance(kind, type) and is_dataclass(kind):
-        return [kind]
-    return [each for argument in typing.get_args(kind) for each in _dataclasses(argument)]
-
-
-def _joined(keys: Sequence[str]) -> str:
-    if len({key.count(".") for key in keys}) > 1:
-        return ", ".join(keys)
-    parts = zip(*(key.split(".") for key in keys), strict=True)
+def _joined(names: Sequence[str]) -> str:
+    if len({name.count(".") for name in names}) > 1:
+        return ", ".join(names)
+    parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(each[0] if len(set(each)) == 1 else f"{{{','.join(each)}}}" for each in parts)
 
 
-def _rows(cls: type, prefix: str) -> Iterator[str]:
-    meanings = _comments(cls)
-    for field, kind in _fields(cls):
-        if _dataclasses(kind):
-            continue
-        shown = _kind(field)
-        key = f"{prefix}.{field.name}".lstrip(".")
-        cells = (f"`{key}`", shown, _default(field, shown), meanings.get(field.name, ""))
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def _kind(field: Field[Any]) -> str:
-    name = plain_type(field)
-    if name.startswith(("tuple", "Mapping")):
-        return "list" if name.startswith("tuple") else "mapping"
-    return KINDS.get(name, name)
-
-
-def plain_type(field: Field[Any]) -> str:
-    """Return the type of *field* as it is written, without its rule and None."""
-    name = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(field.type)).removesuffix(" | None")
-    return {"Positive": "float", "NotNegative": "float", "Share": "float", "PositiveInt": "int"}.get(
-        name, name.replace("NotNegativeInt", "int").replace("PositiveInt", "int")
+def _row(key: Key) -> str:
+    quoted = (
+        key.default if key.default in ("required", "unlimited", "empty") or key.kind in KINDS else f"`{key.default}`"
     )
-
-
-def _default(field: Field[Any], kind: str) -> str:
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
-    if value is MISSING:
-        return "required"
-    if kind in FORMATS and isinstance(value, int | float):
-        return "unlimited" if value == float("inf") else FORMATS[kind](value)
-    if isinstance(value, tuple | dict):
-        return f"`[{','.join(map(str, value))}]`" if value else "empty"
-    if value is None or value == "":
-        return "`null`" if value is None else '`""`'
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _comments(cls: type) -> dict[str, str]:
-    meanings: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        if not is_dataclass(each):
-            continue
-        source = inspect.cleandoc(inspect.getsource(each))
-        comments = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
-        body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
-        for node in body:
-            if isinstance(node, AnnAssign) and isinstance(node.target, Name):
-                lines = list(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-                above = node.lineno - 1
-                while above in alone:
-                    lines.insert(0, above)
-                    above -= 1
-                meanings[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return meanings
+    kind = f"{key.kind}, {key.rule}" if key.rule else key.kind
+    return f"| {' | '.join(cell.replace('|', '/') for cell in (f'`{key.name}`', kind, quoted, key.meaning))} |"
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:

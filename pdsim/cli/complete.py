@@ -10,10 +10,8 @@ Options are found in the help pages, so that what can be completed is what is do
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from pdsim.cli import help as usage
 from pdsim.core import plugins
@@ -89,20 +87,9 @@ def _choices(key: str) -> tuple[str, ...] | list[str]:
 
 
 def _keys() -> list[str]:
-    from pdsim.config import Config
+    from pdsim.config import keys
 
-    return list(_below(Config, ""))
-
-
-def _below(cls: type, at: str) -> Iterator[str]:
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        hint, key = hints[field.name], f"{at}{field.name}"
-        inner = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
-        if isinstance(inner, type):
-            yield from _below(inner, f"{key}.")
-        else:
-            yield key
+    return [key.name for key in keys.known()]
 
 
 def _groups(prefix: str, **_: Any) -> list[str]:

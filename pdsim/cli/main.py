@@ -27,7 +27,7 @@ import pdsim
 from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError, PdsimError, instead
+from pdsim.core.errors import ConfigError, PdsimError, instead, near
 from pdsim.core.repository import data
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _command(words: Sequence[str]) -> int:
         return _say(usage.overview())
     command, *rest = words
     if command == "help":
+        if rest[0] not in _DO:
+            return _say(_help_of_key(rest[0]))
         command, *rest = (*rest, "--help")
     if command in ("--version", "-V"):
         return _say(f"pdsim {pdsim.__version__}")
@@ -104,6 +106,21 @@ def _command(words: Sequence[str]) -> int:
     if "--help" in rest or "-h" in rest:
         return _say(usage.of(command))
     return _DO[command](rest)
+
+
+def _help_of_key(name: str) -> str:
+    from pdsim.config import keys
+
+    group = name.partition("=")[0]
+    lines = [str(key) for key in keys.named(group)]
+    if group in plugins.groups():
+        lines.insert(
+            0, f"{group}= chooses one of {', '.join(plugins.options(group))}; pdsim list {group} describes them"
+        )
+    if not lines:
+        known = [*usage.COMMANDS, *plugins.groups(), *(key.name for key in keys.known())]
+        raise ConfigError(f"no command and no key {name!r}; {near(name, known)}see pdsim --help, or pdsim help hw")
+    return "\n".join(lines)
 
 
 def _unknown(command: str, words: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from typing import Annotated
 __all__ = [
     "Count",
     "Flops",
+    "Frequency",
     "NotNegative",
     "NotNegativeInt",
     "Positive",
@@ -36,6 +37,7 @@ __all__ = [
     "one_of",
     "parse_count",
     "parse_flops",
+    "parse_frequency",
     "parse_rate",
     "parse_size",
     "parse_time",
@@ -59,7 +61,15 @@ _TIME = {"": Fraction(1), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3
     "ns": Fraction(1, 10**9),
 }
 _FLOPS = {f"{prefix}FLOPS": Fraction(factor) for prefix, factor in _DECIMAL.items()} | {"": Fraction(1)}
-_COUNT = {"": Fraction(1), "K": Fraction(10**3), "M": Fraction(10**6), "B": Fraction(10**9), "T": Fraction(10**12)}
+_FREQUENCY = dict.fromkeys(("", "/s", "req/s"), Fraction(1))
+_COUNT = {
+    "": Fraction(1),
+    "k": Fraction(10**3),
+    "K": Fraction(10**3),
+    "M": Fraction(10**6),
+    "B": Fraction(10**9),
+    "T": Fraction(10**12),
+}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s\d]*)\s*", re.ASCII)
 
 
@@ -130,6 +140,15 @@ def parse_count(text: float | str) -> float:
     (70600000000.0, 671000000000.0)
     """
     return float(_parse(text, _COUNT, "number", "a number or something like 7B or 671e9"))
+
+
+def parse_frequency(text: float | str) -> float:
+    """Return how many a second.  Raise a `ValueError` for anything but a number, ``4/s`` or ``4req/s``.
+
+    >>> parse_frequency("4req/s"), parse_frequency(0.5)
+    (4.0, 0.5)
+    """
+    return float(_parse(text, _FREQUENCY, "number a second", "something like 4 or 4req/s"))
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
@@ -226,6 +245,7 @@ Rate = Annotated[float, parse_rate, ">= 0"]
 Seconds = Annotated[float, parse_time, ">= 0"]
 Flops = Annotated[float, parse_flops, ">= 0"]
 Count = Annotated[float, parse_count, ">= 0"]
+Frequency = Annotated[float, parse_frequency, ">= 0"]
 Positive = Annotated[float, "> 0"]
 PositiveInt = Annotated[int, "> 0"]
 NotNegative = Annotated[float, ">= 0"]

@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pdsim.core.units import Count, NotNegative, NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size
+from pdsim.core.units import (
+    Count,
+    Frequency,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    PositiveInt,
+    Rate,
+    Seconds,
+    Share,
+    Size,
+)
 
 __all__ = ["Cache", "HostCosts", "Kv", "Live", "SchedulerLimits", "ServingEngine", "Slo", "Workload"]
 
@@ -32,7 +43,7 @@ class Workload:
     count: PositiveInt | None = None  # at most so many requests; None is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
     seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
-    rate: Positive = 1.0  # requests a second, for generated arrivals
+    rate: Annotated[Frequency, "> 0"] = 1.0  # requests a second, for generated arrivals
     speed: Positive = 1.0  # a trace's arrival times are divided by this
     jitter: Annotated[str, "one of none, auto"] = "none"  # "auto" spreads arrivals on a grid within its spacing
     load: NotNegative = 0.0  # of the busier side, which arrivals are scaled to; 0 leaves them as they are
@@ -49,9 +60,9 @@ class Workload:
     priority: Share = 0.0  # share of requests of priority 1, which are never shed; the others have 0
     burst: Annotated[float, "> 1"] = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Annotated[Seconds, "> 0"] = 10.0  # mean length of a burst
-    input_mean: Positive = 2048.0  # tokens
+    input_mean: Annotated[Count, "> 0"] = 2048.0  # tokens
     input_cv: NotNegative = 1.0
-    output_mean: Positive = 256.0
+    output_mean: Annotated[Count, "> 0"] = 256.0
     output_cv: NotNegative = 0.5
     aborts: Share = 0.0  # share of requests whose users leave, unless they have all their tokens before
     # mean time from its arrival after which such a user leaves, exponential

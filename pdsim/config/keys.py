@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every configuration key, as the schema has it: type, range, default, and the comment beside it as its meaning.
+
+``pdsim help KEY``, the completion of the shell and docs/configuration.md are made of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+import tokenize
+import typing
+from ast import AnnAssign, ClassDef, Name, parse
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any
+
+from pdsim.config import Config, ExperimentOptions, join
+from pdsim.core import plugins
+from pdsim.core.units import format_rate, format_size, format_time
+from pdsim.kv.policy import Policy
+
+__all__ = ["Key", "dataclasses_in", "known", "named", "of", "rows_of", "type_of"]
+
+_KINDS = {
+    "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
+    "str": "text",
+}  # fmt: skip
+_FORMATS: dict[str, Any] = {"time": format_time, "size": format_size, "rate": format_rate}
+_ELSEWHERE = ("experiment", "policy", "calibration", "sources")
+"""Fields without keys here: experiments and policies are walked by themselves, programs write the others."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its dotted *name*, the *kind* and the *rule* of its values, its *default* and its *meaning*."""
+
+    name: str
+    kind: str
+    rule: str
+    default: str
+    meaning: str
+
+    def __str__(self) -> str:
+        rule = f", {self.rule}" if self.rule else ""
+        return f"{self.name}: {self.kind}{rule} (default: {self.default})\n  {self.meaning}".rstrip()
+
+
+def known() -> Iterator[Key]:
+    """Yield every key but those below ``experiment``."""
+    yield from of(Config)
+    yield from of(Policy, "backend.policy")
+
+
+def named(text: str) -> list[Key]:
+    """Return the key called *text*, those below it, and those of experiments by the same name."""
+    own = [*known()]
+    if text.startswith("experiment"):
+        for name in plugins.names(plugins.EXPERIMENTS):
+            own += of(ExperimentOptions.class_for({"name": name}), "experiment")
+    return list(dict.fromkeys(key for key in own if f"{key.name}.".startswith(f"{text}.")))
+
+
+def of(cls: type, at: str = "") -> Iterator[Key]:
+    """Yield the keys of *cls*, a dataclass that stands at the dotted key *at*, and of the dataclasses within it."""
+    hints = typing.get_type_hints(cls)
+    own = {key.name: key for key in rows_of(cls, at)}
+    for field in fields(cls):
+        if (key := join(at, field.name)) in own:
+            yield own[key]
+        elif field.name not in _ELSEWHERE:
+            for inner in dataclasses_in(hints[field.name]):
+                yield from of(inner, key)
+
+
+def rows_of(cls: type, at: str = "") -> Iterator[Key]:
+    """Yield the keys of *cls* itself, without those of the dataclasses within it."""
+    meanings, hints, rules = (
+        _comments(cls),
+        typing.get_type_hints(cls),
+        typing.get_type_hints(cls, include_extras=True),
+    )
+    for field in fields(cls):
+        if field.name not in _ELSEWHERE and not dataclasses_in(hints[field.name]):
+            kind, rule = _kind(field), _rule(rules[field.name])
+            yield Key(join(at, field.name), kind, rule, _default(field, kind), meanings.get(field.name, ""))
+
+
+def dataclasses_in(kind: Any) -> list[type]:
+    """Return the dataclasses that the annotation *kind* names."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return [kind]
+    return [each for argument in typing.get_args(kind) for each in dataclasses_in(argument)]
+
+
+def type_of(field: Field[Any]) -> str:
+    """Return the type of *field* as it is written, without its rule and None."""
+    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(field.type)).removesuffix(" | None")
+    text = re.sub(r"\b(Positive|NotNegative)Int\b", "int", text)
+    return re.sub(r"\b(Positive|NotNegative|Share)\b", "float", text)
+
+
+def _kind(field: Field[Any]) -> str:
+    name = type_of(field)
+    if name.startswith(("tuple", "Mapping")):
+        return "list" if name.startswith("tuple") else "mapping"
+    return _KINDS.get(name, name)
+
+
+def _rule(hint: Any) -> str:
+    # the rule of a rate, a time or a size that may be 0 is no news
+    found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
+    inner = next((rule for each in typing.get_args(hint)[:1] if (rule := _rule(each))), "")
+    rule = found[-1] if found else inner
+    return "" if rule == ">= 0" and any(map(callable, getattr(hint, "__metadata__", ()))) else rule
+
+
+def _default(field: Field[Any], kind: str) -> str:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value is MISSING:
+        return "required"
+    if kind in _FORMATS and isinstance(value, int | float):
+        return "unlimited" if value == float("inf") else str(_FORMATS[kind](value))
+    if isinstance(value, tuple | dict):
+        return f"[{','.join(map(str, value))}]" if value else "empty"
+    if value is None or value == "":
+        return "null" if value is None else '""'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _comments(cls: type) -> dict[str, str]:
+    meanings: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not is_dataclass(each):
+            continue
+        source = inspect.cleandoc(inspect.getsource(each))
+        comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
+        alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
+        body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
+        for node in body:
+            if isinstance(node, AnnAssign) and isinstance(node.target, Name):
+                lines = list(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                above = node.lineno - 1
+                while above in alone:
+                    lines.insert(0, above)
+                    above -= 1
+                meanings[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return meanings
