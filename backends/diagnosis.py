@@ -25,7 +25,7 @@ __all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
 class Diagnosis:
     """Whether an engine or a device works on this machine, and if not, why and what would help.
 
-    *version* is what was found, and filled in whether it works or not; *reason* and *remedy* are empty if it works.
+    *version* is filled in whether it works or not; *reason* and *remedy* are empty if it works.
     """
 
     name: str

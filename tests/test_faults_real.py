@@ -45,7 +45,7 @@ def found(
         what = ranks.get(side, FREE)
         name = f"{side}0.0"
         results[name] = RankResult(name, error=what) if isinstance(what, str) else RankResult(name, {**FREE, **what})
-    return dict(Check(of, Outcome(results, 9.0)).found(9.0, []).counts)
+    return dict(Check(of, Outcome(results, 9.0)).report(9.0, []).counts)
 
 
 def test_a_seed_gives_one_job_and_many_give_every_fault_on_both_engines():
@@ -120,7 +120,7 @@ def test_ranks_that_hang_or_crash_are_found():
 
 def test_what_is_left_is_found():
     outcome = Outcome({"router": RankResult("router", {"rows": [], "histories": [], "probes": []})}, 1.0)
-    assert Check(plan(), outcome).found(1.0, ["process 7"]).details == ["leftovers: process 7"]
+    assert Check(plan(), outcome).report(1.0, ["process 7"]).details == ["leftovers: process 7"]
 
 
 def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytest.MonkeyPatch):

@@ -90,7 +90,7 @@ class Control:
 
     *handlers* are called with notes by kind; *on_lost* with a line whose other end has gone, once.
 
-    Life: it listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
+    It listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
     greeting), and go when the connection closes.  A line that is lost stays in `known`, because its end is a proof
     about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier
     incarnation of this rank are ignored.
@@ -127,10 +127,10 @@ class Control:
         """Deliver notes and notice lost lines."""
         if not self._epoll.poll(0):
             return False
-        found = self._inbox.poll()
+        progressed = self._inbox.poll()
         for line in tuple(self._lines.values()):
-            found |= self._watch(line)
-        return found
+            progressed |= self._watch(line)
+        return progressed
 
     def fileno(self) -> int:
         """Return an epoll descriptor over all sockets."""
@@ -230,11 +230,11 @@ class Control:
         line.socket.close(0 if line.lost else None)
 
     def _watch(self, line: PeerLine) -> bool:
-        found = False
+        progressed = False
         while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
             if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                found |= self._lose(line, "is gone: its connection was closed")
-        return found
+                progressed |= self._lose(line, "is gone: its connection was closed")
+        return progressed
 
     def _lose(self, line: PeerLine, reason: str) -> bool:
         if line.lost:

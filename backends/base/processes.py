@@ -123,21 +123,21 @@ def _elsewhere() -> Iterator[_Socket]:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             namespace = (process / "ns" / "net").readlink()
             if namespace not in seen:
-                found = list(_sockets(process))
+                sockets = list(_sockets(process))
                 seen.add(namespace)
-                yield from found
+                yield from sockets
 
 
 def _mine() -> set[str]:
-    found = set()
+    inodes = set()
     for descriptor in (_SELF / "fd").iterdir():
         try:
             target = str(descriptor.readlink())
         except FileNotFoundError:  # closed meanwhile
             continue
         if target.startswith("socket:["):
-            found.add(target[len("socket:[") : -1])
-    return found
+            inodes.add(target[len("socket:[") : -1])
+    return inodes
 
 
 def half_open() -> bool:

@@ -112,7 +112,7 @@ class Authenticator:
     *refused* counts handshakes that failed at the sockets that are watched: unknown keys, and whatever does not
     speak CURVE.
 
-    Life: make it before the socket is bound; then `watch` the socket. Its thread ends when the context is
+    Make it before the socket is bound; then `watch` the socket. Its thread ends when the context is
     terminated. One for each context, since the address that it answers at is fixed.
     """
 
@@ -174,7 +174,7 @@ class Inbox:
     A `MessageError` of *deliver*, and `drop`, drop the sender's connection.  While *full* is true nothing is taken,
     and *paused* says that something may wait; who makes room calls `poll`.
 
-    Life: binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and
+    Binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and
     ends with `close`.  A sender is who its key proves, so *deliver* need not look for a name in the frames.
     """
 
@@ -217,14 +217,14 @@ class Inbox:
 
         Return whether there was anything.  Stops early, and sets *paused*, while *full* returns true.
         """
-        found = self.paused = False
+        progressed = self.paused = False
         while not self._socket.closed and self._socket.get(self._events) & self._pollin:
             if self._full():
                 self.paused = True
                 break
             self._take(self._socket.recv_multipart(copy=False))
-            found = True
-        return found
+            progressed = True
+        return progressed
 
     def fileno(self) -> int:
         """Return ZeroMQ's descriptor, which `poll` re-arms by draining the socket."""
@@ -297,7 +297,7 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
 class ZmqChannel:
     """Ordered messages between ranks; see `pdsim.transfer.Channel`.
 
-    Life: the worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs
+    The worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs
     send and receive, `close` ends it.  Used on the clock's thread only.  Messages with a topic do not reach the
     program: endpoints and groups use them.
     """

@@ -125,7 +125,7 @@ class MooncakeEndpoint(RealEndpoint):
     are under way at once, and ``device``, the RDMA devices to use, with commas between them; those
     that the engine finds if it is empty.
 
-    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them
+    Course of a transfer over a network: `post` queues it for the threads of its peer; one of them
     posts it, waits for its end, and has the clock's thread report it.  Over NVLink the clock's
     thread does both: small batches are done within `post`, others are asked for by `poll`.
 

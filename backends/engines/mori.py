@@ -92,7 +92,7 @@ class MoriEndpoint(RealEndpoint):
 
     Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
 
-    Life of a transfer: `post` queues it for the thread of its peer, which makes the session of its
+    Course of a transfer: `post` queues it for the thread of its peer, which makes the session of its
     two regions, if there is none, and posts; from then on `poll` asks its status.  The status of
     one that failed is kept, for the engine may still write to it.  Transfers to a peer that is lost
     are asked for with the beats only: they may never end.

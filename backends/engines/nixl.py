@@ -71,9 +71,9 @@ class NixlEndpoint(RealEndpoint):
     spins on a core, and ``num_threads``, how many threads of the plugin post large batches; 0, and
     off, without them.
 
-    Life of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does
+    Course of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does
     every beat; `_ended` releases the handle, once, and reports it.  One whose peer is lost is
-    looked at with the beats only, for it may never end.  A peer is told to poll while it is written
+    looked at with the beats only, for it may never end.  A peer is asked to poll while it is written
     to or read from, and until `BEAT` after the last use.
 
     Making the handle (descriptor lists and ``initialize_xfer``) is the ``prep`` of a record,

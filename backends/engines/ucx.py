@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What UCX under NIXL goes over: how it is told, what it may report, and how its log says what it chose.
+"""The transports of UCX under NIXL: how they are chosen, which it may report, and how its log names them.
 
 Of an agent and its transfers this module knows nothing: that is `backends.engines.nixl`.
 """
@@ -24,7 +24,7 @@ NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps 
 
 @dataclass(frozen=True, kw_only=True)
 class Transports(Variant):
-    """How UCX is told what to go over, and what it may then report.
+    """How the transports of UCX are chosen, and which it may then report.
 
     With transports that are not *allowed* the endpoint is refused, since results would be of those.
     """

@@ -65,7 +65,7 @@ class QuickProcessor:
     does.  The thread is moved and not bound, so that the scheduler may still take it elsewhere and threads that it
     starts may run on all of *processors*.
 
-    Life: made on the thread that it is to move, which it takes through all of *processors* once, to know the
+    Made on the thread that it is to move, which it takes through all of *processors* once, to know the
     shortest pace; `look` is then called now and then, by `WallClock.idle`.  *measure* returns seconds.
     """
 

@@ -53,12 +53,12 @@ def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
 class ChildProcess:
     """One rank's process, from the supervisor's side.
 
-    Life: the process is started when this is made, and told what to become; messages come in
+    The process is started when this is made, and sent its `Start`; messages come in
     through `receive`, which notes the end of the process, too; `stop` leaves nothing behind.
 
     Attributes:
         name: Of the rank.
-        start: What it was told; a restart tells it again.
+        start: What it was sent; a restart sends it again.
         uri: Of its channel, once it is ready.
         done: What it said at its end; None until the program has ended.
         error: Why it was killed by the supervisor, or did not start.

@@ -108,7 +108,7 @@ class Processes:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
 
         *restart* likewise starts a rank again, once it has been killed or ended by an error, as a new process that
-        the others are told of.  Its result is that of its last incarnation; transfers of one that was killed are
+        the others hear of.  Its result is that of its last incarnation; transfers of one that was killed are
         lost with it. *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it go on.
 
         Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting,

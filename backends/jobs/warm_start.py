@@ -122,8 +122,8 @@ def _fork(asked: dict[str, Any], connection: int, output: int) -> int:
 
         become(connection, output, ready)
     os.close(write)
-    with os.fdopen(read, "rb") as told:
-        pid = int(told.read(16))  # the end of the file is that of the process between
+    with os.fdopen(read, "rb") as answer:
+        pid = int(answer.read(16))  # the end of the file is that of the process between
     os.waitpid(middle, 0)
     return pid
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
 
-The life of the process: read ``Start``, make clock, memory, endpoint and channel, say
+In this order: read ``Start``, make clock, memory, endpoint and channel, say
 ``WorkerReady``, wait for ``Go``, run the program, say ``Done``, close everything, and leave.  An
-exception before ``Go`` is told as ``WorkerFailed``.  *FD* is the descriptor of a socket to the
+exception before ``Go`` is sent as ``WorkerFailed``.  *FD* is the descriptor of a socket to the
 supervisor, whose messages are `backends.jobs.supervision`'s.
 
 Nothing here is particular to an engine: its class comes from `backends.registry`.  What slows a
@@ -59,7 +59,7 @@ _NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency
 
 
 class Records:
-    """A `Recorder` that keeps what it is told, in order, until the supervisor gets it with ``Done``."""
+    """A `Recorder` that keeps records, in order, until the supervisor gets it with ``Done``."""
 
     def __init__(self) -> None:
         self.transfers: list[TransferRecord] = []

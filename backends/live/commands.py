@@ -257,27 +257,27 @@ def _pool_tokens(config: Config, side: Side) -> int:
 def _transfer(config: Config) -> dict[str, str]:
     # Variables of SGLang's transfer: pool and transport, path of the metadata, staging, queues.
     kv, policy, connector = config.kv, config.policy, _connector(config, "sglang")
-    found: dict[str, str] = dict(_POOLS.get(policy.pool, {})) if connector == "mooncake" else {}
+    variables: dict[str, str] = dict(_POOLS.get(policy.pool, {})) if connector == "mooncake" else {}
     # SGLang keeps a variable of Mooncake's that the user has set
-    found |= {
+    variables |= {
         key: os.environ.get(key, value) for key, value in config.backend.options.items() if key.startswith("MC_")
     }
     if config.backend.name == "mooncake_efa":
-        found["MOONCAKE_PROTOCOL"] = "efa"
+        variables["MOONCAKE_PROTOCOL"] = "efa"
     if policy.queues:
         shards = "SGLANG_MORI_TRANSFER_SHARDS" if connector == "mori" else "SGLANG_DISAGGREGATION_QUEUE_SIZE"
-        found[shards] = str(policy.queues)
+        variables[shards] = str(policy.queues)
     if connector == "mooncake" and policy.metadata_by == "control" and policy.pool != "nvlink":
-        found["SGLANG_MOONCAKE_SEND_AUX_TCP"] = "1"
+        variables["SGLANG_MOONCAKE_SEND_AUX_TCP"] = "1"
     if connector == "mori" and policy.metadata_by != "control":
-        found["SGLANG_MORI_SEND_AUX_RDMA"] = "1"
+        variables["SGLANG_MORI_SEND_AUX_RDMA"] = "1"
     if kv.all_cp_ranks:
-        found["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
+        variables["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
     if kv.staging:
-        found["SGLANG_DISAGG_STAGING_BUFFER"] = "1"
-        found["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"] = _mebibytes(kv.staging_ring)
-        found["SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB"] = _mebibytes(kv.staging_buffer or _chunk_bytes(config))
-    return found
+        variables["SGLANG_DISAGG_STAGING_BUFFER"] = "1"
+        variables["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"] = _mebibytes(kv.staging_ring)
+        variables["SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB"] = _mebibytes(kv.staging_buffer or _chunk_bytes(config))
+    return variables
 
 
 def _chunk_bytes(config: Config) -> int:

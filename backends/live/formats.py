@@ -99,21 +99,21 @@ class OpenAiCompletions:
 
     def chunk(self, data: bytes) -> StreamChunk:
         """Return what a chunk says.  Without a count or token ids, a chunk with text counts as one token."""
-        found = _decode_completion(data)
-        if found.error or (found.message and not found.choices):
-            return StreamChunk(0, error=reason(found.error or found.message))
+        completion = _decode_completion(data)
+        if completion.error or (completion.message and not completion.choices):
+            return StreamChunk(0, error=reason(completion.error or completion.message))
         new, finish = 0, ""
-        for choice in found.choices:
+        for choice in completion.choices:
             if choice.token_ids is not None:
                 new += len(choice.token_ids)
             elif choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content)):
                 new += 1
             finish = choice.finish_reason or finish
-        total, reported = None, dict(found.timings or {})
-        if found.usage is not None:
-            total = found.usage.completion_tokens
-            if found.usage.prompt_tokens is not None:
-                reported["prompt_tokens"] = found.usage.prompt_tokens
+        total, reported = None, dict(completion.timings or {})
+        if completion.usage is not None:
+            total = completion.usage.completion_tokens
+            if completion.usage.prompt_tokens is not None:
+                reported["prompt_tokens"] = completion.usage.prompt_tokens
         return StreamChunk(new, total, finish, reported)
 
     def _wrapped(self, prompt: bytes) -> bytes:
@@ -148,10 +148,10 @@ class SglangGenerate:
 
     def chunk(self, data: bytes) -> StreamChunk:
         """Return what a chunk says; the last one carries the request's times, if the server keeps metrics."""
-        found = _decode_generated(data)
-        if found.error:
-            return StreamChunk(0, error=reason(found.error))
-        about = found.meta_info
+        generated = _decode_generated(data)
+        if generated.error:
+            return StreamChunk(0, error=reason(generated.error))
+        about = generated.meta_info
         finish = about.get("finish_reason")
         if isinstance(finish, Mapping) and finish.get("type") == "abort":
             return StreamChunk(0, about.get("completion_tokens"), "abort", error=reason(finish))

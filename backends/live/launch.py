@@ -112,7 +112,7 @@ def _answers(url: str) -> bool:
 def _reason(folder: Path, name: str) -> str:
     log = folder / f"{name}.log"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    error = next((found.group() for line in lines[2:] if (found := _ERROR.search(line))), "")
+    error = next((match.group() for line in lines[2:] if (match := _ERROR.search(line))), "")
     return f"{(error or lines[-1])[:LINE]} (all of it in {log})"
 
 
@@ -141,12 +141,12 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _members(sessions: set[int], processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     for process in processes:
         process.poll()
-    found = []
+    members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) in sessions and fields[0] not in "ZX":
-                found.append(int(entry.name))
-    return found
+                members.append(int(entry.name))
+    return members

@@ -135,11 +135,11 @@ def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[L
     from backends.live.launch import started
 
     model = model_folder.write(config.model, folder / "model")
-    found = launches(config, engine, model, installed(engine, live.python).rpartition(" ")[2])
+    planned = launches(config, engine, model, installed(engine, live.python).rpartition(" ")[2])
     try:
-        with started(found, folder, live.ready, lambda text: progress(0.0, text)):
-            servers = [(one.role, LiveServer(one.name, one.url)) for one in found]
-            ports = {one.name: one.bootstrap_port for one in found}
+        with started(planned, folder, live.ready, lambda text: progress(0.0, text)):
+            servers = [(one.role, LiveServer(one.name, one.url)) for one in planned]
+            ports = {one.name: one.bootstrap_port for one in planned}
             yield LiveDeployment(config, engine, servers, folder, ports)
     finally:
         (model / "tokenizer.json").unlink(missing_ok=True)  # megabytes that say nothing

@@ -60,22 +60,22 @@ def read(path: Path, kind: str = "") -> list[Observed]:
         what = f"--format {kind} is none of these" if kind else f"{path} does not show which of these it is"
         raise ConfigError(f"{what}: {', '.join(FORMATS)}")
     try:
-        found = sorted(FORMATS[kind][1](text))
+        observed = sorted(FORMATS[kind][1](text))
     except (LookupError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path}: not what {kind} writes ({what}); give the whole of its output") from error
-    if not found:
+    if not observed:
         raise ConfigError(f"{path}: no request of {kind} in it; give the whole of its output")
-    return found
+    return observed
 
 
-def trace(found: list[Observed]) -> str:
+def trace(observed: list[Observed]) -> str:
     """Return the requests as a trace in Mooncake's format, for ``workload.trace``: arrivals count from the first.
 
     A JSON object a line, with milliseconds and token counts.  Prompts are unknown, so no two share
     a prefix; a request that failed before its first token asks for one.
     """
-    start = found[0].arrival
+    start = observed[0].arrival
     rows = (
         {
             "timestamp": round((one.arrival - start) * 1e3, 3),
@@ -83,15 +83,15 @@ def trace(found: list[Observed]) -> str:
             "output_length": max(1, one.output),
             "hash_ids": [],
         }
-        for one in found
+        for one in observed
     )
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
+def served(observed: list[Observed], source: str) -> tuple[list[Request], Served]:
     """Return the requests and what became of them, as `backends.live.live_deployment.LiveDeployment.serve` does."""
-    start = found[0].arrival
-    requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in found]
+    start = observed[0].arrival
+    requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in observed]
     rows = [
         RequestRow(
             prefill=source,
@@ -105,7 +105,7 @@ def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
             gaps=list(one.gaps),
             reported=dict(one.reported or {}),
         )
-        for one in found
+        for one in observed
     ]
     return requests, Served(start, rows, {source: f"observed:{source}"}, {}, notes=[f"observed, not run: {source}"])
 

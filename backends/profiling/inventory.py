@@ -82,12 +82,12 @@ def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> lis
     of them.  *small* takes the few sizes that a processor measures in a second: it is for trying
     the path, not for numbers.
     """
-    found: dict[tuple[Any, ...], Case] = {}
+    cases: dict[tuple[Any, ...], Case] = {}
     for case in _all(subjects, memory, small):
-        found.setdefault(
+        cases.setdefault(
             tuple(sorted((key, value) for key, value in case.items() if key not in ("model", "tp"))), case
         )
-    return list(found.values())
+    return list(cases.values())
 
 
 def _all(subjects: Sequence[Subject], memory: float, small: bool) -> Iterator[Case]:

@@ -84,9 +84,9 @@ class Stopwatch:
                 for call in calls:
                     call()
         loops = len(calls) * max(1, 8 // len(calls))
-        found = self._on_gpu(graph.replay, loops)
+        timing = self._on_gpu(graph.replay, loops)
         del graph
-        return found
+        return timing
 
     def eager(self, calls: Sequence[Call]) -> Timing:
         """Return the time of one of *calls*, launched one by one by this thread."""

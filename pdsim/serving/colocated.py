@@ -153,7 +153,7 @@ class _Service:
 class ColocatedRequest:
     """A request at an engine; times are seconds on the clock, -1 while unknown.
 
-    Life: queued by `submit`; *started* when it first gets pages; *prefilled* at its first token; *finished* at its
+    Queued by `submit`; *started* when it first gets pages; *prefilled* at its first token; *finished* at its
     last.
     """
 

@@ -213,7 +213,7 @@ class RunningBatch:
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` the next step.
     A host of *costs* adds its own to each step and, with *overlap*, only what exceeds the forward without context.
 
-    Life: between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.
+    Between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.
     The scheduler calls, in this order, `advance`, `finished`, `join` and `leave` as often as need be, and `begin` or
     `begin_mixed`.
     """

@@ -50,7 +50,7 @@ OPEN: Final = -1.0
 class Flow:
     """Bytes on their way.  Made by `Network.start`.
 
-    Life: it starts when it is made, and ends when its service is used up or it is aborted; *tag* is what its end is
+    It starts when it is made, and ends when its service is used up or it is aborted; *tag* is what its end is
     reported with.  *size* is in bytes.
     """
 

@@ -53,7 +53,7 @@ class Network:
 
     Equal calls in equal order give equal times, bit for bit.
 
-    Life: links and paths are made once and stay; flows come and go.  Sizes are bytes, capacities and rates bytes/s,
+    Links and paths are made once and stay; flows come and go.  Sizes are bytes, capacities and rates bytes/s,
     times seconds on *clock*.  Used on the clock's thread only.
     """
 
@@ -416,7 +416,7 @@ class Plan:
     ``changed()`` is called when *begins* and *ends* are other than before because of a plan in lockstep, and
     ``cut(flow)`` when the plan is one no more, with its flow that is under way.
 
-    Life: made by an endpoint that knows its times, given to `Foreseen.add`, and then either dropped by its owner at
+    Made by an endpoint that knows its times, given to `Foreseen.add`, and then either dropped by its owner at
     the end or cut.  *seconds*, *begins* and *ends* are set when it is added.
     """
 

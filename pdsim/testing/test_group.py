@@ -32,14 +32,14 @@ def everything(gathering: Any) -> Any:
 
 @pytest.fixture
 def members(everything: Any) -> list[dict[str, Any]]:
-    """What the members of the group found."""
+    """What each member of the group has seen."""
     return [everything.ranks[name].value for name in NAMES]
 
 
 def test_every_piece_arrives_at_its_place_and_nowhere_else(members):
     """The piece of rank *i* is the *i*-th of the target, and the bytes behind the last one stay as they were."""
-    for found in members:
-        for size, (count, nbytes, operation, kind) in zip(SIZES, found["pieces"], strict=True):
+    for result in members:
+        for size, (count, nbytes, operation, kind) in zip(SIZES, result["pieces"], strict=True):
             assert count in (0, None)
             assert (nbytes, operation, kind) == (3 * size, "all_gather", "plain")
 
@@ -57,38 +57,38 @@ def test_every_gather_leaves_a_record_of_ordered_times(everything):
 
 def test_a_rank_alone_gathers_its_own_piece(members):
     """A group of one is a copy, not an error."""
-    assert all(found["alone"][0][0] in (0, None) for found in members)
+    assert all(result["alone"][0][0] in (0, None) for result in members)
 
 
 def test_a_symmetric_pool_is_reserved_used_and_grown(members):
     """There is no symmetric memory before `reserve`; a later `reserve` is a growth, which stalls the ranks."""
-    for found in (member["symmetric"] for member in members):
-        assert (found["early"], found["full"]) == ("OutOfMemory", "OutOfMemory")
-        assert [kind for _, kind in found["found"]] == ["symmetric", "symmetric"]
-        assert all(count in (0, None) for count, _ in found["found"])
-        assert (found["growths"], found["stalled"]) == (1, True)
-        assert found["reserved"] == 16 * 64 * KiB
+    for result in (member["symmetric"] for member in members):
+        assert (result["early"], result["full"]) == ("OutOfMemory", "OutOfMemory")
+        assert [kind for _, kind in result["result"]] == ["symmetric", "symmetric"]
+        assert all(count in (0, None) for count, _ in result["result"])
+        assert (result["growths"], result["stalled"]) == (1, True)
+        assert result["reserved"] == 16 * 64 * KiB
 
 
 def test_padded_pieces_of_any_batch_come_out_in_its_order(members):
     """`pdsim.kv.allgather` works on any group, ranks without a row included."""
-    for found in members:
-        assert all(count in (0, None) for count in found["batches"])
-        assert len(found["batches"]) == len(BATCHES)
+    for result in members:
+        assert all(count in (0, None) for count in result["batches"])
+        assert len(result["batches"]) == len(BATCHES)
 
 
 def test_sizes_that_differ_are_refused_everywhere_and_nothing_moves(members):
     """One rank calls with another size: all of them must hear of it, and the next call must work."""
-    for found in (dict(member["oddly"]) for member in members):
-        assert found.pop("differs") == "InvalidBatch"
-        assert found.pop("spared")
-        assert found.pop("alike") == "ok"
-        assert set(found.values()) == {"InvalidBatch"}
+    for result in (dict(member["oddly"]) for member in members):
+        assert result.pop("differs") == "InvalidBatch"
+        assert result.pop("spared")
+        assert result.pop("alike") == "ok"
+        assert set(result.values()) == {"InvalidBatch"}
 
 
 def test_a_rank_may_be_in_two_groups_or_in_none(everything, members):
     """Groups of the same job are independent of one another, and asking again for one gives the same object."""
-    assert all(found["two"] in (0, None) and found["same"] for found in members)
+    assert all(result["two"] in (0, None) and result["same"] for result in members)
     other = [r for r in everything.ranks["rank0"].transfers if r.source == "rank2+rank0"]
     assert [record.status for record in other] == ["ok"]
     assert everything.ranks["rank3"].value == {}
@@ -97,13 +97,13 @@ def test_a_rank_may_be_in_two_groups_or_in_none(everything, members):
 
 def test_a_group_names_ranks_that_there_are_once_and_its_caller(members):
     """Empty lists, strangers, duplicates and lists without the caller are refused."""
-    assert all(found["strangers"] == [True] * 4 for found in members)
+    assert all(result["strangers"] == [True] * 4 for result in members)
 
 
 def test_what_was_taken_is_given_back_but_for_the_reserved_pool(members):
     """Buffers of a gather are held only until it is over."""
-    for found in members[:1]:  # the model's ranks are on devices of their own, real ones in memory of their own
-        assert found["used"] == 0
+    for result in members[:1]:  # the model's ranks are on devices of their own, real ones in memory of their own
+        assert result["used"] == 0
 
 
 def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
@@ -111,11 +111,11 @@ def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
     arguments = {"names": NAMES, "victim": "rank1", "size": 1 * MiB}
     outcome = gathering(on_all(gather_until_lost, NAMES, **arguments), failing=["rank1"])
     for name in ("rank0", "rank2"):
-        found = outcome.ranks[name].value
-        assert (found["error"], found["again"]) == ("PeerLost", "PeerLost")
-        assert found["done"] == 5
-        assert found["took"] < 30, "later than half of its deadline"
-        assert found["used"] == 0
+        result = outcome.ranks[name].value
+        assert (result["error"], result["again"]) == ("PeerLost", "PeerLost")
+        assert result["done"] == 5
+        assert result["took"] < 30, "later than half of its deadline"
+        assert result["used"] == 0
         assert outcome.ranks[name].transfers[-1].status == "PeerLost"
 
 

@@ -20,11 +20,11 @@ def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
         },
         kill={"victim": KILL},
     )
-    found = outcome.ranks["survivor"].value
-    assert found["error"] == "PeerLost"
-    assert found["done"] > 0
-    assert found["took"] < 20, "later than its deadline"
-    assert found["at"] >= KILL
+    result = outcome.ranks["survivor"].value
+    assert result["error"] == "PeerLost"
+    assert result["done"] > 0
+    assert result["took"] < 20, "later than its deadline"
+    assert result["at"] >= KILL
     assert outcome.ranks["survivor"].transfers[-1].status == "PeerLost"
 
 
@@ -40,10 +40,10 @@ def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
         },
         kill={"victim": KILL},
     )
-    found = outcome.ranks["survivor"].value
-    assert found["errors"] == ["PeerLost", "PeerLost"]
-    assert found["connect"] == "PeerLost"
-    assert found["took"] < 20
+    result = outcome.ranks["survivor"].value
+    assert result["errors"] == ["PeerLost", "PeerLost"]
+    assert result["connect"] == "PeerLost"
+    assert result["took"] < 20
     assert "killed" in outcome.ranks["victim"].error
     assert outcome.ranks["victim"].value is None
 

@@ -32,9 +32,9 @@ def test_those_of_transfers_in_turn_arrive_in_order(job, payloads):
 def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(pair):
     """When a notification is there, so are the bytes of its transfer: a receiver reads them without waiting."""
     _, target = pair(moving.notify_at_once, moving.be_notified, count=32, size=64 * KiB)
-    found = target.value
-    assert sorted(int(bytes.fromhex(payload)) for payload in found["payloads"]) == list(range(32))
-    assert (found["surplus"], found["early"]) == (0, 0)
+    result = target.value
+    assert sorted(int(bytes.fromhex(payload)) for payload in result["payloads"]) == list(range(32))
+    assert (result["surplus"], result["early"]) == (0, 0)
 
 
 def test_a_write_without_one_sends_none(job):

@@ -17,12 +17,12 @@ def test_a_transfer_past_its_deadline_settles_later(pair):
     Until it settles its region cannot be deregistered, nor its buffer freed, and it counts as quarantined.
     """
     writer, _ = pair(losing.write_too_late, losing.be_target, size=64 * MiB)
-    found = writer.value
-    assert found["error"] == "TransferTimeout"
-    assert found["quarantined"] == (0 if found["settled"] else 1)
-    assert found["deregister"] == ("accepted" if found["settled"] else "RegistrationError")
-    assert found["free"] == "RegistrationError"
-    assert found["after"] == [0, "accepted"]
+    result = writer.value
+    assert result["error"] == "TransferTimeout"
+    assert result["quarantined"] == (0 if result["settled"] else 1)
+    assert result["deregister"] == ("accepted" if result["settled"] else "RegistrationError")
+    assert result["free"] == "RegistrationError"
+    assert result["after"] == [0, "accepted"]
     assert [record.status for record in writer.transfers] == ["TransferTimeout"]
 
 
@@ -47,11 +47,11 @@ def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
     An engine that is one-sided completes the write without the other process.
     """
     case, job = real
-    found = stop(job, resume=False, failing=["target"])
+    result = stop(job, resume=False, failing=["target"])
     if case.one_sided:  # a call of the writer's own copies, or its GPU
-        assert (found["error"], found["settled"], found["quarantined"]) == ("ok", True, 0)
+        assert (result["error"], result["settled"], result["quarantined"]) == ("ok", True, 0)
         return
-    assert found == {
+    assert result == {
         "error": "TransferTimeout",
         "in time": True,
         "settled": False,
@@ -64,9 +64,9 @@ def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
 
 def test_a_stopped_peer_that_goes_on_lets_the_memory_settle(real):
     """Quarantine ends once the engine says that the write is over."""
-    found = stop(real[1], resume=True)
-    assert found["settled after resuming"]
-    assert found["quarantined after resuming"] == 0
+    result = stop(real[1], resume=True)
+    assert result["settled after resuming"]
+    assert result["quarantined after resuming"] == 0
 
 
 def test_after_the_proof_no_byte_of_a_killed_writer_arrives(pair, request):

@@ -50,9 +50,9 @@ def test_an_unknown_rank_is_a_key_error(job):
 @pytest.mark.not_in_guest
 def test_memory_is_zeroed_limited_and_given_back(job):
     """A refused allocation must not count as used, and memory that was freed can be allocated again."""
-    found = dict(alone(job, living.use_memory))
-    assert found.pop("zeroed") in (True, None)
-    assert found == {
+    result = dict(alone(job, living.use_memory))
+    assert result.pop("zeroed") in (True, None)
+    assert result == {
         "used": 4096,
         "too much": "OutOfMemory",
         "used after": 4096,

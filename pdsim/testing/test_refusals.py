@@ -14,10 +14,10 @@ def test_bad_batches_are_refused_and_nothing_is_written(pair):
     It is refused before it is posted, so the target stays as it was and hears of nothing.
     """
     writer, target = pair(refusals.write_nonsense, refusals.be_spared)
-    found = dict(writer.value)
-    unknown_local = found.pop("unknown local region")
+    result = dict(writer.value)
+    unknown_local = result.pop("unknown local region")
     assert unknown_local in ("InvalidBatch", "RegistrationError")  # never registered is also not registered any more
-    assert found == dict.fromkeys(found, "InvalidBatch")
+    assert result == dict.fromkeys(result, "InvalidBatch")
     assert target.value["wrong"] in (0, None)
     assert target.value["notifications"] == 0
 

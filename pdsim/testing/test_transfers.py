@@ -57,9 +57,9 @@ def test_transfers_in_both_directions_may_overlap(job):
 def test_the_record_describes_the_transfer(pair):
     """Bytes, descriptors, route and label are those of the call, and the five times ascend."""
     writer, _ = pair(moving.write_blocks, moving.be_written, **ODD, seed=3)
-    found = dict(writer.value)
-    assert found.pop("nbytes") == found.pop("expected")
-    assert found == {
+    result = dict(writer.value)
+    assert result.pop("nbytes") == result.pop("expected")
+    assert result == {
         "operation": "write",
         "route": ["writer", "target"],
         "descriptors": 300,

@@ -38,7 +38,7 @@ class Rank:
 
     Objects of one rank are not used by another one: on a real engine each is in a process of its own.
 
-    Life: the target makes one for each `RankSpec`, starts the program as a process of its clock, and closes groups,
+    The target makes one for each `RankSpec`, starts the program as a process of its clock, and closes groups,
     channel and endpoint when the program has ended, however it ended.
     """
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tools.faults_real.plan import KINDS, Plan, draw
 from tools.faults_real.table import COLUMNS, NUMBERS, STORED, read, table
-from tools.faults_real.trial import CHECKS, Found, attempt
+from tools.faults_real.trial import CHECKS, JobReport, attempt
 
 __all__ = ["main", "run"]
 
 
-def row(plan: Plan, outcome: Found) -> dict[str, object]:
+def row(plan: Plan, outcome: JobReport) -> dict[str, object]:
     """Return what *outcome* says of *plan* as a row of the file, with `COLUMNS`."""
     return {
         "seed": plan.seed,

@@ -18,7 +18,7 @@ from pdsim.serving.deployment import ROUTER
 from pdsim.transfer.job import Outcome, RankResult, RankSpec
 from tools.faults_real.plan import DEADLINE, TIMEOUT, Plan
 
-__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt", "job"]
+__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "JobReport", "attempt", "job"]
 
 LIMIT = 90.0
 """Seconds after which a job that has not ended hangs; the longest is over after 25 on an idle machine."""
@@ -53,7 +53,7 @@ _UCX = re.compile(r"killed by signal (6|11)\n.*Connection reset by remote peer",
 
 
 @dataclass
-class Found:
+class JobReport:
     """What a job showed: how its requests ended, and what must not be, by `CHECKS`, each with a line in *details*.
 
     *suspected* counts failures by the silence of a peer that no fault reached: on a busy machine a rank may not get
@@ -74,7 +74,7 @@ class Found:
     details: list[str]
 
 
-def attempt(plan: Plan) -> Found:
+def attempt(plan: Plan) -> JobReport:
     """Run *plan* and check what `CHECKS` names.
 
     - *violations*: each request has ended, by a reason that a fault on its own instances, the router or the link
@@ -91,7 +91,7 @@ def attempt(plan: Plan) -> Found:
     target, specs = job(plan)
     outcome = target.run(specs, plan.kill, plan.restart, plan.pause)
     seconds = time.monotonic() - began
-    return Check(plan, outcome).found(seconds, _left(before))
+    return Check(plan, outcome).report(seconds, _left(before))
 
 
 def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
@@ -132,7 +132,7 @@ def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
 
 
 class Check:
-    """The checks of one *outcome* of *plan*: `found` makes them, once."""
+    """The checks of one *outcome* of *plan*: `report` makes them, once."""
 
     def __init__(self, plan: Plan, outcome: Outcome) -> None:
         self._plan = plan
@@ -144,8 +144,8 @@ class Check:
         self._spans = {name: list(self._disturbed(name)) for name in outcome.ranks}
         self._links = [(change.start, change.end + _AFTER) for change in plan.changes]
 
-    def found(self, seconds: float, left: list[str]) -> Found:
-        """Return what is found, of a job that took *seconds* and has *left* this on the machine."""
+    def report(self, seconds: float, left: list[str]) -> JobReport:
+        """Return the report of a job that took *seconds* and has *left* this on the machine."""
         ranks, value = self._outcome.ranks, self._outcome.ranks[ROUTER].value
         for name, rank in ranks.items():
             self._rank(name, rank)
@@ -164,7 +164,7 @@ class Check:
             self._note("leftovers", what)
         ok = sum(row[3] == "ok" for row in rows)
         values = [rank.value for rank in ranks.values() if rank.value is not None]
-        return Found(
+        return JobReport(
             ok=ok,
             failed=len(rows) - ok,
             nbytes=sum(row[2] for row in rows if row[3] == "ok"),

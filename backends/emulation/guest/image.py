@@ -71,10 +71,10 @@ def _make(folder: Path) -> None:
 
 
 def _newest_kernel() -> str:
-    found = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
-    if not found:
+    package = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
+    if not package:
         raise BackendUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
-    return found[1]
+    return package[1]
 
 
 def _unpack(package: str, folder: Path) -> None:
@@ -101,10 +101,10 @@ def command(*words: str, cwd: Path | None = None, about: str = "the guest's file
 
 
 def _archive(kernel: Path, busybox: Path) -> bytes:
-    found = {_plain(path.name.partition(".")[0]): path for path in kernel.glob("lib/modules/*/kernel/**/*.ko*")}
+    shipped = {_plain(path.name.partition(".")[0]): path for path in kernel.glob("lib/modules/*/kernel/**/*.ko*")}
     modules: dict[str, bytes] = {}
     for module in MODULES:
-        _load(_plain(module), found, modules)
+        _load(_plain(module), shipped, modules)
     files = {"init": INIT.read_bytes(), "bin/busybox": busybox.read_bytes()}
     files |= {f"modules/{name}": data for name, data in modules.items()}
     files["modules/order"] = "".join(f"{name}\n" for name in modules).encode()
@@ -118,15 +118,15 @@ def _plain(module: str) -> str:
     return module.replace("-", "_")
 
 
-def _load(module: str, found: dict[str, Path], modules: dict[str, bytes]) -> None:
-    if module in modules or module not in found:
+def _load(module: str, shipped: dict[str, Path], modules: dict[str, bytes]) -> None:
+    if module in modules or module not in shipped:
         return
-    data = found[module].read_bytes()
-    if found[module].suffix == ".xz":
+    data = shipped[module].read_bytes()
+    if shipped[module].suffix == ".xz":
         data = lzma.decompress(data)
     needs = re.search(rb"\0depends=([^\0]*)\0", data)
     for need in needs[1].decode().split(",") if needs else ():
-        _load(_plain(need), found, modules)
+        _load(_plain(need), shipped, modules)
     modules[module] = data
 
 

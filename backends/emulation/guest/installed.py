@@ -79,8 +79,8 @@ def _give_soft_roce(guest: Guest) -> None:
         raise BackendUnavailable(f"NIXL's libraries in the guest: {done.output}")
 
 
-def _only(found: Iterator[Path], what: str) -> Path:
-    paths = list(found)
+def _only(candidates: Iterator[Path], what: str) -> Path:
+    paths = list(candidates)
     if len(paths) != 1:
         raise BackendUnavailable(f"there must be one {what}, found {len(paths)}")
     return paths[0]

@@ -24,7 +24,7 @@ class Server:
 
     *python* is the command that runs Python there, *env* what is added to its environment.
 
-    Life: it is started when this is made, which takes up to `START` seconds; `run` then takes one job after the
+    It is started when this is made, which takes up to `START` seconds; `run` then takes one job after the
     other. It ends with the guest.  A job that is not answered in time makes it useless, since a late answer would be
     taken for the next job's.
     """

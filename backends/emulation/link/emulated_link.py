@@ -103,20 +103,20 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
     *link* gives rates in bytes/s, delay in seconds, and changes in seconds after `EmulatedLink.go`.
     """
     with ExitStack() as made:
-        found = []
+        ends = []
         for node in range(nodes):
             settings = {**SETTINGS, "ipv4/tcp_wmem": f"4096 16384 {link.window}"}
-            found.append(namespaces.make(_address(node), link.mtu, settings))
-            made.callback(found[-1].close)
+            ends.append(namespaces.make(_address(node), link.mtu, settings))
+            made.callback(ends[-1].close)
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.enter_context(control)
         with other:
-            forwarder = _start(link, [node.tun for node in found], other)
+            forwarder = _start(link, [node.tun for node in ends], other)
         made.callback(_stop, forwarder)
         control.settimeout(PATIENCE)
         if control.recv(2) != b"up":
             raise BackendUnavailable(f"the packet forwarder did not start: exit code {forwarder.wait()}")
-        yield EmulatedLink(found, control, forwarder)
+        yield EmulatedLink(ends, control, forwarder)
 
 
 def missing_requirements() -> str:

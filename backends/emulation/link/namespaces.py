@@ -63,23 +63,23 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
 
     A namespace belongs to a thread, so one is started to make it.  *mtu* is in bytes.
     """
-    found: list[Node | OSError] = []
+    results: list[Node | OSError] = []
 
     def build() -> None:
         try:
-            found.append(_build(address, mtu, settings))
+            results.append(_build(address, mtu, settings))
         except OSError as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=build)  # a namespace is a thread's: this one enters it for good
     thread.start()
     thread.join()
-    if isinstance(found[0], OSError):
+    if isinstance(results[0], OSError):
         raise BackendUnavailable(
-            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({found[0]}); "
+            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({results[0]}); "
             f"run as root with /dev/net/tun, or use hw=loopback"
-        ) from found[0]
-    return found[0]
+        ) from results[0]
+    return results[0]
 
 
 @contextlib.contextmanager

@@ -112,11 +112,11 @@ class Hop:
 
     def due(self, now: float) -> list[tuple[float, bytes]]:
         """Take out and return what has arrived."""
-        flight, found = self.flight, []
+        flight, due = self.flight, []
         while flight and flight[0][0] <= now:
-            found.append(flight.popleft())
-            self.held -= len(found[-1][1])
-        return found
+            due.append(flight.popleft())
+            self.held -= len(due[-1][1])
+        return due
 
 
 class ForwarderChain:

@@ -48,7 +48,7 @@ def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Step
 
     Return for each size: wrong bytes, and bytes, operation and kind of memory that the record names.
     """
-    ranks, found = len(group.names), []
+    ranks, result = len(group.names), []
     work = []
     for number, size in enumerate(sizes):
         source = filled(rank, size, 10 * group.index + number)
@@ -59,30 +59,30 @@ def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Step
         record = yield event
         pieces = [pattern(10 * index + number, size) for index in range(ranks)]
         expected = np.concatenate([*pieces, np.full(room, GUARD, np.uint8)])
-        found.append(
+        result.append(
             [wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]]
         )
         rank.device.free(source)
         rank.device.free(target)
-    return found
+    return result
 
 
 def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
     """Reserve a pool, gather in it, take more than it has, let it grow, gather again.
 
-    *early* and *full* are the errors of allocations that cannot be met, *found* the results of two gathers.
+    *early* and *full* are the errors of allocations that cannot be met, *result* the results of two gathers.
     """
     ranks = len(group.names)
     early = refusal(lambda: rank.device.allocate(size, SYMMETRIC))
     yield group.reserve((ranks + 1) * size)
-    found = [(yield from _symmetric(rank, group, size, 1))]
+    result = [(yield from _symmetric(rank, group, size, 1))]
     full = refusal(lambda: rank.device.allocate(2 * (ranks + 1) * size, SYMMETRIC))
     yield group.reserve(3 * (ranks + 1) * size)
-    found.append((yield from _symmetric(rank, group, 3 * size, 2)))
+    result.append((yield from _symmetric(rank, group, 3 * size, 2)))
     return {
         "early": early,
         "full": full,
-        "found": found,
+        "result": result,
         "growths": group.growths,
         "stalled": group.growth_seconds > 0,
         "reserved": group.reserved,
@@ -97,10 +97,10 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
         source.write(0, pattern(seed + group.index, size).tobytes())
     record = yield group.all_gather(source, target)
     expected = np.concatenate([pattern(seed + index, size) for index in range(len(group.names))])
-    found = [wrong(rank, target, expected), record.engine.rpartition(":")[2]]
+    result = [wrong(rank, target, expected), record.engine.rpartition(":")[2]]
     rank.device.free(source)
     rank.device.free(target)
-    return found
+    return result
 
 
 def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int) -> Steps:
@@ -108,22 +108,22 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
 
     Each row has *row* bytes, which depend on its token alone, so that every rank knows what must arrive.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     for batch in batches:
         split = zigzag(batch, len(group.names))
         gather = PaddedAllGather(rank, group, row, split.longest)
         yield from gather.open()
-        tokens = pattern(len(found), split.total * row)
+        tokens = pattern(len(result), split.total * row)
         mine, whole = rank.device.allocate(split.longest * row), rank.device.allocate(split.total * row)
         if rank.device.holds_bytes:
             rows = [tokens[first * row : (first + n) * row] for first, n in split.pieces[group.index]]
             mine.write(0, b"".join(piece.tobytes() for piece in rows))
         yield from gather.gather(split, mine, Region.local(rank.name, rank.device.name, whole))
-        found.append(wrong(rank, whole, tokens))
+        result.append(wrong(rank, whole, tokens))
         gather.close()
         rank.device.free(mine)
         rank.device.free(whole)
-    return found
+    return result
 
 
 def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
@@ -138,7 +138,7 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
     spared = not rank.device.holds_bytes or target.read(0, target.size) == before
     alike = yield from outcome_of(group.all_gather(source, target, 1024))
     small = filled(rank, 4096 * ranks - 1, None)
-    found = {
+    result = {
         "differs": differs,
         "spared": spared,
         "alike": alike,
@@ -149,7 +149,7 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
     }
     for buffer in (source, target, small):
         rank.device.free(buffer)
-    return found
+    return result
 
 
 def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> Program:
@@ -203,10 +203,10 @@ def gather_in_another(rank: Rank, names: list[str]) -> Steps:
         return None
     source, target = filled(rank, 1000, names.index(rank.name)), filled(rank, 1000 * len(names), None)
     yield rank.group(names).all_gather(source, target)
-    found = wrong(rank, target, np.concatenate([pattern(index, 1000) for index in range(len(names))]))
+    result = wrong(rank, target, np.concatenate([pattern(index, 1000) for index in range(len(names))]))
     rank.device.free(source)
     rank.device.free(target)
-    return found
+    return result
 
 
 def ask_for_strangers(rank: Rank) -> list[bool]:

@@ -38,9 +38,9 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
     mail, buffer = yield from target(rank, by, 64 * times)
     for _ in range(times):
         yield rank.endpoint.notifications.get()
-    found = wrong(rank, buffer, pattern(1, 64 * times))
+    result = wrong(rank, buffer, pattern(1, 64 * times))
     yield from mail.wait_for(by)
-    return {"wrong": found, "surplus": len(rank.endpoint.notifications)}
+    return {"wrong": result, "surplus": len(rank.endpoint.notifications)}
 
 
 def close_twice(rank: Rank, peer: str) -> Program:
@@ -78,13 +78,13 @@ def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
 
 def receive_numbers(rank: Rank, senders: list[str], count: int) -> Program:
     """Return the numbers of each of *senders*, in order of arrival."""
-    found: dict[str, list[int]] = {name: [] for name in senders}
+    result: dict[str, list[int]] = {name: [] for name in senders}
     for _ in range(count * len(senders)):
         sender, payload = yield rank.channel.receive()
         name, number = payload.decode().split()
         assert name == sender
-        found[sender].append(int(number))
-    return found
+        result[sender].append(int(number))
+    return result
 
 
 def echo(rank: Rank, to: str, size: int) -> Program:
@@ -125,7 +125,7 @@ def use_memory(rank: Rank) -> Program:
     yield rank.clock.timeout(0)
     device = rank.device
     first = device.allocate(4096)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "used": device.used,
         "zeroed": first.read(0, 4096) == bytes(4096) if device.holds_bytes else None,
         "too much": refusal(lambda: device.allocate(device.capacity)),
@@ -140,7 +140,7 @@ def use_memory(rank: Rank) -> Program:
         nothing = "accepted"
     except (ValueError, PdsimError):
         nothing = "refused"
-    return {**found, "nothing": nothing, "used in the end": device.used}
+    return {**result, "nothing": nothing, "used in the end": device.used}
 
 
 def touch_outside(rank: Rank) -> Program:
@@ -151,7 +151,7 @@ def touch_outside(rank: Rank) -> Program:
     """
     yield rank.clock.timeout(0)
     buffer = rank.device.allocate(16)
-    found = []
+    result = []
     for action in (
         lambda: buffer.read(8, 9),
         lambda: buffer.read(-1, 4),
@@ -161,8 +161,8 @@ def touch_outside(rank: Rank) -> Program:
         try:
             action()
         except (IndexError, TypeError) as error:
-            found.append(type(error).__name__)
-    return found
+            result.append(type(error).__name__)
+    return result
 
 
 def copy_within(rank: Rank, region: int) -> Program:

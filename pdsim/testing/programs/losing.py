@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are lost, stopped or late, and what their peers see.
 
-Three ends are told apart.  A rank that is killed is lost within a deadline, and its peers get
+There are three ends.  A rank that is killed is lost within a deadline, and its peers get
 `PeerLost`.  One that is stopped keeps its connections, so only a deadline tells, and its memory and
 that of its peers stay in quarantine.  One that closes in order leaves nothing under way.  Seconds
 are those of a machine with idle cores, times `PATIENCE`.
@@ -88,12 +88,12 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
 def be_other(rank: Rank, by: str) -> Program:
     """Take two writes and return their notifications, whatever becomes of the other peer."""
     mail, _ = yield from target(rank, by, 4096)
-    found = []
+    result = []
     for _ in range(2):
         notification = yield rank.endpoint.notifications.get()
-        found.append(notification.payload.decode())
+        result.append(notification.payload.decode())
     yield from mail.wait_for(by)
-    return found
+    return result
 
 
 def fail(rank: Rank, after: float) -> Program:
@@ -114,7 +114,7 @@ def write_too_late(rank: Rank, to: str, size: int) -> Program:
     transfer = rank.endpoint.write(peer, one(mine, peer.regions["memory"], size), timeout=1e-5)
     error = yield from outcome_of(transfer)
     settled = transfer.settled.triggered
-    found = {
+    result = {
         "error": error,
         "settled": settled,
         "quarantined": rank.endpoint.quarantined,
@@ -122,9 +122,9 @@ def write_too_late(rank: Rank, to: str, size: int) -> Program:
         "free": refusal(lambda: rank.device.free(buffer)),
     }
     yield transfer.settled
-    found["after"] = [rank.endpoint.quarantined, refusal(lambda: rank.endpoint.deregister(mine))]
+    result["after"] = [rank.endpoint.quarantined, refusal(lambda: rank.endpoint.deregister(mine))]
     yield from mail.wait_for(to)
-    return found
+    return result
 
 
 def be_target(rank: Rank, by: str, size: int) -> Program:
@@ -152,7 +152,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     took = rank.clock.now - started
     yield rank.clock.timeout(0.2 * PATIENCE)
     used = rank.device.used
-    found = {
+    result = {
         "error": error,
         "in time": took < 2.0 * PATIENCE,
         "settled": transfer.settled.triggered,
@@ -164,12 +164,12 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     if resume:
         os.kill(pid, signal.SIGCONT)
         yield transfer.settled | rank.clock.timeout(20 * PATIENCE)
-        found["settled after resuming"] = transfer.settled.triggered
-        found["quarantined after resuming"] = rank.endpoint.quarantined
+        result["settled after resuming"] = transfer.settled.triggered
+        result["quarantined after resuming"] = rank.endpoint.quarantined
         yield from mail.wait_for(to)
     else:
         os.kill(pid, signal.SIGKILL)
-    return found
+    return result
 
 
 def be_stopped(rank: Rank, by: str, size: int) -> Program:

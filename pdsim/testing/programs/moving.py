@@ -55,9 +55,9 @@ def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: in
     """Take the write of `write_blocks`; return its notification, and how many bytes of the region are wrong."""
     mail, buffer = yield from target(rank, by, region)
     notification = yield rank.endpoint.notifications.get()
-    found = wrong(rank, buffer, moved(count, size, region, seed))
+    result = wrong(rank, buffer, moved(count, size, region, seed))
     yield from mail.wait_for(by)
-    return {"from": notification.sender, "payload": notification.payload.decode(), "wrong": found}
+    return {"from": notification.sender, "payload": notification.payload.decode(), "wrong": result}
 
 
 def read_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
@@ -68,9 +68,9 @@ def read_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: i
     peer = (yield from mail.connect(to))[to]
     batch = Batch(peer.regions["memory"], mine, *scattered(count, size, region, seed))
     record = yield rank.endpoint.read(peer, batch)
-    found = wrong(rank, buffer, moved(count, size, region, seed))
+    result = wrong(rank, buffer, moved(count, size, region, seed))
     yield from mail.wait_for(to)
-    return {"operation": record.operation, "route": [record.source, record.target], "wrong": found}
+    return {"operation": record.operation, "route": [record.source, record.target], "wrong": result}
 
 
 def be_read(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
@@ -117,9 +117,9 @@ def be_one_of_many(rank: Rank, by: str, index: int, size: int, of: int) -> Progr
     """Take the *index*-th of *of* parts; return the notification and wrong bytes."""
     mail, buffer = yield from target(rank, by, size)
     notification = yield rank.endpoint.notifications.get()
-    found = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
+    result = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
     yield from mail.wait_for(by)
-    return {"payload": notification.payload.decode(), "wrong": found}
+    return {"payload": notification.payload.decode(), "wrong": result}
 
 
 def write_to_hub(rank: Rank, to: str, size: int, seed: int, offset: int) -> Program:
@@ -139,9 +139,9 @@ def be_hub(rank: Rank, size: int) -> Program:
     for _ in rank.peers:
         received.append((yield rank.endpoint.notifications.get()))  # noqa: PERF401 a yield cannot stand in a list
     expected = np.concatenate([pattern(seed, size) for seed in range(len(rank.peers))])
-    found = wrong(rank, buffer, expected)
+    result = wrong(rank, buffer, expected)
     yield from mail.wait_for()
-    return {"notified": sorted([note.sender, note.payload.decode()] for note in received), "wrong": found}
+    return {"notified": sorted([note.sender, note.payload.decode()] for note in received), "wrong": result}
 
 
 def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
@@ -178,9 +178,9 @@ def be_written_in_sequence(rank: Rank, by: str, count: int, size: int, stop: boo
     while len(payloads) < (1 if stop else count):
         notification: Notification = yield rank.endpoint.notifications.get()
         payloads += [notification.payload.decode()] * notification.times
-    found = wrong(rank, buffer, pattern(2, count * size))
+    result = wrong(rank, buffer, pattern(2, count * size))
     yield from mail.wait_for(by)
-    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "wrong": found}
+    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "wrong": result}
 
 
 def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:

@@ -48,7 +48,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
     def batch(source: Any, target: Any, length: Any) -> Callable[[], Transfer]:
         return lambda: rank.endpoint.write(peer, Batch(mine, sink, source, target, length), b"nonsense")
 
-    found = {
+    result = {
         "empty": refusal(batch([], [], [])),
         "zero size": refusal(batch([0, 8], [0, 8], [8, 0])),
         "negative size": refusal(batch([8], [8], [-8])),
@@ -66,7 +66,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
     }
     yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)
-    return found
+    return result
 
 
 def be_spared(rank: Rank, by: str) -> Program:
@@ -102,7 +102,7 @@ def register_oddly(rank: Rank) -> Program:
     endpoint, device = rank.endpoint, rank.device
     buffer, other = device.allocate(4096), device.allocate(4096)
     region = endpoint.register(buffer, "kv")
-    found = {
+    result = {
         "name taken": refusal(lambda: endpoint.register(other, "kv")),
         "buffer taken": refusal(lambda: endpoint.register(buffer, "other")),
         "freed while registered": refusal(lambda: device.free(buffer)),
@@ -113,21 +113,21 @@ def register_oddly(rank: Rank) -> Program:
     endpoint.deregister(Region(rank.name, "kv", 4096, buffer.address, device.name))
     device.free(buffer)
     device.free(other)
-    return {**found, "used": device.used}
+    return {**result, "used": device.used}
 
 
 def withdraw_own_region(rank: Rank, to: str) -> Program:
     """Return how a write from a region is refused that this rank has deregistered."""
     mail, mine, peer, sink = yield from initiator(rank, to, 4096)
     rank.endpoint.deregister(mine)
-    found = refusal(lambda: rank.endpoint.write(peer, one(mine, sink, 8), b"withdrawn"))
+    result = refusal(lambda: rank.endpoint.write(peer, one(mine, sink, 8), b"withdrawn"))
     yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)
-    return found
+    return result
 
 
 def write_to_withdrawn(rank: Rank, to: str) -> Program:
-    """Write, then write again after the peer has withdrawn the region and told so.
+    """Write, then write again after the peer has withdrawn the region and said so.
 
     Return what became of three writes: before the withdrawal, to the withdrawn region, and to
     another region of the same peer, which must not suffer.
@@ -160,9 +160,9 @@ def withdraw(rank: Rank, by: str) -> Program:
     yield from mail.wait_for(by)
     expected = np.full(4096, GUARD, np.uint8)
     expected[:2048] = pattern(1, 4096)[:2048]
-    found = wrong(rank, buffer, expected)
+    result = wrong(rank, buffer, expected)
     rank.device.free(buffer)
-    return {"wrong": found}
+    return {"wrong": result}
 
 
 def write_to_latecomer(rank: Rank, to: str) -> Program:
@@ -187,6 +187,6 @@ def register_late(rank: Rank, by: str) -> Program:
     rank.endpoint.register(buffer, "late")
     rank.channel.send(by, rank.endpoint.address())
     yield rank.endpoint.notifications.get()
-    found = wrong(rank, buffer, pattern(1, 4096))
+    result = wrong(rank, buffer, pattern(1, 4096))
     yield from mail.wait_for(by)
-    return {"wrong": found}
+    return {"wrong": result}

@@ -63,7 +63,7 @@ class Mail:
 def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
     """Return *size* bytes that differ from place to place, from seed to seed and from GUARD.
 
-    The values stay below `GUARD`, so a byte that was never written is told from any that was.
+    The values stay below `GUARD`, so a byte that was never written differs from any that was.
     """
     period = 65_521  # prime, so that no block, page or buffer is a multiple of it
     values = ((np.arange(period, dtype=np.uint64) * 2654435761 + seed * 97) >> 7) % 165

@@ -17,7 +17,7 @@ __all__ = ["PAUSE", "make"]
 
 PAUSE = "pause.so"
 """To be preloaded where processors are few: MORI's completion thread looks for events without end, and this lets it
-sleep until there are some.  It is told from other callers by how many events it takes at a time."""
+sleep until there are some.  It recognises its caller by how many events it takes at a time."""
 
 LIBRARIES = {
     # the soname, and what every function answers
@@ -60,9 +60,9 @@ def make(wheel: Iterable[Path], folder: Path) -> None:
     *wheel* are the shared libraries of MORI; *folder* must exist.  Needs gcc and readelf; raises a
     `CalledProcessError` if one of them fails.
     """
-    found = _wanted(wheel)
+    wanted = _wanted(wheel)
     for soname, answer in LIBRARIES.items():
-        _build(_source(found[soname], answer), _versions(found[soname]), folder / soname)
+        _build(_source(wanted[soname], answer), _versions(wanted[soname]), folder / soname)
     _build(SMI, "", folder / "librocm_smi64.so.1")  # it is opened by name, and none of its functions is listed
     _build(WAIT, "", folder / PAUSE)
 

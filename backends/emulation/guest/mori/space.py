@@ -54,10 +54,10 @@ def python() -> tuple[Path, Path]:
         if problem := missing_requirements():
             raise BackendUnavailable(problem)
         _make(folder)
-    found = folder / "venv" / "bin" / "python"
+    interpreter = folder / "venv" / "bin" / "python"
     # where it is emulated, it could neither do so quickly nor keep what it has done
-    _made(str(found), "-m", "compileall", "-q", *(str(REPOSITORY / name) for name in COMPILED))
-    return found, folder / "libraries"
+    _made(str(interpreter), "-m", "compileall", "-q", *(str(REPOSITORY / name) for name in COMPILED))
+    return interpreter, folder / "libraries"
 
 
 def missing_requirements() -> str:
@@ -86,8 +86,8 @@ def _make(folder: Path) -> None:
     libraries = folder / "libraries"
     libraries.mkdir(parents=True)
     _libraries(libraries)
-    found = _environment(folder, libraries)
-    _made(str(found), "-m", "pip", "install", "-q", WHEEL, "-e", str(REPOSITORY))
+    interpreter = _environment(folder, libraries)
+    _made(str(interpreter), "-m", "pip", "install", "-q", WHEEL, "-e", str(REPOSITORY))
     packages = next((folder / "venv").glob("lib/python3.12/site-packages"))
     shims.make(packages.glob("mori/**/*.so"), libraries)
     (packages / "torch.py").write_text(TORCH)
@@ -134,14 +134,14 @@ def _environment(folder: Path, libraries: Path) -> Path:
     base = _base()
     assert base is not None, "missing_requirements() says so"
     _made(str(base), "-m", "venv", str(folder / "venv"))
-    found = folder / "venv" / "bin" / "python"
-    found.unlink()
+    interpreter = folder / "venv" / "bin" / "python"
+    interpreter.unlink()
     # the linker tells Python where it was started from, or it would not find its environment
-    found.write_text(
+    interpreter.write_text(
         f'#!/bin/sh\nexec {libraries / LINKER} --library-path {libraries} --argv0 "$0" {base.resolve()} "$@"\n'
     )
-    found.chmod(0o755)
-    return found
+    interpreter.chmod(0o755)
+    return interpreter
 
 
 def _base() -> Path | None:
