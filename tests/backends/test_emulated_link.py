@@ -1,11 +1,6 @@
 """A real link: ranks in namespaces of their own, all they say over it, and nothing of it left behind."""
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,19 +22,6 @@ pytestmark = pytest.mark.skipif(
 
 LINK = NetworkLink(rate=1e8, delay=1e-3)
 
-RUN = """
-from backends.jobs.launcher import Processes
-from dataclasses import replace
-from pdsim.hardware.machine import NetworkLink
-from pdsim.transfer.job import Place
-from tests.support.engines import spec
-from tests.backends import programs
-from tests.support.engines import engine
-
-ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
-Processes(engine("mooncake_tcp"), link=NetworkLink(rate=1e8, delay=1e-3), nodes=2).run(ranks)
-"""
-
 
 def at(node, name, program, **arguments):
     return replace(spec(name, program, **arguments), place=Place(node))
@@ -55,15 +37,6 @@ def state():
     """Return what a link could leave: children, descriptors, this thread in another namespace."""
     me = psutil.Process()
     return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
-
-
-def spaces(processes):
-    """Return the network namespaces that *processes*, numbers, are in."""
-    found = set()
-    for number in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            found.add(Path(f"/proc/{number}/ns/net").readlink())
-    return found
 
 
 def test_every_rank_is_in_the_namespace_of_its_node_and_sees_its_device(mooncake):
@@ -150,32 +123,6 @@ def test_nothing_is_left_when_the_packet_forwarder_cannot_be_made(monkeypatch):
     with pytest.raises(BackendUnavailable, match="packet forwarder did not start: exit code 2"), joined(LINK, 2):
         pass
     assert state() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_is_left_when_the_supervisor_is_signalled(mooncake, number):
-    supervisor = subprocess.Popen([sys.executable, "-c", RUN], stderr=subprocess.DEVNULL)
-    try:
-        children = []
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in children) < 2:
-            children = psutil.Process(supervisor.pid).children()
-            time.sleep(0.1)
-        assert len(children) == 3  # two ranks and the packet forwarder
-        made = spaces(child.pid for child in children) - spaces([os.getpid()])
-        assert len(made) == 2
-        with contextlib.ExitStack() as kept:
-            for child in children:  # a namespace that is gone gives its number to the next, of another test perhaps
-                kept.enter_context(Path(f"/proc/{child.pid}/ns/net").open("rb"))
-            supervisor.send_signal(number)
-            supervisor.wait(timeout=20)
-            _, alive = psutil.wait_procs(children, timeout=10)
-            assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-            assert not made & spaces(psutil.pids())
-    finally:
-        supervisor.kill()
-        supervisor.wait()
 
 
 def test_who_may_not_make_namespaces_is_told_what_it_takes():

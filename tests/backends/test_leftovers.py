@@ -12,19 +12,23 @@ from pathlib import Path
 import psutil
 import pytest
 
+from backends.emulation.link.emulated_link import missing_requirements
 from backends.jobs.launcher import Processes
 from tests.backends import programs
 from tests.support.engines import spec
 
 RUN = """
 import sys
+from dataclasses import replace
 from backends.jobs.launcher import Processes
-from tests.support.engines import spec
+from pdsim.hardware.machine import NetworkLink
+from pdsim.transfer.job import Place
 from tests.backends import programs
-from tests.support.engines import engine
+from tests.support.engines import engine, spec
 
-ranks = [spec("a", programs.sleep, seconds=600), spec("b", programs.sleep, seconds=600)]
-Processes(engine(sys.argv[1])).run(ranks)
+link = NetworkLink(rate=1e8, delay=1e-3) if "link" in sys.argv else None
+ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
+Processes(engine(sys.argv[1]), link=link, nodes=2).run(ranks)
 """
 
 
@@ -64,25 +68,42 @@ def gone(processes):
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_when_the_supervisor_is_signalled(any_engine, number):
+def signalled(number, processes, *words):
+    """Signal the supervisor of two ranks once there are so many *processes*; none may be left, and no file."""
     before = files()
-    supervisor = subprocess.Popen([sys.executable, "-c", RUN, any_engine.name], stderr=subprocess.DEVNULL)
+    supervisor = subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.DEVNULL)
     try:
-        ranks = []
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (len(ranks) == 2 and all(p.num_threads() > 1 for p in ranks)):
-            ranks = psutil.Process(supervisor.pid).children()
+        started, deadline = [], time.monotonic() + 60
+        while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in started) < 2:
+            started = psutil.Process(supervisor.pid).children()
             time.sleep(0.1)
-        assert len(ranks) == 2
+        assert len(started) == processes
         supervisor.send_signal(number)
         supervisor.wait(timeout=20)
-        assert gone(ranks)
+        assert gone(started)
     finally:
         supervisor.kill()
         supervisor.wait()
     assert not left(before)
+
+
+SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
+
+
+@pytest.mark.slow
+@SIGNALS
+def test_when_the_supervisor_is_signalled(any_engine, number):
+    signalled(number, 2, any_engine.name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_requirements()), reason="needs network namespaces")
+@SIGNALS
+def test_when_the_supervisor_of_a_link_is_signalled(mooncake, number):
+    """The packet forwarder goes too; a namespace lasts as long as a process is in it."""
+    signalled(number, 3, mooncake.name, "link")
 
 
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):

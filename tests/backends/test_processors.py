@@ -2,12 +2,10 @@
 
 import ctypes
 import os
-import platform
-import threading
 
 import pytest
 
-from backends.jobs.affinity import EVERY, QuickProcessor, keep_for, shares
+from backends.jobs.affinity import EVERY, QuickProcessor, shares
 from pdsim.transfer.job import Place, RankSpec
 
 
@@ -31,39 +29,6 @@ def test_each_rank_has_a_run_of_processors_of_its_own(sixteen):
 @pytest.mark.parametrize("gpus", [(None, None), (0, 1, 2, 3, 0)], ids=["none drives a GPU", "too few each"])
 def test_ranks_may_roam(sixteen, gpus):
     assert shares(ranks(*gpus)) == {}
-
-
-def attributes():
-    """Return nice value and slice, in ns, of this thread, as sched_getattr says; a slice of 0 before Linux 6.12."""
-    found = ctypes.create_string_buffer(56)
-    assert not ctypes.CDLL(None).syscall({"x86_64": 315, "aarch64": 275}[platform.machine()], 0, found, 56, 0)
-    return int.from_bytes(found[16:20], "little", signed=True), int.from_bytes(found[24:32], "little")
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the system call's number is not known")
-def test_a_thread_that_keeps_its_processor_for_longer_hands_that_on_and_stays_as_nice_as_it_was():
-    found = []
-
-    def inner():
-        found.append(attributes())
-
-    def outer():
-        os.setpriority(os.PRIO_PROCESS, 0, 3)  # of this thread
-        found.append(attributes())
-        keep_for(10e-3)
-        found.append(attributes())
-        child = threading.Thread(target=inner)
-        child.start()
-        child.join()
-
-    before = attributes()
-    thread = threading.Thread(target=outer)
-    thread.start()
-    thread.join()
-    if not found[0][1]:
-        pytest.skip("this kernel has no slices of threads")
-    assert found[1:] == [(3, 10_000_000), (3, 10_000_000)]
-    assert attributes() == before
 
 
 @pytest.fixture
