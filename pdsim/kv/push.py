@@ -522,11 +522,7 @@ class KvSender:
         assert target.blocks is not None
         assert target.ring is not None
         block = self._gathers.take(queue)
-        state.moving += 1  # the pages are read
-        try:
-            yield self._rank.device.copy(target.blocks.gather(self._region, sources(spec.rows), block, 0))
-        finally:
-            state.moving -= 1
+        yield from self._gather(state, target.blocks.gather(self._region, sources(spec.rows), block, 0))
         if state.status is Status.FAILED:
             self._settle(state)
             return
@@ -538,6 +534,13 @@ class KvSender:
             yield transfer
         except TransferError:
             return
+
+    def _gather(self, state: RoomTransferState, batch: Batch) -> Program:
+        state.moving += 1  # the pages are read
+        try:
+            yield self._rank.device.copy(batch)
+        finally:
+            state.moving -= 1
 
     def _write(self, write: ChunkWrite, batch: Batch, path: str) -> Transfer:
         notify, label = self._attached(write, path)
