@@ -25,9 +25,9 @@ from pdsim.serving.settings import Workload
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
 
-__all__ = ["Claim", "ReportRun", "as_rows", "burst", "value"]
+__all__ = ["Claim", "ReportRun", "as_rows", "burst", "effect_range", "value"]
 
-RANGES = {"model": "simulated", "real": "measured"}
+TARGETS = ("model", "real")
 
 
 @dataclass(frozen=True)
@@ -189,16 +189,16 @@ def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     rows = []
     for claim in claims:
         for machine in dict.fromkeys(point.machine for point in points if point.claim == claim.name):
-            by_claim = {
-                target: _effects(claim, (p for p in points if (p.machine, p.target) == (machine, target)))
-                for target in RANGES
-            }
-            verdict = claim.verdict(by_claim["real"] or by_claim["model"])
-            rows.append([claim.name, claim.text, claim.needs, machine, *map(_range, by_claim.values()), verdict])
+            own = [point for point in points if point.machine == machine]
+            modelled, real = (_effects(claim, (p for p in own if p.target == target)) for target in TARGETS)
+            ranges = (effect_range(claim, own, target) for target in TARGETS)
+            rows.append([claim.name, claim.text, claim.needs, machine, *ranges, claim.verdict(real or modelled)])
     return Table("Claims", columns, rows)
 
 
-def _range(effects: Sequence[float]) -> str | None:
+def effect_range(claim: Claim, points: Iterable[ReportPoint], target: str) -> str | None:
+    """Return the least and the most effect of *claim* at *points* of *target*, as ``"1.2 to 3"``, if any."""
+    effects = _effects(claim, (point for point in points if point.target == target))
     low, high = (f"{end(effects, default=0.0):.3g}" for end in (min, max))
     return (low if low == high else f"{low} to {high}") if effects else None
 

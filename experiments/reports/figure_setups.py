@@ -383,28 +383,18 @@ FIGURES = (
 
 REASONS = {
     "#7236, #9149": (
-        "what a blocking call of Mooncake costs decides both, and that depends on how busy SGLang's scheduler is, "
-        "which the reports leave out: idle, 15 us are assumed (21 measured over TCP); beside a thread that "
-        "computes in Python a call waits for the interpreter, 1.8 to 5.5 ms (`tools.mooncake_calls`). With "
-        "1.8 ms #9149 takes 178 and 69 ms, with 67 us #7236 takes 781 and 70. In one piece a layer is as fast "
-        "either way, as the author of #7236 says."
+        "what a blocking call of Mooncake costs decides both, and the reports leave out how busy the scheduler is: "
+        "idle, 15 us are assumed (21 measured over TCP); beside a thread that computes in Python, 1.8 to 5.5 ms "
+        "(`tools.mooncake_calls`)."
     ),
     "#22536, #26406": (
-        "lengths and the host come from the TP 4 to 4 column of #26406: with the costs of a request under load "
-        "that were measured on 2 x H200, bursts take 2 to 3 times as long as reported. Mooncake from TP 2 to 4 "
-        "takes 89, 1,985 and 3,849 ms (reported 127, 2,109, 3,674), NIXL 32, 234 and 362 (48, 331, 509): what a "
-        "prepared descriptor costs it is assumed, 0.15 us. Preparing one takes SGLang 0.4 to 1.5 us by the "
-        "report's two columns of NIXL, the library 0.05 (measured). From TP 4 to 4 256 prompts of any length take "
-        "510 ms or more, reported 327 in #22536: its hosts, or its model, are faster."
+        "lengths and the host come from the TP 4 to 4 column of #26406; with costs of load as on 2 x H200 "
+        "bursts take 2 to 3 times as long as reported. A prepared descriptor of NIXL is assumed to take "
+        "0.15 us, one that is not 1.05; preparing takes SGLang 0.4 to 1.5 us by the two columns of NIXL."
     ),
-    "#37766": (
-        "model, GPUs, prompts and load are others. A layer is a call of its own there, as in the simulation; with "
-        "0.2 ms a call and prompts of 16,384 tokens a transfer takes 21 ms, reported 21, and is seen after 71, "
-        "reported 119."
-    ),
+    "#37766": "model, GPUs, prompts and load are others; a layer is a call of its own there and here.",
     "#6860": (
-        "of requests that hold L tokens, (L + 1,024) / (L + 512) as many run with 512 reserved: never twice as "
-        "many. The source is a comment that says about 50 %, without model, GPUs or lengths."
+        "of requests that hold L tokens, (L + 1,024) / (L + 512) as many run with 512 reserved: never twice as many."
     ),
 }
 """Why figures are missed, as far as it is measured."""

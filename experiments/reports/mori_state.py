@@ -49,6 +49,7 @@ class MoriStateOptions(ExperimentOptions):
     tokens: int = 1024  # of each; assumed: the input length at which MORI's send queues are known to fill
     lengths: tuple[int, ...] = (512, 4096)  # tokens of single handoffs
     workers: int = 1  # that block, before the change; assumed: the default of MORI's first version in SGLang
+    handover: Seconds = 0.0  # until a worker begins a write: it waits for the lock that the scheduler holds
     tp: tuple[str, ...] = ("8to4", "8to2", "4to1")  # ranks of prefill, fewer ranks of decode
     repeat: int = 5  # of each handoff
     deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
@@ -83,9 +84,10 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     return replace(result, tables=[*result.tables, Table("What it costs", columns, costs)])
 
 
-def _policies(config: Config, workers: int) -> Iterator[tuple[str, Policy]]:
+def _policies(config: Config, options: MoriStateOptions) -> Iterator[tuple[str, Policy]]:
     policy = replace(config.policy, call="plane", grouping="runs", metadata="control", staging=False)
-    yield "queued", replace(policy, queues=workers, shard="session", notify="message")
+    own = replace(policy, queues=options.workers, handover=options.handover, shard="session", notify="message")
+    yield "queued", own
     yield "inline", replace(policy, queues=0, notify="poll")
 
 
@@ -100,7 +102,7 @@ def _concurrency(trial: ReportRun, options: MoriStateOptions, requests: int) -> 
     at = f"{requests} requests of {options.tokens} tokens"
     for claim, scale in ((THROUGHPUT, own.compute.scale), (DRAIN, 0.0)):
         points = []
-        for name, policy in _policies(own, options.workers):
+        for name, policy in _policies(own, options):
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
             points.append(trial.run(label, serve.ServeOptions(deadline=options.deadline), config))
@@ -122,7 +124,7 @@ def _handoffs(
 ) -> Rows:
     # *tp* are the ranks of prefill and decode as ``NtoM``, *pool* the bytes of each rank's KV pool, 0
     # for what is left, *metadata* the ways that it goes.
-    (_, (_, inline)) = _policies(config, options.workers)
+    (_, (_, inline)) = _policies(config, options)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
     given = handoff.HandoffOptions(
         tokens=options.lengths,
