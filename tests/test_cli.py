@@ -96,11 +96,11 @@ def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
 
 REFUSALS = [
     (("rnu",), "unknown command 'rnu'; did you mean run?"),
-    (("serve",), "'serve' is no command; did you mean pdsim run experiment=serve?"),
+    (("serve",), "'serve' is not a command; did you mean pdsim run experiment=serve?"),
     (("hw=8xh20", "seed=1"), "did you mean pdsim run hw=8xh20 seed=1?"),
     (("run", "--shell-completion"), "unknown option --shell-completion; see pdsim run --help"),
     (("show",), "show needs the folder of a run, such as one in results; see pdsim show --help"),
-    (("show", "nowhere"), "nowhere is no folder; name the folder of a run"),
+    (("show", "nowhere"), "nowhere is not a folder; name the folder of a run"),
     (("show", "."), ". has no config.yaml, "),
     (("compare", "."), "compare takes 2 to 26 folders of runs, got 1"),
     (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
@@ -157,7 +157,7 @@ REFUSALS = [
     ),
     (("sweep", "seed=1,2", "--zip", "seed,hw"), "--zip seed,hw: hw has no list of values; write hw=A,B"),
     (("sweep", "seed=1,2", "hw=8xh20,8xh200,8xh100", "--zip", "seed,hw"), "but seed has 2, hw has 3"),
-    (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= say the same; give one of them"),
+    (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= set the same; give one of them"),
     (("sweep", "seed=1,2", "kv.pol=1"), "unknown key kv.pol; did you mean kv.pool?"),
     (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 0"),
     (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
@@ -184,16 +184,16 @@ REFUSALS = [
     (("run", "hw.nic.count=0", "backend=mooncake"), "moves bytes over rdma, but hw=8xh20 has no network cards"),
     (
         ("run", "workload.rate=2"),
-        "workload.rate=2.0 changes nothing of embedded arrivals; choose workload=poisson, or",
+        "workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or",
     ),
-    (("run", "workload=poisson", "workload.cv=3"), "changes nothing of poisson arrivals; choose workload=gamma, or"),
+    (("run", "workload=poisson", "workload.cv=3"), "has no effect on poisson arrivals; choose workload=gamma, or"),
     (
         ("run", "workload=smoke", "workload.trace=x"),
-        "workload.rate=6.0 changes nothing of a trace; leave it out, and",
+        "workload.rate=6.0 has no effect on a trace; leave it out, and",
     ),
     (
         ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
-        "backend.options.thread is no option of backend=mooncake_tcp; did you mean threads? "
+        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? "
         "there are threads, device,",
     ),
     (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),

@@ -248,7 +248,7 @@ class Control:
             self._hear(sender, frames)
         except MessageError as error:
             for line in self.known(sender):
-                self._lose(line, f"sent what is no note: {error}")
+                self._lose(line, f"sent an invalid note: {error}")
             raise
 
     def _hear(self, sender: str, frames: list[bytes]) -> None:

@@ -58,7 +58,7 @@ def pace() -> float:
 
 
 class QuickProcessor:
-    """Takes the calling thread to one of *processors* that is not slowed down by what nobody here can see.
+    """Moves the calling thread to one of *processors* that no hyperthread neighbour slows down.
 
     On a virtual machine a processor may be one of the two threads of a core, whose other thread works for another
     machine: it is half as quick for as long as that lasts.  No counter of the guest tells, but a fixed piece of work

@@ -106,7 +106,7 @@ def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
         (table,) = (table for table in run["tables"] if table["title"] == "Points")
     except ValueError:
         raise ConfigError(
-            f"{run['folder']} is a run of {run['experiment']}, which is no seed: it has no points"
+            f"{run['folder']} is a run of {run['experiment']}, which is not a seed: it has no points"
         ) from None
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     return [row for row in rows if (row["machine"], row["target"]) in _own(run)]

@@ -218,7 +218,7 @@ def tables_of(folder: Path, engine: str, version: str) -> Iterator[tuple[Kind, s
                 used = found if not used or found == used else f"{used}, {found}"
         if not parts and kind.name == "gemm":
             path = folder / kind.files[0].format(engine=engine, version=version)
-            raise ConfigError(f"{path} is no file; name a folder of systems/data of aiconfigurator-core")
+            raise ConfigError(f"{path} is not a file; name a folder of systems/data of aiconfigurator-core")
         if not parts:
             continue
         columns = {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

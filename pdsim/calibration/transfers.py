@@ -237,7 +237,7 @@ def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] |
     if there are too few samples.
     """
     if len(points) < LEAST:
-        raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
+        raise ConfigError(f"{len(points)} samples are too few for a fit; measure {LEAST} or more")
     fixed = dict(at) if at is not None else start_of(base, points.queues)
     best = _best(Fit(form, fixed, base), points, [at] if at is not None else list(_starts(form, points)))
     if ends := {name: max(1.0, float(round(best.at[name]))) for name in form.free if name.startswith("first")}:
@@ -350,7 +350,7 @@ def simplest(fits: Sequence[Fit], points: Points) -> Fit:
 
 def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
     if not fits:
-        raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
+        raise ConfigError(f"{len(points)} samples are too few for a fit; measure {LEAST} or more")
     means = [float(np.abs(errors(one, points)).mean()) for one in fits]
     kept: list[Fit] = []
     for one, mean in zip(fits, means, strict=True):

@@ -126,10 +126,10 @@ def _help_of_key(name: str) -> str:
 def _unknown(command: str, words: Sequence[str]) -> str:
     # An override such as ``hw=8xh20``, and the name of an experiment or a machine, are arguments of ``pdsim run``.
     if "=" in command:
-        return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
+        return f"{command!r} is not a command; did you mean pdsim run {' '.join(words)}?"
     for group in ("experiment", "hw"):
         if command in plugins.options(group):
-            return f"{command!r} is no command; did you mean pdsim run {group}={command}?"
+            return f"{command!r} is not a command; did you mean pdsim run {group}={command}?"
     return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
 
@@ -330,7 +330,7 @@ def _folders(command: str, names: Sequence[str]) -> list[Path]:
     begun()
     folders = [Path(name) for name in names]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
-        raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
+        raise ConfigError(f"{wrong[0]} is not a folder; name the folder of a run, such as one in results")
     if not folders:
         raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
     for folder in folders:

@@ -55,14 +55,14 @@ def sweep(words: Sequence[str]) -> int:
     executor = executor_of(asked.executor, asked.line)
     found = points(asked) if asked.search is None else _first(asked)
     if not found:
-        raise ConfigError("these words make no point: a key has no value; see pdsim sweep --help")
+        raise ConfigError("a key has no value; see pdsim sweep --help")
     if all(point.config is None for point in found) and asked.search is None:
         raise ConfigError(found[0].refusal)
     folder = _folder(found, asked)
     resumed = (folder / LEDGER).is_file()
     with only_json(json) as out:
         if resumed and not (json or quiet):
-            out.write(f"going on with {folder}\n")
+            out.write(f"resuming {folder}\n")
             out.flush()
         try:
             with terminal.Progress("sweep", at_once=True) as bar:
@@ -72,7 +72,7 @@ def sweep(words: Sequence[str]) -> int:
                 else:
                     rows = _searched(asked, folder, executor, shown)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"the points that ended are in {folder}; the same command goes on") from None
+            raise KeyboardInterrupt(f"finished points are in {folder}; repeat the command to resume") from None
         if json or not quiet:
             with suppress(SystemExit):
                 collect.show(folder, out, json=json, verbose="--verbose" in options)
@@ -111,7 +111,7 @@ def _asked(words: Sequence[str], options: Mapping[str, Any]) -> Asked:
             raise ConfigError(f"{name} {options[name]}: must be a whole number >= 1")
     seeds, search = options.get("--seeds", 0), _search_of(options)
     if seeds and any(word.lstrip("+").startswith("seed=") for word in kept):
-        raise ConfigError("--seeds and seed= say the same; give one of them")
+        raise ConfigError("--seeds and seed= set the same; give one of them")
     if search is not None and seeds:
         raise ConfigError("--seeds with --search would search for a lucky seed; leave --seeds out")
     line = CommandLine.of([*kept, f"seed=range({seeds})"] if seeds else kept, options)

@@ -55,7 +55,7 @@ def read(folder: Path, engine: str = "sglang", version: str = "0.5.10") -> Opera
             tables[name] = {column: np.array(table.column(column).to_pylist()) for column in table.column_names}
     if "gemm" not in tables:
         path = folder / FILES["gemm"].format(engine=engine, version=version)
-        raise ConfigError(f"{path} is no file; name a folder of systems/data in a checkout of aiconfigurator")
+        raise ConfigError(f"{path} is not a file; name a folder of systems/data in a checkout of aiconfigurator")
     return Operators(tables)
 
 

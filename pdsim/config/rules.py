@@ -69,7 +69,7 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     if not options:
         return []
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
-    return [f"{named} changes nothing of target=model: options are for the real engine, target=real"]
+    return [f"{named} has no effect on target=model: options are for the real engine, target=real"]
 
 
 def _general(config: Config, experiment: Any) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _options(backend: Engine) -> Iterator[str]:
     for name in backend.options:
         if name not in own and not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
             yield (
-                f"backend.options.{name} is no option of backend={backend.name}; {near(name, own)}there are "
+                f"backend.options.{name} is not an option of backend={backend.name}; {near(name, own)}there are "
                 f"{', '.join((*own, 'environment variables'))}, whose names are capitals"
             )
 
@@ -260,11 +260,11 @@ def _workload(workload: Workload) -> Iterator[str]:
         value = getattr(workload, name)
         if arrivals not in uses and value != getattr(unset, name):
             if workload.trace is not None:
-                yield f"workload.{name}={value} changes nothing of a trace; leave it out, and any workload=NAME too"
+                yield f"workload.{name}={value} has no effect on a trace; leave it out, and any workload=NAME too"
                 continue
             other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
             yield (
-                f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
+                f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
             )
 
 
@@ -340,7 +340,7 @@ def _serving_engine(config: Config) -> Iterator[str]:
         ("engine.handoff", engine.handoff, plugins.HANDOFFS),
     ):
         if name not in plugins.names(group):
-            yield f"{key}={name} is nothing that a package provides; {instead(name, plugins.names(group))}"
+            yield f"{key}={name} is provided by no installed package; {instead(name, plugins.names(group))}"
             return
     if config.kv.staging and engine.page_order == "heads":
         yield (

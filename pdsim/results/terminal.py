@@ -231,7 +231,7 @@ def _show_evidence(console: Console | Plain, proof: Evidence) -> None:
         return
     for kind, parameters in proof.kinds.items():
         _say(console, f"evidence: {kind} for {', '.join(parameters)}")
-    _say(console, f"so these numbers are no better than {proof.weakest}:")
+    _say(console, f"weakest evidence: {proof.weakest}:")
     for text, parameters in proof.texts(proof.weakest).items():
         _say(console, f"  {', '.join(parameters)}: {text}", style="dim")
 
@@ -432,7 +432,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield _evidence(proof, most)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
-    yield from (note for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
+    yield from (note for note in run["notes"] if " has no effect on " in note)  # what was typed in vain
     if not page:
         yield from (f"results: {folder}", "next:")
         yield from (f"  {command}" for command in _next(run, folder))

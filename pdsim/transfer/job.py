@@ -59,7 +59,7 @@ class Rank:
     def counts(self, read: Callable[[], int], of: int) -> None:
         """Have ``read()``, how many of *of* pieces of the job's work are done, shown to who waits for the job.
 
-        Asked for now and then, at moments that differ from target to target; it changes nothing of the job.
+        Asked for now and then, at moments that differ from target to target; it has no effect on the job.
         """
         self.counted = read, of
 

@@ -90,7 +90,7 @@ def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
         content: dict[str, Any] = dict(json.loads(text))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} is no file of a validation: {error}; name one that pdsim validate wrote"
+            f"{name} is not a file of a validation: {error}; name one that pdsim validate wrote"
         ) from error
     digest = content.pop("sha256", "")
     if digest != _digest(content):

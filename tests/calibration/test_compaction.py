@@ -114,7 +114,7 @@ def test_a_file_that_lacks_is_taken_from_the_version_before(folder: Path):
 
 
 def test_a_folder_without_products_is_refused(folder: Path):
-    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is no file; name a folder of systems/data"):
+    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
         list(tables_of(folder, "sglang", "2.0"))
 
 

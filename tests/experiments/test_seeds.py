@@ -151,7 +151,7 @@ def test_what_is_kept_replaces_that_of_the_same_machine_and_target_and_says_how_
             "results/4.0 has other points than results/3.0; keep them one by one",
         ),
         ([ran(3.0, 1.0, failures=["rank0: gone"])], "results/3.0 failed: rank0: gone; take a run without failures"),
-        ([ran(3.0, 1.0, tables=[], experiment="serve")], "is a run of serve, which is no seed: it has no points"),
+        ([ran(3.0, 1.0, tables=[], experiment="serve")], "is a run of serve, which is not a seed: it has no points"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):

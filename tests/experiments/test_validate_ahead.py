@@ -133,7 +133,7 @@ def test_predictions_that_were_changed_are_not_measured(tmp_path: Path):
 
 def test_a_file_that_holds_no_predictions_is_refused(tmp_path: Path):
     (tmp_path / "mine.json").write_text("[1, 2")
-    with pytest.raises(ConfigError, match=r"mine\.json is no file of a validation"):
+    with pytest.raises(ConfigError, match=r"mine\.json is not a file of a validation"):
         measure(tmp_path / "b", tmp_path / "mine.json")
 
 

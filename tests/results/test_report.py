@@ -47,7 +47,7 @@ def test_what_was_not_measured_is_a_dash(folder):
 def test_the_weakest_evidence_is_named_with_what_it_rests_on(folder):
     text = printed(folder)
     assert "evidence: measured for backend.intra.call" in text
-    assert "so these numbers are no better than assumed:\n  hw.host.memory: as in the shop" in text
+    assert "weakest evidence: assumed:\n  hw.host.memory: as in the shop" in text
 
 
 def test_without_evidence_no_number_is_printed(tmp_path):
