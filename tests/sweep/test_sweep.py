@@ -92,9 +92,7 @@ def test_two_at_once_are_refused_and_ctrl_c_loses_what_is_under_way_only(tmp_pat
     out, err = process.communicate(timeout=30)
     folder = only(tmp_path)
     assert (process.returncode, out) == (130, "")
-    said = (
-        f"pdsim: interrupted; finished points are in {folder.relative_to(tmp_path)}; repeat the command to resume"
-    )
+    said = f"pdsim: interrupted; finished points are in {folder.relative_to(tmp_path)}; repeat the command to resume"
     assert err.splitlines()[-1] == said
     rows = pq.read_table(folder / "points.parquet").to_pylist()
     assert 3 <= len(rows) < 300
