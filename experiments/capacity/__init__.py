@@ -5,8 +5,7 @@ Each deployment of the lists that fits is searched for the highest load at which
 meets `slo`; the search begins where a similar deployment ended.  What does not fit is skipped, with
 the reason.
 
-Shapes are `experiments.capacity.deployments`, the search is `experiments.capacity.search`, and what
-is printed `experiments.capacity.ranking`.
+Shapes and the search are in `experiments.capacity.search`, what is printed in `experiments.capacity.ranking`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from experiments.capacity import ranking
-from experiments.capacity.deployments import Shape, configured, feasible
-from experiments.capacity.search import Capacity, Search, capacity
+from experiments.capacity.search import Capacity, Search, Shape, capacity, configured, feasible
 from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.capacity.deployments import Shape
-from experiments.capacity.search import Capacity, Probe, Search
+from experiments.capacity.search import Capacity, Probe, Search, Shape
 from pdsim.config import Config
 from pdsim.core.units import format_time
 from pdsim.results.record import Metric, Table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest load at which one deployment meets an SLO: probes by simulation, a bracket, its confidence.
+"""The deployments of given lists that fit a machine, and the highest load at which one meets an SLO.
 
 A load is what is offered over what the busier side can do, in closed form (`pdsim.serving.load`),
 so deployments of any size are searched in the same interval, 0 to 1.  A probe holds if the share of
@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
+from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Parallel
 from pdsim.results.statistics import half_width, percentile
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 
-__all__ = ["Capacity", "Probe", "Search", "bisect", "capacity", "probe"]
+__all__ = ["Capacity", "Probe", "Search", "Shape", "bisect", "capacity", "configured", "feasible", "probe"]
 
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
@@ -36,27 +39,16 @@ _STRIDE = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a simulation at one load says of the SLO.
-
-    Attributes:
-        load: Of the busier side.
-        rate: Requests a second that were offered.
-        tokens: Output tokens a second that they ask for.
-        attainment: Share of requests that meet the SLO, 0 to 1.
-        half: Half of its 95 % interval, from batch means, since neighbouring requests are alike.
-        ttft: Seconds, 90th percentile of those that got a first token.
-        tpot: Seconds, 90th percentile likewise.
-        requests: How many were simulated, the warm-up included.
-    """
+    """What a simulation at one load says of the SLO."""
 
     load: float  # of the busier side
-    rate: float  # requests a second
-    tokens: float  # output tokens a second
-    attainment: float  # share of requests that meet the SLO
-    half: float  # of its 95 % interval
-    ttft: float | None  # seconds, p90
-    tpot: float | None  # seconds, p90
-    requests: int
+    rate: float  # requests a second that were offered
+    tokens: float  # output tokens a second that they ask for
+    attainment: float  # share of requests that meet the SLO, 0 to 1
+    half: float  # of its 95 % interval, from batch means, since neighbouring requests are alike
+    ttft: float | None  # seconds, 90th percentile of those that got a first token
+    tpot: float | None  # seconds, 90th percentile likewise
+    requests: int  # simulated, the warm-up included
 
     def holds(self, target: float) -> bool:
         """Return whether the share is at least *target*."""
@@ -193,3 +185,70 @@ def probe(config: Config, requests: Sequence[Request], options: ServeOptions, lo
         tpot=percentile([tpot for _, tpot in rows if tpot is not None], 90.0),
         requests=len(given),
     )
+
+
+# --- deployments ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """A parallelism and a P:D ratio.
+
+    The order is that of the fields, so the smallest parallelism comes first.
+    """
+
+    prefill_tp: int
+    decode_tp: int
+    prefill: int  # instances
+    decode: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one copy."""
+        return self.prefill_tp * self.prefill + self.decode_tp * self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P tp{self.prefill_tp} : {self.decode}D tp{self.decode_tp}"
+
+
+def configured(config: Config, shape: Shape) -> Config:
+    """Return *config* with the parallelism of *shape*; pipeline, context and data parallelism stay.
+
+    Between sides of different tensor parallelism KV that is pushed goes through staging buffers: slice by slice it
+    would take longer than its prefill.
+    """
+    prefill, decode = config.parallel.prefill, config.parallel.decode
+    parallel = Parallel(
+        prefill=replace(prefill, tp=shape.prefill_tp, instances=shape.prefill),
+        decode=replace(decode, tp=shape.decode_tp, instances=shape.decode),
+    )
+    staging = config.kv.staging or (
+        shape.prefill_tp != shape.decode_tp and config.model.attention != "mla" and config.engine.handoff == "push"
+    )
+    return replace(config, parallel=parallel, kv=replace(config.kv, staging=staging))
+
+
+def feasible(
+    config: Config,
+    prefill_tp: Sequence[int],
+    decode_tp: Sequence[int],
+    instances: Sequence[int],
+    requests: Sequence[Request],
+) -> tuple[list[Shape], dict[Shape, str]]:
+    """Return the shapes that can serve *requests*, sorted, and why the others cannot.
+
+    Nothing is simulated: what is checked is that ranks have places, the model can be divided, and each request fits.
+    """
+    fitting, refused = [], {}
+    for parts in product(prefill_tp, decode_tp, instances, instances):
+        shape = Shape(*parts)
+        own = configured(config, shape)
+        try:
+            what = job(own, ServeOptions())
+            check_fits(what, requests)
+            specs(own, what, requests[:1])  # finds a place for each rank
+        except (ConfigError, ValueError) as error:
+            refused[shape] = str(error)
+        else:
+            fitting.append(shape)
+    return sorted(fitting), refused

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pdsim.core.errors import ConfigError, instead
 from pdsim.results import drawing
-from pdsim.results.drawing import Figure
 from pdsim.results.report import page
 from pdsim.results.report.page import Content
 from pdsim.results.whole_file import whole_file
@@ -40,7 +39,7 @@ def report(
 
     ending = output.suffix.lstrip(".") if output else ""
     form = form or (ending if ending in drawing.FORMATS else "svg")
-    found = {each.name: each for each in _figures(folder, slo)}
+    found = {each.name: each for each in _content(folder, slo).figures}
     if figure not in found:
         raise ConfigError(f"{folder} has no figure {figure!r}; {instead(figure, found)}")
     return written(Path(output or f"{figure}.{form}"), drawing.image(found[figure], form))
@@ -55,24 +54,16 @@ def written(path: Path, content: bytes) -> Path:
 
 def _content(folder: Path, slo: SloLimits | None) -> Content:
     if is_sweep(folder):
-        from pdsim.sweep import pareto as figures
+        from pdsim.sweep import pareto
 
-        return figures.content(folder, slo)
-    if _is_validation(folder):
-        from pdsim.validation import agreement as of_validation
+        return pareto.content(folder, slo)
+    from pdsim.results.report import run_report
+    from pdsim.validation import agreement
+    from pdsim.validation.sealed import EXPECTED, MEASURED
 
-        return of_validation.content(folder)
-    from pdsim.results.report import run_report as run
-
-    return run.content(folder)
-
-
-def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
-    if is_sweep(folder):
-        from pdsim.sweep import pareto as figures
-
-        return figures.figures(folder, slo)
-    return _content(folder, slo).figures
+    if (folder / EXPECTED).is_file() and (folder / MEASURED).is_file():
+        return agreement.content(folder)
+    return run_report.content(folder)
 
 
 def is_sweep(folder: Path) -> bool:
@@ -80,12 +71,6 @@ def is_sweep(folder: Path) -> bool:
     from pdsim.sweep.collect import LEDGER, POINTS
 
     return any((folder / name).is_file() for name in (POINTS, LEDGER))
-
-
-def _is_validation(folder: Path) -> bool:
-    from pdsim.validation.sealed import EXPECTED, MEASURED
-
-    return (folder / EXPECTED).is_file() and (folder / MEASURED).is_file()
 
 
 def timeline(folders: Sequence[Path], output: Path | None = None) -> Path:

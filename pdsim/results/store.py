@@ -64,9 +64,6 @@ __all__ = [
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
 
-_PACKED = 1024
-"""Rows from which on tables are compressed: below, it saves a kilobyte and takes most of the time of writing."""
-
 
 class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
@@ -199,24 +196,15 @@ class Run:
         return path
 
     def _write_tables(self, name: str, tables: Iterable[pa.Table]) -> None:
-        # A short file, such as of a point of a sweep, is put together in memory and written at once.
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with (self.folder / name).open("wb") as file:
-            writer, short = None, None
+            writer = None
             for table in tables:
-                if writer is None and table.num_rows < _PACKED:
-                    short = pa.BufferOutputStream()
-                    words = [field.name for field in table.schema if pa.types.is_string(field.type)]
-                    own: dict[str, Any] = {"use_dictionary": words, "write_statistics": False}
-                    writer = pq.ParquetWriter(short, table.schema, compression="none", **own)
                 writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
                 writer.write_table(table)
             assert writer is not None
             writer.close()
-            if short is not None:
-                file.write(short.getvalue())
             if self._durable:
                 file.flush()
                 os.fsync(file.fileno())

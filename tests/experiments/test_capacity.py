@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from experiments.capacity import CapacityOptions, run
-from experiments.capacity.deployments import Shape, configured, feasible
 from experiments.capacity.ranking import front
-from experiments.capacity.search import Capacity, Probe, bisect
+from experiments.capacity.search import Capacity, Probe, Shape, bisect, configured, feasible
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
