@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend declares of itself: what it needs of a machine, and what its transfers can do.
+"""Declarations of backends: their needs of a machine, and the abilities of their transfers.
 
 An endpoint class lists a `Variant` for each backend (``conf/backend``) that it implements.  Nothing else in pdsim
 knows an engine by name: `pdsim doctor`, the checks of ``target=real``, the conformance suite and the RDMA guest read
@@ -19,13 +19,13 @@ from pdsim.hardware.costs import Engine
 __all__ = ["DEVICES", "EngineLibrary", "Variant", "declared"]
 
 DEVICES = ("gpu", "rdma", "shm", "cma")
-"""What a variant may need, as `backends.diagnosis.devices` names it: GPUs, RDMA devices, shared memory, cross-memory
+"""Needs of a variant, named as in `backends.diagnosis.devices`: GPUs, RDMA devices, shared memory, cross-memory
 attach."""
 
 
 @dataclass(frozen=True)
 class EngineLibrary:
-    """What an engine's library is called and how it is installed.
+    """The name of an engine's library and its installation.
 
     It is probed in a process of its own, for native libraries do not always fail politely.
 

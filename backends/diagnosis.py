@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has: GPUs, RDMA devices, shared memory, libraries; each with a remedy where it does not work.
+"""Devices and libraries of this machine, each with a remedy where it does not work.
 
 Native libraries are tried in a process of their own, since some abort, and CUDA does not survive a
 fork.  What a process says is kept: this machine does not change while a command runs.
@@ -23,7 +23,7 @@ __all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether an engine or a device works on this machine, and if not, why and what would help.
+    """The state of an engine or a device on this machine: works, or a reason and a remedy.
 
     *version* is filled in whether it works or not; *reason* and *remedy* are empty if it works.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines there are: entry points of the group ``pdsim.backends``, each an `Endpoint` class.
+"""The installed engines: entry points of the group ``pdsim.backends``, each an `Endpoint` class.
 
 Built-in engines use the same way in as those of other packages.  Names are listed without importing anything; what a
 backend needs is read from its class (`backends.capabilities`), which imports no engine's library either.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every real endpoint shares, whatever its engine.
+"""The parts of real endpoints that every engine shares.
 
 The states of a transfer, control messages beside the engine, memory and who may write to it, and
 whether peers live.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What endpoints tell each other beside the engine: that they are alive, and short notes of a `kind`.
+"""Connections between endpoints beside the engine: signs of life, and short notes of a `kind`.
 
 Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX
 over shared memory never does, and neither tells an initiator that the other side withdrew memory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What real memory of every kind has in common as a `Device`: accounts, quarantine, and a queue of emulated work.
+"""Real memory as a `Device`: accounts, quarantine, and a queue of emulated work.
 
 `HostDevice` is the host's: bytes that the processor copies.  It serves ranks without a GPU, so that
 ``target=real hw=loopback`` moves real bytes on any machine.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every real endpoint has in common; an engine adds seven methods (`RealEndpoint`, below).
+"""The base of all real endpoints; an engine adds seven methods (`RealEndpoint`, below).
 
 Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out
 or get them wrong: no engine's time-out or cancel stops the data, NIXL has no time-out at all and goes on writing
@@ -67,7 +67,7 @@ _NOTIFY = b"notify"
 
 
 class RealEndpoint(ABC):
-    """What an `Endpoint` of a real engine derives from, in pdsim and in other packages.
+    """Base of each `Endpoint` on a real engine, in pdsim and in other packages.
 
     An engine is a library that registers memory, reaches a peer and moves blocks.  It adds seven methods, which are
     short and never wait.  They are called on the clock's thread, in this order: `start_engine` once; `pin` and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether another process is dead, as opposed to silent, and what native engines take from this one and leave in it.
+"""Proofs that another process is dead, and the environment and log of native engines.
 
 A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had
 without its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.

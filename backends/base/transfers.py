@@ -60,7 +60,7 @@ FORMAT = "pdsim/1"
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations.
+    """The address of an endpoint, before encoding.  *epoch* counts registrations and deregistrations.
 
     Encoded as msgpack.  *kind* keeps endpoints of different engines apart; *engine* is what
     `RealEndpoint.engine_address` returned.
@@ -344,7 +344,7 @@ CONNECT_TIMEOUT = 10.0
 
 
 class PeerEngine(Protocol):
-    """What `ConnectedPeers` asks of a `backends.base.endpoint.RealEndpoint`, which documents it."""
+    """The part of `backends.base.endpoint.RealEndpoint` that `ConnectedPeers` uses."""
 
     kind: str
 

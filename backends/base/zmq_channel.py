@@ -32,7 +32,7 @@ from pdsim.transfer import Message, Program
 __all__ = ["LARGEST", "QUEUE", "Authenticator", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
 
 LINGER_MS = 2000
-"""How long `close` may go on sending what was sent before it; a receiver that is alive takes it in microseconds."""
+"""Milliseconds for which `close` goes on sending what is queued; a live receiver takes it in microseconds."""
 
 LARGEST = 64 << 20
 """Bytes of a message: a forward over a million tokens in pages of one has 20 MB."""
@@ -47,7 +47,7 @@ _VERSION = b"1.0"
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """What a rank called *name* needs: its *secret* key, and the *public* keys of all ranks, its own included (Z85).
+    """The keys of the rank called *name*: its *secret* one, and the *public* keys of all ranks (Z85).
 
     Sent to the rank's process by the supervisor, and never shown: `repr` leaves the secret out.
     """

@@ -45,7 +45,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class _Handle(ctypes.Structure):
-    """What another process maps memory by: cudaIpcMemHandle_t."""
+    """A handle by which another process maps memory: cudaIpcMemHandle_t."""
 
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
@@ -57,7 +57,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """How the copies of a batch are done: cudaMemcpyAttributes."""
+    """Attributes of the copies of a batch: cudaMemcpyAttributes."""
 
     _fields_ = (("order", c_int), ("source", _Location), ("target", _Location), ("flags", c_uint))
 

@@ -105,7 +105,7 @@ def _forced(engine: Engine) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Transport(Variant):
-    """How one transport is asked for, and what proves that it was chosen."""
+    """The settings that choose a transport, and the log line that proves it."""
 
     name: str
     protocol: str

@@ -44,7 +44,7 @@ CUDA = EngineLibrary("from backends.cuda.runtime import cudart; cudart()", ("tor
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs of an endpoint: whose process it is, and a handle for each region."""
+    """The description of an endpoint for its peers: its process, and a handle for each region."""
 
     process: str
     token: bytes

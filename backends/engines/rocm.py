@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MORI's wheel needs of a machine; ``python -m backends.engines.rocm`` prints what is missing here.
+"""Requirements of MORI's wheel; ``python -m backends.engines.rocm`` prints those that are missing here.
 
 The wheel brings no part of ROCm, and its tag says nothing of it.  The versions are those that amd-mori 1.2.4 names
 as needed in its libraries.  Looking loads libraries into the process, so those who go on to do something else look

@@ -24,7 +24,7 @@ NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps 
 
 @dataclass(frozen=True, kw_only=True)
 class Transports(Variant):
-    """How the transports of UCX are chosen, and which it may then report.
+    """Settings that choose transports of UCX, and those that it may then report.
 
     With transports that are not *allowed* the endpoint is refused, since results would be of those.
     """

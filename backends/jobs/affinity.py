@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processors each rank of a job stays on, which of them is quick now, and how long a thread keeps one."""
+"""Placement of ranks on processors, undisturbed processors, and time slices of threads."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Processes:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the results of the jobs so far must know."""
+        """Notes for readers of the results of the jobs so far."""
         return [late.complaint for late in self.lateness if late.complaint]
 
     def run(

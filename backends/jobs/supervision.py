@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor and its workers say to each other: typed msgpack messages over a socket pair, never pickle.
+"""Messages between the supervisor and its workers: typed msgpack over a socket pair, never pickle.
 
 Each message has a length of eight bytes ahead.  The order is ``Start``, ``WorkerReady`` or ``WorkerFailed``, ``Go``,
 then ``Alive`` and ``Moved`` as often as need be, and ``Done``.

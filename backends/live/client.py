@@ -38,7 +38,7 @@ Prompt = Callable[[int, Request], bytes]
 
 
 class Limits(NamedTuple):
-    """What bounds the client.
+    """The client's limits.
 
     A request that waits for a connection is sent late, and one that takes too long has failed.
     """

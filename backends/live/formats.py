@@ -16,7 +16,7 @@ __all__ = ["Format", "OpenAiChat", "OpenAiCompletions", "SglangGenerate", "Strea
 
 
 class StreamChunk(NamedTuple):
-    """What a chunk of a stream says."""
+    """The contents of a chunk of a stream."""
 
     new: int  # tokens in it, as far as it tells
     total: int | None = None  # tokens so far, if the server counts
@@ -26,7 +26,7 @@ class StreamChunk(NamedTuple):
 
 
 class Format(Protocol):
-    """How requests and chunks of one API look.
+    """The requests and chunks of one API.
 
     One object for a run; it knows the model and the sampling, so that `body` adds only what differs between
     requests.

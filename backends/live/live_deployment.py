@@ -38,7 +38,7 @@ METRICS = "metrics.parquet"
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a workload; made by `LiveDeployment.serve`, or of somebody's log by `backends.live.observed`.
+    """The results of a workload; made by `LiveDeployment.serve`, or of somebody's log by `backends.live.observed`.
 
     *rows* are in the order of the requests.  *start* and the times of *rows* are on one clock;
     those of *samples* count from *start*.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What servers report of themselves: Prometheus text, read before, during and after a workload.
+"""Metrics of servers: Prometheus text, read before, during and after a workload.
 
 `parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a
 bucket as Prometheus does, so a quantile is as coarse as the engine's buckets.

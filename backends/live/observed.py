@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a deployment has logged of its requests, as rows like those that pdsim's own client measures.
+"""Requests from the logs of a deployment, as rows like those that pdsim's own client measures.
 
-==============
-============================================================================================
-``vllm-bench``  the JSON that ``vllm bench serve --save-result --save-detailed`` writes ``aiperf``
-``profile_export.jsonl`` of aiperf: a record a request ``sglang``      a JSON record a line with the
-times of a request, as ``meta_info`` of SGLang's answers has them ==============
-============================================================================================
+- ``vllm-bench``: the JSON that ``vllm bench serve --save-result --save-detailed`` writes
+- ``aiperf``: ``profile_export.jsonl`` of aiperf, a record a request
+- ``sglang``: a JSON record a line with the times of a request, as ``meta_info`` of SGLang's answers has them
 
 Only what a request needs is read: when it arrived, its tokens, its first and its last token, and
 why it failed.  `pdsim observe` makes two things of it: a trace with which the same requests can be

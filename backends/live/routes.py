@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers a request visits, and in which order.
+"""Routes of requests: the servers that each visits, and their order.
 
 `Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with
 one token to generate, then the same prompt with the parameters that prefill returned to decode.
@@ -35,7 +35,7 @@ class RequestFailed(Exception):
 
 @dataclass(slots=True)
 class RequestRow:
-    """What became of a request; times are seconds on the client's clock.
+    """The outcome of a request; times are seconds on the client's clock.
 
     *gaps* and *sizes* have one entry for each chunk with tokens but the first; a time is None if that never came.
     """
@@ -178,7 +178,7 @@ class Direct:
 
 
 class _Answer(msgspec.Struct):
-    """What vLLM's prefill answers, as far as it matters."""
+    """The part of an answer of vLLM's prefill that is read."""
 
     kv_transfer_params: dict[str, Any] | None = None
     error: Any = None
@@ -192,7 +192,7 @@ _NEW = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's proxy sends to prefill; it answers with the values for decode."""
+"""Parameters that vLLM's proxy sends to prefill, which answers with the values for decode."""
 
 
 class VllmPair:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: the operators of a forward in the sizes in which models have them, most valuable first.
+"""The cases to measure: operators of a forward in the sizes that models have, most valuable first.
 
 A case is a mapping of plain values, some of `COLUMNS`: with its times it is a row of the raw data.
 Cases are measured in their order until the time is over, so the order is the plan: launches, then

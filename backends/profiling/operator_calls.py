@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case becomes on a device: calls of PyTorch's operators over inputs of which there are several copies.
+"""Calls of PyTorch's operators for each case, over several copies of its inputs.
 
 Matrices are those of `torch.nn.Linear`, so that products are of the kind that engines run.  Inputs
 are normal random numbers: products of zeros run faster.  FP8 has a scale for each row and each

@@ -30,7 +30,7 @@ _RESTARTS = 3
 
 
 class ProfiledDevice:
-    """What PyTorch finds on this machine, and what the rows are of.
+    """The device that is measured, as PyTorch reports it.
 
     Attributes:
         kind: "cuda" or "cpu".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long calls on a device take: medians of repeats, in a CUDA graph, launched one by one, or on the processor.
+"""Times of calls on a device: medians of repeats, in a CUDA graph, launched one by one, or on the processor.
 
 Weights and keys and values are cold in a real forward, since each layer has its own.  So a case
 brings several copies of its inputs, together larger than the L2 cache, and all of them are in one

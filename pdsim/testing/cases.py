@@ -44,7 +44,7 @@ IMPORTED = (
     *(f"pdsim.testing.programs.{name}" for name in ("gathering", "living", "losing", "moving", "refusals")),
     *("pdsim.serving.router", "pdsim.serving.prefill", "pdsim.serving.decode"),
 )
-"""What ranks on host memory import, ready before they start; none of it imports an engine's library."""
+"""Modules of ranks on host memory, imported before they fork; none imports an engine's library."""
 
 MACHINE = Machine(
     name="conformance",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the suite adds to pytest wherever pdsim is installed: options, marks and the RDMA guest.
+"""Options, marks and the RDMA guest for pytest, wherever pdsim is installed.
 
 Imports nothing else of pdsim's until it is needed.
 """

@@ -32,7 +32,7 @@ def everything(gathering: Any) -> Any:
 
 @pytest.fixture
 def members(everything: Any) -> list[dict[str, Any]]:
-    """What each member of the group has seen."""
+    """The value of each member of the group."""
     return [everything.ranks[name].value for name in NAMES]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has beside transfers: ordered messages, accounted memory, work in turn, an end that gives all back."""
+"""Channels keep order, devices account for memory and work in turn, and closing releases all."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks a rule is refused before anything moves; only registered memory takes part in transfers."""
+"""Requests that break a rule are refused before anything moves; only registered memory takes part."""
 
 import pytest
 

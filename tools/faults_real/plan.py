@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one job serves and which faults reach it: everything follows from the seed."""
+"""The requests and faults of one job, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = 4.0
 """Seconds that a transfer may take."""
 
 KINDS = ("SIGKILL", "restart", "SIGSTOP", "SIGCONT", "link cut", "link stalled")
-"""What is injected."""
+"""Kinds of faults."""
 
 _FIRST, _LAST = 0.6, 4.5
 """Seconds after the start between which faults begin; requests arrive all the while."""
@@ -55,7 +55,7 @@ class Plan:
         return [f"prefill{n}.0" for n in range(self.prefill)] + [f"decode{n}.0" for n in range(self.decode)]
 
     def injected(self, until: float = float("inf")) -> Counter[str]:
-        """How often each of `KINDS` is injected before the time *until*, at which the job may have ended."""
+        """Count the faults of each of `KINDS` before the time *until*, at which the job may have ended."""
         moments = [("SIGKILL", at) for at in self.kill.values()] + [("restart", at) for at in self.restart.values()]
         for start, end in (span for times in self.pause.values() for span in times):
             moments += [("SIGSTOP", start), ("SIGCONT", end)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of what was found, a row for each job, and the table that docs/reliability.md has of it."""
+"""The file of results, a row for each job, and the table of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -16,20 +16,8 @@ __all__ = ["COLUMNS", "NUMBERS", "STORED", "read", "table"]
 
 STORED = Path(__file__).resolve().parent.parent.parent / "data" / "benchmarks" / "faults_real.csv"
 NUMBERS = ("ok", "failed", "nbytes", "probes", "quarantined", "suspected", "engine")
-COLUMNS = (
-    "seed",
-    "engine_name",
-    "handoff",
-    "link",
-    "prefill",
-    "decode",
-    *KINDS,
-    "requests",
-    *NUMBERS,
-    *CHECKS,
-    "seconds",
-    "details",
-)
+_JOB = ("seed", "engine_name", "handoff", "link", "prefill", "decode")
+COLUMNS = (*_JOB, *KINDS, "requests", *NUMBERS, *CHECKS, "seconds", "details")
 
 
 def read(files: Sequence[Path]) -> list[dict[str, str]]:
@@ -42,7 +30,7 @@ def read(files: Sequence[Path]) -> list[dict[str, str]]:
 
 
 def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
-    """Yield the lines of the table of docs/reliability.md: a column for each engine, and what was found in it."""
+    """Yield the lines of the table of docs/reliability.md: a column for each engine."""
     rows = read(files)
     engines = sorted({each["engine_name"] for each in rows})
     sums = {name: Counter[str]() for name in engines}

@@ -30,7 +30,7 @@ RECOVERY = 30.0
 """Seconds in which instances that were started again must be connected: on a busy machine a process takes ten."""
 
 CHECKS = ("violations", "bytes_lost", "leaks", "hangs", "crashes", "leftovers")
-"""What is counted, each of which must be 0; see `attempt`."""
+"""Counts that must be 0; see `attempt`."""
 
 PAGE = 16
 """Tokens of a page."""
@@ -54,7 +54,7 @@ _UCX = re.compile(r"killed by signal (6|11)\n.*Connection reset by remote peer",
 
 @dataclass
 class JobReport:
-    """What a job showed: how its requests ended, and what must not be, by `CHECKS`, each with a line in *details*.
+    """The outcome of a job: ends of its requests, and failures by `CHECKS`, each with a line in *details*.
 
     *suspected* counts failures by the silence of a peer that no fault reached: on a busy machine a rank may not get
     the processor for `DEADLINE` seconds.  *engine* counts ranks that the engine ended, as

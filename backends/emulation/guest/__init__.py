@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``hw.guest`` describes, made real: a machine with an RDMA device, emulated over this machine's own files.
+"""The machine of ``hw.guest``: an emulator with an RDMA device, over this machine's own files.
 
 `image` makes a kernel and its first files from Debian packages, `machine` boots them, `server` and `jobs` are the
 two ends that run jobs there, `engines` is the `pdsim.transfer.job.Target`, and a `recipe` says how an engine is

@@ -28,7 +28,7 @@ DOWNLOAD = 600.0
 
 @dataclass(frozen=True)
 class Image:
-    """What QEMU boots: a kernel and its initial files."""
+    """An image for QEMU: a kernel and its initial files."""
 
     kernel: Path
     initrd: Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is started in the RDMA guest: what a `Variant` names as its ``guest``.
+"""Recipes that start engines in the RDMA guest; a `Variant` names one as its ``guest``.
 
 Mooncake runs there as it is installed here, NIXL with the system's RDMA libraries: its own know no soft-RoCE.
 """

@@ -30,7 +30,7 @@ from backends.registry import load
 __all__ = ["fork", "main"]
 
 LATE = ("zmq.utils.monitor", "zmq.utils.z85")
-"""What ranks import only when they need it, and all of them do."""
+"""Modules that ranks import late, though all of them need them."""
 
 
 def fork(connection: int, output: IO[bytes]) -> ForkedRank:

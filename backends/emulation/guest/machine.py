@@ -54,7 +54,7 @@ class GuestFailed(TransferError):
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command in the guest ended: its exit *status* (124: out of time), and what it printed."""
+    """The end of a command in the guest: its exit *status* (124: out of time), and its output."""
 
     status: int
     output: str

@@ -36,7 +36,7 @@ MANY = 0.01
 
 
 class Lateness(NamedTuple):
-    """What the packet forwarder says of itself, over one job."""
+    """The punctuality of the packet forwarder in one job."""
 
     packets: int  # that it passed on, counted at every hop
     late: int  # of them, by more than `LATE`
@@ -44,7 +44,7 @@ class Lateness(NamedTuple):
 
     @property
     def complaint(self) -> str:
-        """What a reader of the measurements must know, or nothing."""
+        """A note for readers of the measurements, or nothing."""
         if self.late <= MANY * self.packets:
             return ""
         return (

@@ -39,7 +39,7 @@ BURST = 64
 """Packets that are read from a device before those that are due are looked at again."""
 
 ASKED = b"late"
-"""What the supervisor says to be told how many packets were carried, how many of them late, and how late at most."""
+"""The supervisor's question; the answer counts packets, late ones, and the largest delay."""
 
 LATE = 1e-3
 """Seconds after its time from which on a packet counts as late."""

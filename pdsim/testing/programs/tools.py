@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs of the suite have in common: mail by sender, patterns, single-descriptor batches."""
+"""Tools of the suite's programs: mail by sender, connected pairs, patterns, batches."""
 
 from __future__ import annotations
 
