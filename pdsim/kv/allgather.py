@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from pdsim.transfer import Batch, Buffer, Program, Region
 from pdsim.transfer.group import SYMMETRIC, Group
 from pdsim.transfer.job import Rank
 
-__all__ = ["MEMORIES", "PaddedAllGather", "Split", "allocate", "contiguous", "pools", "zigzag"]
+__all__ = ["MEMORIES", "PaddedAllGather", "Split", "allocate", "pools", "zigzag"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -36,7 +37,7 @@ MEMORIES = ("plain", "symmetric", "both")
 class Split:
     """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty.
 
-    Rows are tokens of all sequences of the batch, one after the other.  `zigzag` and `contiguous` make splits.
+    Rows are tokens of all sequences of the batch, one after the other.  `zigzag` makes splits.
 
     Invariant: every row of the batch is in exactly one piece.
 
@@ -69,8 +70,8 @@ class Split:
 
         int64 of shape (piece,); rows of rank *r* begin at ``r * longest`` after the gather.
 
-        >>> [column.tolist() for column in contiguous([2, 1]).order()]
-        [[0, 2], [0, 2], [2, 1]]
+        >>> [column.tolist() for column in zigzag([3], cp=2).order()]
+        [[0, 2, 3], [0, 1, 2], [1, 1, 1]]
         """
         found = list(self._order())
         gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*found, strict=True))
@@ -93,29 +94,15 @@ def zigzag(lengths: Sequence[int], cp: int) -> Split:
     """
     if cp < 1:
         raise ValueError(f"cp={cp} must be >= 1")
-    starts = _starts(lengths)
-    blocks = [_blocks(start, length, 2 * cp) for start, length in zip(starts, lengths, strict=True)]
-    ranks = [[sequence[number] for sequence in blocks for number in (r, 2 * cp - 1 - r)] for r in range(cp)]
-    return Split(tuple(tuple(piece for piece in rank if piece[1]) for rank in ranks))
-
-
-def contiguous(lengths: Sequence[int]) -> Split:
-    """Return the split in which rank *r* has *lengths[r]* rows, after those of the ranks before it.
-
-    Raise a `ValueError` for a negative length, or if there is no row at all.
-    """
-    starts = _starts(lengths)
-    return Split(tuple(((start, rows),) if rows else () for start, rows in zip(starts, lengths, strict=True)))
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    # Raise a `ValueError` for a negative length, or if there is no token at all.
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths[{index}]={length} must be >= 0")
     if not sum(lengths):
         raise ValueError(f"lengths={tuple(lengths)}: there is nothing to gather")
-    return [sum(lengths[:index]) for index in range(len(lengths))]
+    starts = accumulate(lengths, initial=0)
+    blocks = [_blocks(start, length, 2 * cp) for start, length in zip(starts, lengths, strict=False)]
+    ranks = [[sequence[number] for sequence in blocks for number in (r, 2 * cp - 1 - r)] for r in range(cp)]
+    return Split(tuple(tuple(piece for piece in rank if piece[1]) for rank in ranks))
 
 
 def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:

@@ -105,7 +105,7 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
     batch = decoding.batch(job) if decoding.steps else job.decode_batch
     seconds = decoding.steps / batch * decoding.step(job, batch) + decoding.held_up if decoding.steps else 0.0
     return OfferedLoad(
-        prefill=share * sum(_iterations(job, requests.input.tolist())) / len(job.prefills),
+        prefill=share * sum(prefill_iterations(job, requests.input.tolist())) / len(job.prefills),
         decode=share * seconds / len(job.decodes),
         rate=rate,
         decode_batch=batch,
@@ -113,18 +113,14 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
     )
 
 
-def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator[float]:
-    """Yield the seconds of each iteration of a prefill instance whose queue holds all of *requests* in order.
+def prefill_iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
+    """Yield the seconds of each iteration of a prefill instance whose queue holds *prompts*, in tokens, in order.
 
     An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of
     which may go on in the next: as `pdsim.serving.prefill` does with ``engine.scheduler=fcfs``.
 
     The host's time is included, with or without overlap as the engine has it.
     """
-    return _iterations(job, (request.input for request in requests))
-
-
-def _iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
     host = job.engine.prefill
     pieces: list[tuple[int, int]] = []
     budget, held_up = job.chunk, 0.0
@@ -174,7 +170,7 @@ class _Decoding:
             held_up += engine.decode.admit + engine.decode.admit_token * prompt
             if reserved:
                 if prompt not in alone:
-                    alone[prompt] = sum(_iterations(job, [prompt]))
+                    alone[prompt] = sum(prefill_iterations(job, [prompt]))
                 before += size * alone[prompt]
         return cls(steps, tokens, pages, before, held_up)
 

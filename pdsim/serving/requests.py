@@ -65,8 +65,7 @@ class RequestTable(Sequence[Request], Compact):
     the *prompt* as `input` and *output* (tokens), *after*, *priority*.  Those that are None have `Request`'s
     default. *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
 
-    A million requests as tuples take 100 MB and more, here 24.  Reading a request makes it; a slice shares the
-    columns.
+    A million requests as tuples take 100 MB and more, here 24.  Reading a request makes it.
     """
 
     def __init__(
@@ -140,21 +139,20 @@ class RequestTable(Sequence[Request], Compact):
         return RequestTable(**(own | columns))
 
     def taken(self, which: npt.NDArray[Any]) -> RequestTable:
-        """Return the requests for which *which* is true, in order; ``after`` still counts in the old order."""
-        places = np.flatnonzero(which)
-        if len(places) and places[-1] - places[0] + 1 == len(places):
-            return self[int(places[0]) : int(places[-1]) + 1]
-        optional = {
-            name: None if (values := getattr(self, name)) is None else values[places]
-            for name in ("patience", "after", "priority")
+        """Return the requests that *which*, a mask or places, chooses; ``after`` still counts in the old order."""
+        places = np.arange(len(self))[which]
+        own: dict[str, Any] = {
+            name: None if column is None else column[places]
+            for name, column in vars(self).items()
+            if name not in ("ends", "hash_ids")
         }
-        found = RequestTable(self.arrival[places], self.input[places], self.output[places], **optional)
         if self.ends is not None and self.hash_ids is not None:
-            spans = [self.blocks(place) for place in places.tolist()]
-            found.ends = np.cumsum([len(span) for span in spans], dtype=np.int64)
-            flat = [one for span in spans for one in span]
-            found.hash_ids = np.array(flat, self.hash_ids.dtype)
-        return found
+            counts = np.diff(self.ends, prepend=0)[places]
+            own["ends"] = ends = np.cumsum(counts, dtype=np.int64)
+            shift = np.repeat(self.ends[places] - ends, counts)  # from a hash's place there to its place here
+            own["hash_ids"] = self.hash_ids[np.arange(len(shift)) + shift]
+        own["prompt"] = own.pop("input")
+        return RequestTable(**own)
 
     def blocks(self, number: int) -> tuple[int, ...]:
         """Return the hashes of the blocks of request *number*."""
@@ -209,18 +207,7 @@ class RequestTable(Sequence[Request], Compact):
             priority = 0 if self.priority is None else int(self.priority[number])
             numbers = float(self.arrival[number]), int(self.input[number]), int(self.output[number])
             return Request(*numbers, patience, self.blocks(number), after, priority)
-        if index.step not in (None, 1):
-            return RequestTable.of([self[number] for number in range(len(self))[index]])
-        own: dict[str, Any] = {
-            name: None if column is None else column[index] for name, column in vars(self).items()
-        }
-        own["prompt"] = own.pop("input")
-        if self.ends is not None and self.hash_ids is not None:
-            first = range(len(self))[index].start
-            before = int(self.ends[first - 1]) if first else 0
-            last = int(own["ends"][-1]) if len(own["ends"]) else before
-            own |= {"ends": own["ends"] - before, "hash_ids": self.hash_ids[before:last]}
-        return RequestTable(**own)
+        return self.taken(np.arange(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
         """Compare with any sequence of requests, one by one."""

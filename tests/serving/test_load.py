@@ -44,7 +44,7 @@ def queue(count: int, rate: float, *, cv: float = 0.0, **changes: Any) -> Config
 
 def service(config: Config, requests: list[Request]) -> np.ndarray:
     what = job(config, ServeOptions())
-    return np.array([sum(prefill_iterations(what, [request])) for request in requests])
+    return np.array([sum(prefill_iterations(what, [request.input])) for request in requests])
 
 
 def waits(config: Config) -> np.ndarray:

@@ -231,12 +231,6 @@ def test_users_of_a_trace_leave_too():
     assert None not in waits
 
 
-@pytest.mark.parametrize(("change", "words"), [({"aborts": 1.5}, "workload.aborts"), ({"patience": 0}, "patience")])
-def test_shares_and_times_of_leaving_are_checked(change: dict[str, Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        replace(GENERATED, **change)
-
-
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
 def test_requests_drawn_in_blocks_are_those_drawn_at_once(monkeypatch: pytest.MonkeyPatch, arrivals: str) -> None:
     workload = replace(GENERATED, arrivals=arrivals, count=100)
