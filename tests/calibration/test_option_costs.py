@@ -38,14 +38,6 @@ def test_seconds_are_added_and_rates_are_shares():
     assert varied.by_option == ()
 
 
-@pytest.mark.parametrize(
-    ("descriptors", "longest"), [(1, 1), (1023, 1023), (1024, 1024), (1517, 1024), (4096, 1024), (8192, 2048)]
-)
-def test_threads_of_the_engine_post_large_batches_in_pieces(descriptors, longest):
-    model = replace(OFF, workers=Workers(threads=4, least=1024))
-    assert model.posting(descriptors) == OFF.posting(longest)
-
-
 @pytest.mark.parametrize("stages", [{"overlap": False}, {}, {"pipelined": True}], ids=["sum", "maximum", "pipeline"])
 def test_times_of_arrays_are_those_of_their_numbers(stages):
     ramps = (Ramp(first=16, extra=1e-6),)

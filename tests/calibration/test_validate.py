@@ -147,10 +147,8 @@ def test_what_the_fit_missed_adds_to_the_interval(tmp_path: Path):
     ("nbytes", "descriptors", "gpus", "factor"),
     [
         (1024, 4, 2, 1.0),
-        (1024, 8, 2, 2.0),
         (256, 4, 2, 4.0),
         (1 << 20, 4, 2, 2.0),
-        (1024, 4, 4, 2.0),
         (1024, 4, 99, 2.0),  # no more GPUs take part than there are
         (1024, 8, 4, 4.0),
     ],
