@@ -132,7 +132,7 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     else:
         _expect(config, _parts(config, options), folder, progress)
     if options.predict == "only":
-        return _foretold(folder)
+        return _predictions(folder)
     failures = [] if options.stored else _measure(config, options, target, folder, progress)
     return _compared(options, folder, failures)
 
@@ -241,7 +241,7 @@ def _measure(
     return failures
 
 
-def _foretold(folder: Path) -> Result:
+def _predictions(folder: Path) -> Result:
     made: Quantiles = read(folder / EXPECTED)["predicted"]
     shown = replace(tables(compare(made, [made]))[0], title="Predicted")
     keeps = [name for name in shown.columns if name in ("load", "metric", "predicted ms")]

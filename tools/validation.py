@@ -23,7 +23,7 @@ from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.record import Table
 from pdsim.validation.agreement import agreement
 from pdsim.validation.sealed import EXPECTED, MEASURED, read
-from pdsim.validation.verdicts import Class, Value, by_class, compare, foretold
+from pdsim.validation.verdicts import Class, Value, by_class, compare, prediction_table
 from tools import live_data
 from tools.live_data import DATA, METRICS
 
@@ -152,7 +152,7 @@ def medians(folders: Sequence[Path]) -> Iterator[str]:
 def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
     rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for expected in engines:
-        for row in foretold([Value(**value) for value in expected["expected"]]).rows:
+        for row in prediction_table([Value(**value) for value in expected["expected"]]).rows:
             rows.setdefault((row[0], row[1]), {})[expected["backend"]] = list(row)
     names = [expected["backend"] for expected in engines]
     columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}

@@ -27,7 +27,17 @@ from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
-from pdsim.validation.verdicts import Bound, Class, Compared, by_class, by_decade, compare, foretold, metrics, tables
+from pdsim.validation.verdicts import (
+    Bound,
+    Class,
+    Compared,
+    by_class,
+    by_decade,
+    compare,
+    metrics,
+    prediction_table,
+    tables,
+)
 
 __all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "run"]
 
@@ -110,7 +120,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
         _take(config, options, folder, progress)
     elif options.predict == "only":
         expect(config, _design(config, parts(config, options, folder, notes), notes), folder, progress)
-        return _foretold(folder, notes)
+        return _predictions(folder, notes)
     else:
         design = _expected(config, options, folder, notes, within(progress, 0.0, PREDICTING))
         measuring = within(progress, PREDICTING, 1.0)
@@ -161,16 +171,16 @@ def _expected(
 
 
 def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> list[DesignPart]:
-    found = []
+    kept = []
     for part in asked:
         problems = part.problems(config)
         if problems:
             notes.append(f"{part.experiment} is left out: {problems[0]}")
         else:
-            found.append(part)
-    if not found:
+            kept.append(part)
+    if not kept:
         raise ConfigError("nothing can be run: " + "; ".join(notes or ["experiment.classes is empty"]))
-    return found
+    return kept
 
 
 # --- the comparison ------------------------------------------------------------------------------------------------
@@ -182,23 +192,23 @@ def _compared(
     # Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files,
     # so what is compared is what was kept.
     expected, measured = read(folder / EXPECTED, "expected"), read(folder / MEASURED, "measured")
-    found = compare(
+    both = compare(
         values_in(expected, "expected", str(folder / EXPECTED)),
         values_in(measured, "measured", str(folder / MEASURED)),
     )
-    found = [_small(each, options.bounds.large) for each in found]
-    classes = by_class(found, bounds(options), config.seed)
-    shown = tables(classes, by_decade(found, config.seed))
+    both = [_small(each, options.bounds.large) for each in both]
+    classes = by_class(both, bounds(options), config.seed)
+    shown = tables(classes, by_decade(both, config.seed))
     before = measured["expectations"] == expected["sha256"]
     notes += [] if before else ["the predictions were made after these measurements"]
     notes += [_since(expected, measured)] if options.expected else []
-    missing = len(expected["expected"]) - len(found)
+    missing = len(expected["expected"]) - len(both)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
-    _write_parquet(folder / TABLE, found)
+    _write_parquet(folder / TABLE, both)
     beyond = [each for each in classes if each.beyond]
     failures += [f"{each.name}: error beyond its bound, median {_judged(each)}{_left(each)}" for each in beyond]
     return Result(
-        summary=metrics(found, classes),
+        summary=metrics(both, classes),
         tables=shown,
         failures=failures,
         notes=[
@@ -220,12 +230,12 @@ def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     )
 
 
-def _foretold(folder: Path, notes: Sequence[str]) -> Result:
+def _predictions(folder: Path, notes: Sequence[str]) -> Result:
     expected = read(folder / EXPECTED)
-    found = values_in(expected, "expected", str(folder / EXPECTED))
+    values = values_in(expected, "expected", str(folder / EXPECTED))
     return Result(
-        summary=[Metric("points", len(found), "quantities that are predicted")],
-        tables=[foretold(found)],
+        summary=[Metric("points", len(values), "quantities that are predicted")],
+        tables=[prediction_table(values)],
         notes=[*notes, f"nothing was measured; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
     )
 
@@ -236,8 +246,8 @@ def _judged(each: Class) -> str:
     return f"{each.seconds * 1e3:.2f} ms"
 
 
-def _write_parquet(path: Path, found: Sequence[Compared]) -> None:
+def _write_parquet(path: Path, both: Sequence[Compared]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist([each.row() for each in found]), path, compression="zstd")
+    pq.write_table(pa.Table.from_pylist([each.row() for each in both]), path, compression="zstd")

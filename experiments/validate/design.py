@@ -228,8 +228,8 @@ def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> lis
     small = [pattern for pattern in contention if len(names(TransferPoint(pattern, 1, 1, 1).flows(HOSTED))) <= most]
     if left := [pattern for pattern in contention if pattern not in small]:
         notes.append(f"left out, with more than {most} ranks: {', '.join(left)}")
-    found = [*_pairs(design), *_contended(design, small)]
-    return _fitting(config, design, found + (read(Path(design.points)) if design.points else []), notes)
+    points = [*_pairs(design), *_contended(design, small)]
+    return _fitting(config, design, points + (read(Path(design.points)) if design.points else []), notes)
 
 
 def _pairs(design: Design) -> Iterator[TransferPoint]:

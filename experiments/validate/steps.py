@@ -126,9 +126,9 @@ def now() -> str:
 
 
 def _system(config: Config) -> dict[str, Any]:
-    found = {name: plain(getattr(config, name)) for name in SYSTEM}
-    found["model"].pop("sources")
-    return found | {"collective": None if config.collective is None else config.collective.name}
+    system = {name: plain(getattr(config, name)) for name in SYSTEM}
+    system["model"].pop("sources")
+    return system | {"collective": None if config.collective is None else config.collective.name}
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def measure(
         progress: Told the share of all measuring that is done.
         records: Gets the records of all transfers.
     """
-    found: list[Value] = []
+    measured: list[Value] = []
     failures: list[str] = []
     took: list[dict[str, Any]] = []
     predictions = read(folder / EXPECTED)
@@ -174,7 +174,7 @@ def measure(
     for part, start_share, end_share in zip(design, [0.0, *ends], ends, strict=False):
         start = time.monotonic()
         results = _jobs(config, part, jobs, target, failures, within(progress, start_share, end_share))
-        found += mean([values(part.experiment, result) for result in results])
+        measured += mean([values(part.experiment, result) for result in results])
         failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
         records += [record for result in results for record in result.transfers]
         took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
@@ -183,7 +183,7 @@ def measure(
             "expectations": expectations,
             "engines": sorted({record.engine for record in records}),
             "took": list(took),
-            "measured": [asdict(value) for value in found],
+            "measured": [asdict(value) for value in measured],
         }
         keep(folder / MEASURED, seal(content))
     return failures
@@ -235,14 +235,13 @@ def take(source: Path, folder: Path) -> None:
             f"name a folder with {MEASURED}, or with {TRANSFERS} of such a run"
         )
     records = _records(source / TRANSFERS)
-    found = values("transfer", Result((), transfers=records))
     began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
     engines = sorted({record.engine for record in records})
     content = {
         "began": began,
         "expectations": "",
         "engines": engines,
-        "measured": [asdict(value) for value in found],
+        "measured": [asdict(value) for value in values("transfer", Result((), transfers=records))],
     }
     keep(folder / MEASURED, seal(content))
 
@@ -285,8 +284,8 @@ def _config(source: Path) -> dict[str, Any]:
     path = source / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"experiment.stored={source} has neither {MEASURED} nor config.yaml; name a run's folder")
-    found: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
-    return found
+    about: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    return about
 
 
 def _records(path: Path) -> list[TransferRecord]:

@@ -31,8 +31,8 @@ def values(experiment: str, result: Result) -> list[Value]:
         return list(_of_handoffs(result))
     if experiment == "allgather":
         return list(_of_gathers(result))
-    found = {metric.name: metric.value for metric in result.summary}
-    wanted = [(name, found.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
+    metrics = {metric.name: metric.value for metric in result.summary}
+    wanted = [(name, metrics.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
     ranks = len(endpoints(result.transfers))
     return [Value("serve", f"median {name}", "time", 0, float(value), gpus=ranks) for name, value in wanted if value]
 

@@ -74,8 +74,8 @@ class Summary:
 
 def _plain(*names: str, **renamed: str) -> Callable[[Columns], Columns]:
     def read(table: Columns) -> Columns:
-        found = {name: table[name] for name in names} | {new: table[old] for new, old in renamed.items()}
-        return {**found, "seconds": table["latency"] * 1e-3}
+        kept = {name: table[name] for name in names} | {new: table[old] for new, old in renamed.items()}
+        return {**kept, "seconds": table["latency"] * 1e-3}
 
     return read
 
@@ -212,10 +212,10 @@ def tables_of(folder: Path, engine: str, version: str) -> Iterator[tuple[Kind, s
         parts = []
         used = ""
         for pattern in kind.files:
-            path, found = _newest(folder, pattern, engine, version)
+            path, newest = _newest(folder, pattern, engine, version)
             if path is not None:
                 parts.append(kind.read(_columns(path)))
-                used = found if not used or found == used else f"{used}, {found}"
+                used = newest if not used or newest == used else f"{used}, {newest}"
         if not parts and kind.name == "gemm":
             path = folder / kind.files[0].format(engine=engine, version=version)
             raise ConfigError(f"{path} is not a file; name a folder of systems/data of aiconfigurator-core")
@@ -233,8 +233,8 @@ def tables_of(folder: Path, engine: str, version: str) -> Iterator[tuple[Kind, s
 
 
 def _newest(folder: Path, pattern: str, engine: str, version: str) -> tuple[Path | None, str]:
-    found = [(_order(path.parent.name), path) for path in folder.glob(pattern.format(engine=engine, version="*"))]
-    known = [each for each in found if each[0] <= _order(version)]
+    every = [(_order(path.parent.name), path) for path in folder.glob(pattern.format(engine=engine, version="*"))]
+    known = [each for each in every if each[0] <= _order(version)]
     if not known:
         return None, ""
     path = max(known)[1]
@@ -249,8 +249,8 @@ def _columns(path: Path) -> Columns:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
-    found = {name: table.column(name).to_numpy() for name in table.column_names}
-    return {name: values.astype(str) if values.dtype.kind == "O" else values for name, values in found.items()}
+    arrays = {name: table.column(name).to_numpy() for name in table.column_names}
+    return {name: values.astype(str) if values.dtype.kind == "O" else values for name, values in arrays.items()}
 
 
 # --- grids ---------------------------------------------------------------------------------------------------------
@@ -290,11 +290,11 @@ def compact(kind: Kind, columns: Columns, version: str = "", seed: int = 0) -> t
 
 def _dense(kind: Kind, columns: Columns) -> tuple[list[Key], list[Floats], Floats]:
     # Of several kernels for the same sizes the fastest counts, as an engine that tunes itself takes it.
-    found = [np.unique(columns[name], return_inverse=True) for name in kind.columns]
-    joint = np.ravel_multi_index([place for _, place in found], [len(values) for values, _ in found])
+    uniques = [np.unique(columns[name], return_inverse=True) for name in kind.columns]
+    joint = np.ravel_multi_index([place for _, place in uniques], [len(values) for values, _ in uniques])
     codes, place = np.unique(joint, return_inverse=True)
-    parts = np.unravel_index(codes, [len(values) for values, _ in found])
-    named = [values[part].tolist() for (values, _), part in zip(found, parts, strict=True)]
+    parts = np.unravel_index(codes, [len(values) for values, _ in uniques])
+    named = [values[part].tolist() for (values, _), part in zip(uniques, parts, strict=True)]
     keys: list[Key] = list(zip(*named, strict=True))
     at = [place]
     axes = []
@@ -429,14 +429,14 @@ def _gap(kept: Sequence[int], place: int) -> slice:
 
 
 def _errors(axes: Sequence[Floats], kept: Sequence[Sequence[int]], thin: Floats, values: Floats) -> Floats:
-    found = thin
+    dense = thin
     for axis, (sizes, some) in enumerate(zip(axes, kept, strict=True)):
         weights = np.zeros((len(sizes), len(some)))
         logs = np.log(sizes)
         for place in range(len(some)):
             weights[:, place] = np.interp(logs, logs[list(some)], np.eye(len(some))[place])
-        found = np.moveaxis(np.tensordot(found, weights, (axis + 1, 1)), -1, axis + 1)
-    errors: Floats = np.expm1(found - values)
+        dense = np.moveaxis(np.tensordot(dense, weights, (axis + 1, 1)), -1, axis + 1)
+    errors: Floats = np.expm1(dense - values)
     return errors
 
 

@@ -269,7 +269,7 @@ def _published(text: str) -> Rows:
     about = next(line for line in text.splitlines() if line.startswith("#"))
     rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
     queues, threads, batch, gpus = (
-        int(found[1]) if (found := re.search(rule, about)) else 0
+        int(number[1]) if (number := re.search(rule, about)) else 0
         for rule in (r"(\d+) QPs?\b", r"threads (\d+)", r"batch (\d+)", r"\b(\d+)xH\d+")
     )
     for row in rows:

@@ -81,7 +81,7 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
 
     Raise a `ConfigError` for a row whose times are not positive, or without an operator.
     """
-    found: list[Row] = []
+    parsed: list[Row] = []
     for number, text in enumerate(texts, 1):
         try:
             row: dict[str, Any] = dict(text)
@@ -93,8 +93,8 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
             ) from error
         if not row.get("operator") or not row["seconds"] > 0:
             raise ConfigError(f"row {number} of the profile has no operator or no time; correct or delete the row")
-        found.append(row)
-    return found
+        parsed.append(row)
+    return parsed
 
 
 def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
@@ -166,12 +166,12 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
-    found: dict[tuple[int, int], Row] = {}
+    fastest: dict[tuple[int, int], Row] = {}
     for row in rows:
         key = row["gpus"], row["tokens"] * row["n"]
-        if key not in found or row["seconds"] < found[key]["seconds"]:
-            found[key] = row
-    return list(found.values())
+        if key not in fastest or row["seconds"] < fastest[key]["seconds"]:
+            fastest[key] = row
+    return list(fastest.values())
 
 
 def _filled(kernels: Kernels, other: Kernels) -> Kernels:
@@ -183,22 +183,22 @@ def _filled(kernels: Kernels, other: Kernels) -> Kernels:
 
 
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
-    found: dict[str, Any] = {}
+    fitted: dict[str, Any] = {}
     for name in OPERATORS:
         mine = [row for row in rows if operator_of(row) == name]
         if len(mine) >= 3:
-            blend = found["prefill"].blend if name == "mla_prefill" and "prefill" in found else 0.0
-            found[name] = fit_roof(name, mine, peaks, blend)
-    if "gemm" not in found or not {"decode", "mla_decode"} & found.keys():
+            blend = fitted["prefill"].blend if name == "mla_prefill" and "prefill" in fitted else 0.0
+            fitted[name] = fit_roof(name, mine, peaks, blend)
+    if "gemm" not in fitted or not {"decode", "mla_decode"} & fitted.keys():
         raise ConfigError("the profile has too few rows of matrix products or attention; measure longer (--limit)")
     absorbed = any(row["kernel"] == "absorbed" for row in rows if row["operator"] == "mla_prefill")
     rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
     shared = {number: _ring(rows, int(number)) for number in sorted(rings)}
     if any(row["kernel"] == "tuned" for row in rows):
-        found["tuned"] = tuple(
+        fitted["tuned"] = tuple(
             dict.fromkeys(f"{row['experts']}x{row['width']}" for row in rows if row["kernel"] == "tuned")
         )
-    kernels = Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **found)
+    kernels = Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **fitted)
     return replace(kernels, shapes=_corrections(kernels, rows, peaks))
 
 
@@ -216,11 +216,11 @@ def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[st
             shapes.setdefault(key, {})[row["tokens"]] = row["seconds"] / _seconds(kernels, row, peaks)
     if len(shapes) > _SHAPES:
         return {}
-    found = {}
+    corrections = {}
     for key, factors in sorted(shapes.items()):
         tokens = tuple(sorted(factors))
-        found[key] = Correction(tokens=tokens, factor=tuple(float(f"{factors[each]:.3g}") for each in tokens))
-    return found
+        corrections[key] = Correction(tokens=tokens, factor=tuple(float(f"{factors[each]:.3g}") for each in tokens))
+    return corrections
 
 
 def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
@@ -282,8 +282,8 @@ def fit_roof(name: str, rows: Sequence[Row], peaks: Peaks, blend: float = 0.0) -
     the same kernel.
     """
     power = _MAXIMUM if name == "decode" else blend if blend and len(rows) < _FEW else 0.0
-    found = [_fitted(name, rows, peaks, cut, power) for cut in _cuts(name, peaks.processors)]
-    return min(found, key=lambda each: each[0])[1]
+    roofs = [_fitted(name, rows, peaks, cut, power) for cut in _cuts(name, peaks.processors)]
+    return min(roofs, key=lambda each: each[0])[1]
 
 
 def _cuts(name: str, processors: int) -> Iterator[Roof]:
@@ -380,12 +380,12 @@ def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterato
                     kernels if mode == "eager" else replace(kernels, layer_launch=0.0, mixed_launch=0.0), row, peaks
                 )
                 step = operator == "step"
-                found = (
+                modelled = (
                     time.step(row["batch"]) + _reading(time, row["batch"], row["context"])
                     if step
                     else time.prefill([(row["context"], row["tokens"])])
                 )
-                ratios.append(found / row["seconds"])
+                ratios.append(modelled / row["seconds"])
         yield _errors(f"{operator} of {model} tp{tp}, {mode}", ratios)
 
 
@@ -411,15 +411,15 @@ def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
 
 def layer_launch(rows: Sequence[Row], mixed: bool = False) -> float:
     """Return the least seconds a layer of prefill launched kernel by kernel, with experts if *mixed*; 0 of none."""
-    found = [
+    launches = [
         row["seconds"] / row["layers"]
         for row in rows
         if row["operator"] == "forward" and row["mode"] == "eager" and bool(row["experts"]) == mixed
     ]
-    return float(f"{min(found, default=0.0):.4g}")
+    return float(f"{min(launches, default=0.0):.4g}")
 
 
 def _errors(what: str, ratios: Sequence[float]) -> Errors:
     apart = np.array(ratios) - 1.0
-    found = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
-    return Errors(what, len(ratios), *(float(value) for value in found))
+    figures = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
+    return Errors(what, len(ratios), *(float(value) for value in figures))

@@ -37,9 +37,9 @@ def rows(operators: Operators) -> Iterator[Row]:
         names = list(table)
         for values in zip(*table.values(), strict=True):
             given = dict(zip(names, values, strict=True))
-            if (found := make(given)) is not None:
+            if (sizes := make(given)) is not None:
                 seconds = float(given["latency"]) * 1e-3
-                yield {**_NOTHING, **found, "seconds": seconds, "low": seconds, "high": seconds}
+                yield {**_NOTHING, **sizes, "seconds": seconds, "low": seconds, "high": seconds}
 
 
 _NOTHING: dict[str, Any] = dict.fromkeys(

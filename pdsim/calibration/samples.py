@@ -202,10 +202,10 @@ def _text(value: Any) -> str:
 def _parsed(row: Mapping[str, str], where: str) -> Sample:
     kinds = {item.name: item.type for item in fields(Sample)}
     try:
-        found = {name: _value(str(kinds[name]), text) for name, text in row.items() if name in kinds and text}
-        found.setdefault("low", found["seconds"])
-        found.setdefault("high", found["seconds"])
-        return Sample(**found)
+        values = {name: _value(str(kinds[name]), text) for name, text in row.items() if name in kinds and text}
+        values.setdefault("low", values["seconds"])
+        values.setdefault("high", values["seconds"])
+        return Sample(**values)
     except KeyError as error:
         raise ConfigError(f"{where} has no {error}; give every column that has no default") from error
     except (TypeError, ValueError) as error:
@@ -320,11 +320,11 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     repeats and without points of the grid.  The order of both lists is that in which they should be measured.
     """
     sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
-    found = [(1, size, 1) for size in sizes]
-    found += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
-    found += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
+    shapes = [(1, size, 1) for size in sizes]
+    shapes += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
+    shapes += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
     cells = {
-        Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest
+        Cell("pair", n, size, crowd, operation): None for n, size, crowd in shapes if n * size * crowd <= largest
     }
     random = np.random.Generator(np.random.PCG64([seed, 2]))
     left: dict[Cell, None] = {}
@@ -349,8 +349,8 @@ def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     Only reads of up to *largest* bytes, one at a time.  Every size and count of them is one of `grid`, so that each
     has a write of its own configuration.
     """
-    found = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
-    cells = [Cell("pair", n, size, 1, "read") for n, size in found if n * size <= largest]
+    shapes = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
+    cells = [Cell("pair", n, size, 1, "read") for n, size in shapes if n * size <= largest]
     return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
 
 

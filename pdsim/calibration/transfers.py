@@ -396,8 +396,8 @@ def _dependent(one: Fit, points: Points) -> str | None:
         return None
 
     def logs(name: str, by: float) -> Floats:
-        found: Floats = np.log(replace(one, at={**one.at, name: one.at[name] * math.exp(by)}).seconds(points))
-        return found
+        moved: Floats = np.log(replace(one, at={**one.at, name: one.at[name] * math.exp(by)}).seconds(points))
+        return moved
 
     columns = [(logs(name, 1e-4) - logs(name, -1e-4)) / 2e-4 for name in free]
     _, sizes, rows = np.linalg.svd(np.column_stack(columns))

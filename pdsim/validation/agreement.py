@@ -27,13 +27,13 @@ from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
 from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, tables
 
-__all__ = ["EXPECTED", "MEASURED", "agreement", "content", "figures", "found_in"]
+__all__ = ["EXPECTED", "MEASURED", "agreement", "compared_in", "content", "figures"]
 
 _POINTS = 1500
 _CLOSE = 0.1
 
 
-def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compared]]:
+def compared_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compared]]:
     """Return the predictions and the measurements of the validation in *folder*, and both side by side.
 
     The third has a row for each value that is in both: a time or a rate of one point or flow.
@@ -55,13 +55,13 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
     return expected, measured, both
 
 
-def figures(found: Sequence[Compared]) -> list[Figure]:
-    """Return the figures of *found*, without those that have nothing to show.
+def figures(compared: Sequence[Compared]) -> list[Figure]:
+    """Return the figures of *compared*, without those that have nothing to show.
 
     The first has predictions over measurements, times and rates apart; the second signed errors by
     size and the share of points within each absolute error.
     """
-    return [figure for figure in (_agreement(found), _errors(found)) if figure.panels]
+    return [figure for figure in (_agreement(compared), _errors(compared)) if figure.panels]
 
 
 def content(folder: Path) -> Content:
@@ -71,11 +71,11 @@ def content(folder: Path) -> Content:
     That the predictions are older than the measurements is a fact at the top, or a warning if they
     are not.
     """
-    expected, measured, found = found_in(folder)
+    expected, measured, compared = compared_in(folder)
     before = measured["expectations"] == expected["sha256"]
-    errors = np.abs([each.error for each in found])
+    errors = np.abs([each.error for each in compared])
     tiles = [
-        Tile("points", str(len(found))),
+        Tile("points", str(len(compared))),
         Tile("median error", terminal.share(float(np.median(errors)))),
         Tile("95th percentile", terminal.share(float(np.percentile(errors, 95.0)))),
     ]
@@ -93,32 +93,32 @@ def content(folder: Path) -> Content:
     about = f"{expected['backend']} on {expected['hw']}" if "hw" in expected else folder.name
     title = f"{about}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
-        base = run_report.content(folder, figures(found))
+        base = run_report.content(folder, figures(compared))
         facts |= {"status": base.facts["status"]}
         provenance = {**kept, **base.provenance}
         page = replace(base, title=title, facts=facts, tiles=tiles, shown=1, provenance=provenance)
     else:
-        classes = by_class(found, {}, int(expected.get("seed", 0)))
-        shown = tables(classes, by_decade(found, int(expected.get("seed", 0))))
+        classes = by_class(compared, {}, int(expected.get("seed", 0)))
+        shown = tables(classes, by_decade(compared, int(expected.get("seed", 0))))
         lines = [] if before else ["the predictions were made after these measurements"]
         page = Content(
-            over="", title=title, facts=facts, tiles=tiles, warnings=lines, figures=figures(found), tables=shown
+            over="", title=title, facts=facts, tiles=tiles, warnings=lines, figures=figures(compared), tables=shown
         )
         page = replace(page, shown=1, provenance=kept)
-    return replace(page, over="pdsim report of a validation", tables=[*page.tables, _points(found)])
+    return replace(page, over="pdsim report of a validation", tables=[*page.tables, _points(compared)])
 
 
-def _groups(found: Sequence[Compared]) -> Mapping[str, list[Compared]]:
+def _groups(compared: Sequence[Compared]) -> Mapping[str, list[Compared]]:
     groups: dict[str, list[Compared]] = {}
-    for each in found:
+    for each in compared:
         groups.setdefault(each.predicted.group.partition(",")[0].partition(" ")[0], []).append(each)
     return groups
 
 
-def _agreement(found: Sequence[Compared]) -> Figure:
+def _agreement(compared: Sequence[Compared]) -> Figure:
     panels = []
     for quantity, title, unit in (("time", "Times", "s"), ("rate", "Rates", "B/s")):
-        mine = [each for each in found if each.predicted.quantity == quantity]
+        mine = [each for each in compared if each.predicted.quantity == quantity]
         if mine:
             groups = {
                 name: [(e.measured, e.predicted.value, _hover(e)) for e in each]
@@ -173,9 +173,9 @@ def agreement(
     )
 
 
-def _errors(found: Sequence[Compared]) -> Figure:
+def _errors(compared: Sequence[Compared]) -> Figure:
     by_size, curves = [], []
-    for colour, (name, each) in enumerate(_groups(found).items()):
+    for colour, (name, each) in enumerate(_groups(compared).items()):
         sized = [one for one in each if one.predicted.nbytes > 0]
         chosen = [sized[i] for i in thinned(len(sized), _POINTS)]
         if chosen:
@@ -210,11 +210,11 @@ def _hover(each: Compared) -> str:
     )
 
 
-def _points(found: Sequence[Compared]) -> Table:
+def _points(compared: Sequence[Compared]) -> Table:
     columns = {"point": "and flow", "class": "", "quantity": "time in us, rate in GB/s"}
     columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
     rows = []
-    for each in found:
+    for each in compared:
         value = each.predicted
         scale = 1e6 if value.quantity == "time" else 1e-9
         numbers = (value.value, value.low, value.high, each.measured)

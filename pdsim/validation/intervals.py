@@ -72,8 +72,8 @@ def _placed(config: Config, value: Value) -> Value:
         return value
     gpus = min(value.gpus, config.hw.nodes * config.hw.gpus)
     nbytes = value.nbytes if value.descriptors else 0
-    found = config.calibration.factors(descriptors=value.descriptors, nbytes=nbytes, gpus=gpus)
-    return replace(value, factor=math.prod(found.values()))
+    factors = config.calibration.factors(descriptors=value.descriptors, nbytes=nbytes, gpus=gpus)
+    return replace(value, factor=math.prod(factors.values()))
 
 
 def _spanned(config: Config, value: Value, below: float, above: float) -> Value:

@@ -34,9 +34,9 @@ __all__ = [
     "by_class",
     "by_decade",
     "compare",
-    "foretold",
     "mean",
     "metrics",
+    "prediction_table",
     "tables",
 ]
 
@@ -93,8 +93,8 @@ class Compared:
 
     def row(self) -> dict[str, Any]:
         """Return the row of ``validation.parquet``."""
-        found = {"measured": self.measured, "error": self.error, "covered": self.covered}
-        return asdict(self.predicted) | {"per_job": list(self.per_job)} | found
+        judged = {"measured": self.measured, "error": self.error, "covered": self.covered}
+        return asdict(self.predicted) | {"per_job": list(self.per_job)} | judged
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
 
     A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
     """
-    found: dict[tuple[str, str, str], list[Value]] = {}
+    by_key: dict[tuple[str, str, str], list[Value]] = {}
     for value in (value for run in runs for value in run):
-        found.setdefault((value.group, value.label, value.quantity), []).append(value)
-    every = [same for same in found.values() if len(same) == len(runs)]
+        by_key.setdefault((value.group, value.label, value.quantity), []).append(value)
+    every = [same for same in by_key.values() if len(same) == len(runs)]
     return [_mean(same) for same in every]
 
 
@@ -165,38 +165,38 @@ def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compa
     Values match by `Value.key`; measurements that are not positive and finite are left out.
     """
     have = {value.key: value for value in measured if value.value > 0 and math.isfinite(value.value)}
-    found = [
+    both = [
         Compared(value, have[value.key].value, tuple(have[value.key].per_job))
         for value in predicted
         if value.key in have
     ]
-    if not found:
+    if not both:
         raise ConfigError(
             "nothing to compare: no point is both predicted and measured; take files of the same design"
         )
-    return found
+    return both
 
 
-def by_class(found: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
+def by_class(both: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
     """Return the errors of every class, each with the bound of its name or of the first word of it, or that of "".
 
     Classes come in the order in which they first occur.  Intervals are drawn from *seed* and the name of the class,
     so that a class has the same interval whichever others there are.
     """
-    groups = dict.fromkeys(each.predicted.group for each in found)
+    groups = dict.fromkeys(each.predicted.group for each in both)
     return [
-        _class(name, [each for each in found if each.predicted.group == name], _bound(name, bounds), seed)
+        _class(name, [each for each in both if each.predicted.group == name], _bound(name, bounds), seed)
         for name in groups
     ]
 
 
-def by_decade(found: Sequence[Compared], seed: int) -> list[Class]:
+def by_decade(both: Sequence[Compared], seed: int) -> list[Class]:
     """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``.
 
     Rates are left out, and these classes have no bounds.
     """
     groups: dict[str, list[Compared]] = {}
-    for each in found:
+    for each in both:
         if each.predicted.quantity == "time" and each.predicted.nbytes > 0:
             decade = math.floor(math.log10(each.predicted.nbytes))
             groups.setdefault(f"{each.predicted.group}, 1e{decade} B", []).append(each)
@@ -207,24 +207,24 @@ def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
     return bounds.get(name) or bounds.get(name.partition(" ")[0].rstrip(",")) or bounds.get("")
 
 
-def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int) -> Class:
-    signed = np.array([each.error for each in found])
+def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) -> Class:
+    signed = np.array([each.error for each in both])
     errors = np.abs(signed)
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
     samples = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
     p95 = percentile(errors, 95.0)
-    times = [abs(each.predicted.value - each.measured) for each in found if each.predicted.quantity == "time"]
+    times = [abs(each.predicted.value - each.measured) for each in both if each.predicted.quantity == "time"]
     return Class(
         name=name,
-        points=len(found),
+        points=len(both),
         bias=float(np.median(signed)),
         median=float(np.median(errors)),
         median_interval=_interval(np.median(samples, axis=1)),
         p95=p95,
         p95_interval=None if p95 is None else _interval(np.percentile(samples, 95.0, axis=1)),
-        worst=found[int(np.argmax(errors))].predicted.label,
+        worst=both[int(np.argmax(errors))].predicted.label,
         bound=bound,
-        floor=floor(each.per_job for each in found),
+        floor=floor(each.per_job for each in both),
         seconds=float(np.median(times)) if times else None,
     )
 
@@ -273,7 +273,7 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
     ]
 
 
-def foretold(values: Sequence[Value]) -> Table:
+def prediction_table(values: Sequence[Value]) -> Table:
     """Return the table of predictions alone, by class: times in us, rates in GB/s.
 
     It is what ``experiment.predict=only`` prints: how far the calibration's uncertainty reaches is
@@ -327,16 +327,16 @@ def _milliseconds(each: Class) -> list[Any]:
     return ["-" if seconds is None else seconds * 1e3 for seconds in (each.seconds, limit)]
 
 
-def metrics(found: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
+def metrics(both: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
     """Return the summary.
 
     Errors are relative, not per cent; a metric is None where there are too few points for it.
     """
-    errors = np.abs([each.error for each in found])
-    covered = [each.covered for each in found if each.covered is not None]
+    errors = np.abs([each.error for each in both])
+    covered = [each.covered for each in both if each.covered is not None]
     share = sum(covered) / len(covered) if covered else None
     return [
-        Metric("points", len(found), "quantities that were predicted and measured"),
+        Metric("points", len(both), "quantities that were predicted and measured"),
         Metric("classes_beyond", sum(each.beyond for each in classes), "classes that exceed their bounds"),
         Metric("error_median", percentile(errors, 50.0), "median of the absolute relative error of all of them"),
         Metric("error_p95", percentile(errors, 95.0), "95th percentile of that; needs 20"),

@@ -185,7 +185,7 @@ def test_every_figure_is_a_file_the_same_each_time(folders):
     drawn = [run_report.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
     drawn += [
         of_sweep.figures(folders["sweep"]),
-        of_validation.figures(of_validation.found_in(folders["validation"])[2]),
+        of_validation.figures(of_validation.compared_in(folders["validation"])[2]),
     ]
     assert [{figure.name for figure in figures} for figures in drawn] == [
         FIGURES[name] for name in ("run", "pulled", "transfer", "sweep", "validation")
