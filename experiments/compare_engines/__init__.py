@@ -45,28 +45,14 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransferEngine(Engine):
-    """A backend with its policy, as its file in `conf/backend` has both.
-
-    A run has one policy, beside its backend; here several backends are chosen among, each with its
-    own.
-    """
+    """A backend with its policy, as its file in `conf/backend` has both; a run has one policy beside its backend."""
 
     policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareEnginesOptions(ExperimentOptions):
-    """What is compared: all combinations of the first four, each serving the same workload on the same machine.
-
-    Attributes:
-        backends: Transfer engines with their policies, by the names that the table has.
-        engines: Serving engines, likewise.
-        staging: Whether ranks of unlike parallelism go through staging buffers.
-        metadata: How it travels: as the backend's policy has it, in the last batch, or over the
-            control channel.
-        colocated: Whether engines that prefill and decode on the same GPUs are compared, too.
-        router: Of `pdsim.serving.policies`.
-    """
+    """What is compared: all combinations of the first four, each serving the same workload on the same machine."""
 
     name: str = "compare_engines"
     backends: Mapping[str, TransferEngine]  # by the names that the table has
@@ -118,7 +104,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
             skipped.append([*one.named, str(error)])
             continue
         notes = notes or served.notes[:2]
-        rows.append([*one.named, *_values(served)])
+        metrics = {metric.name: metric.value for metric in served.summary}
+        rows.append([*one.named, *map(metrics.get, COLUMNS)])
     if not rows:
         raise ConfigError(f"no combination of experiment.backends and engines can be run: {skipped[0][-1]}")
     rows.sort(key=lambda row: (row[4] is None, row[4], row[:4]))
@@ -181,9 +168,7 @@ def _served(
 
 
 def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
-    # Rates of NVLink are shares of the machine's line rate, costs as its options have them.
-    #
-    # As a run does with `backend=`, except that no calibration is laid over it.
+    # Rates of NVLink are shares of the machine's line rate, costs as its options have them, without a calibration.
     choices: dict[str, Any] = {}
     for name in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, name)
@@ -193,8 +178,3 @@ def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
         model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
         choices[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
     return replace(backend, **choices)
-
-
-def _values(result: Result) -> list[Any]:
-    values = {metric.name: metric.value for metric in result.summary}
-    return [values.get(name) for name in COLUMNS]

@@ -271,16 +271,10 @@ def cell(value: Any) -> str:
 class Progress:
     """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
 
-    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is
-    convenient, from one thread or several; use it as a context manager, or call `close`.
-
-    Args:
-        description: What is going on, before the words of each call.
-        file: Where to; by default standard error, so that output can be piped.
-        after: Seconds until a terminal sees the bar.
-        every: Seconds from one line to the next, and to the first, where there is no terminal.
-        at_once: For what takes minutes: the first call is a line of its own, and lines follow, at
-            first every 2 s, also while nothing calls: a thread writes what was said last.
+    Call it with the share done, 0 to 1, and a few words, from any thread; use it as a context manager, or call
+    `close`.  A terminal sees the bar *after* so many seconds; other files get a line *every* so many.  With
+    *at_once*, for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s,
+    also while nothing calls: a thread writes what was said last.
     """
 
     def __init__(
@@ -485,8 +479,8 @@ def _latencies(metrics: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'':<12}{'p50':>10}{'p90':>10}{'p99':>10}"
     for name, title in _LATENCIES.items():
         values = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
-        cells = ["-" if value is None else format_time(value) for value in values]
-        yield f"{title:<12}{''.join(f'{cell:>10}' for cell in cells)}"
+        texts = ["-" if value is None else format_time(value) for value in values]
+        yield f"{title:<12}{''.join(f'{text:>10}' for text in texts)}"
 
 
 def _bound(
@@ -511,11 +505,11 @@ def _bound(
 def _measured(run: Mapping[str, Any]) -> Iterator[str]:
     if not run["tables"]:
         named = [(name, metric["value"]) for name, metric in run["metrics"].items()]
-        yield from (f"{name}: {_cell(value)}" for name, value in named[:_MOST])
+        yield from (f"{name}: {cell(value)}" for name, value in named[:_MOST])
         left = len(named) - _MOST
     else:
         table = run["tables"][0]
-        rows = [list(table["columns"]), *([_cell(value) for value in row] for row in table["rows"][:_MOST])]
+        rows = [list(table["columns"]), *([cell(value) for value in row] for row in table["rows"][:_MOST])]
         widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
         yield table["title"]
         for row in rows:
@@ -546,9 +540,3 @@ def _next(run: Mapping[str, Any], folder: Path) -> list[str]:
     options = [word for word in run.get("command", ()) if word.startswith("--config-")]
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
     return [f"pdsim explain {join([str(folder)])}", f"pdsim sweep {join([*options, *words, 'seed=0,1,2'])}"]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -185,7 +185,7 @@ def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):
     table = Table("Points", {"pattern": "who sends to whom", "B/W": "GB/s"}, rows)
     folder = Run(config).finish(make_result(tables=[table], failures=["a", "b", "c", "d"]))
     lines = printed(folder, verbose=False).splitlines()
-    assert lines[1:4] == ["Points", "pattern  B/W", "   pair    0"]
+    assert lines[1:4] == ["Points", "pattern    B/W", "   pair      0"]
     assert "... and 5 more: -v" in lines
     assert lines[lines.index("failed: a") :][:4] == ["failed: a", "failed: b", "failed: c", "... and 1 more: -v"]
 

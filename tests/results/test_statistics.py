@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdsim.results.statistics import distribution, mean, needed, percentile
 
@@ -18,14 +16,6 @@ def test_a_percentile_needs_one_sample_beyond_it(q, samples):
 def test_a_percentile_is_interpolated_between_its_neighbours():
     assert percentile(range(101), 99) == 99.0
     assert percentile([0.0, 1.0, 2.0, 3.0], 50) == 1.5
-
-
-@given(st.lists(st.floats(-1e9, 1e9), min_size=100, max_size=300))
-def test_percentiles_rise_and_stay_within_the_sample(values):
-    found = [percentile(values, q) for q in (50, 90, 99)]
-    assert found == sorted(found)
-    assert min(values) <= found[0]
-    assert found[-1] <= max(values)
 
 
 def test_there_is_no_mean_of_nothing():
