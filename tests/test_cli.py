@@ -107,45 +107,26 @@ REFUSALS = [
     (("doctor", "now"), "doctor takes no arguments but --host and --config-dir, got 'now'"),
     (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
     (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,"),
-    (("run", "fast"), "'fast' is not KEY=VALUE, such as hw=8xh20"),
-    (("run", "--jsn"), "unknown option --jsn; "),
     (("run", "--cfg"), "--cfg needs a value after it"),
     (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 1xa100,"),
-    (("run", "hw=1"), "hw=1 does not exist; there are 1xa100,"),
     (("run", "calibration=nonsense"), "calibration=nonsense does not exist; "),
     (
         ("run", "output=/proc/none"),
         "output=/proc/none: No such file or directory; name a folder that can be written to",
     ),
-    (
-        ("run", "-m", "output=/proc/none", "seed=1,2"),
-        "output=/proc/none: No such file or directory; name a folder that",
-    ),
     (("run", "hw="), "hw= chooses nothing; there are 1xa100,"),
     (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; pdsim sweep runs one point for each"),
     (("run", "hw=[8xh20,8xh200]"), "hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20"),
-    (("run", "hww=8xh20"), "unknown key hww; did you mean hw? a configuration has target,"),
     (("run", "hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
-    (("run", "+hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
-    (("run", "+x.y=1"), "unknown key x; a configuration has target,"),
-    (("run", "hw.gpus=many"), "hw.gpus must be a whole number, got 'many'"),
-    (("run", "hw.nic.rate=400Gbs"), "hw.nic.rate: '400Gbs' is not a rate; write something like 400Gbps"),
-    (("run", "hw.nic.rate=-1"), "hw.nic.rate must be >= 0, got -1.0; leave hw.nic.rate out"),
     (("run", "~hw.nic"), "hw.nic is missing and has no default; set hw.nic=VALUE"),
-    (("run", "target=reel"), "target must be one of model, real, live, got 'reel'"),
     (
         ("run", "experiment.sizes=1", "experiment=transfer"),
         "unknown key experiment.sizes; did you mean experiment.size?",
     ),
     (("run", "experiment.name=srve"), "experiment.name=srve does not exist; did you mean serve? There are"),
-    (
-        ("run", "workload.trace=a{b"),
-        "workload.trace=a{b: a value with blanks, commas, brackets, quotes or = needs quotes",
-    ),
     (("run", "workload.trace=none.jsonl"), "workload.trace=none.jsonl cannot be read: No such file or directory;"),
     (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
     (("run", "--config-dir", "nowhere"), "--config-dir nowhere is not a folder; name one that has"),
-    (("run", "--config-path", "/nowhere"), "--config-path /nowhere is not a folder; name one that has"),
     (("run", "--cfg", "jobs"), "--cfg jobs is not known; --cfg job prints what the run will use"),
     (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
     (("run", "executor=ray"), "executor=ray is about many points; use pdsim sweep, or leave it out"),
@@ -177,10 +158,6 @@ REFUSALS = [
         "GPUs",
     ),
     (("run", "backend=mori"), "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out"),
-    (
-        ("run", "backend=mori", "target=real"),
-        "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out",
-    ),
     (("run", "hw.nic.count=0", "backend=mooncake"), "moves bytes over rdma, but hw=8xh20 has no network cards"),
     (
         ("run", "workload.rate=2"),
@@ -193,8 +170,7 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
-        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? "
-        "there are threads, device,",
+        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? there are threads,",
     ),
     (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
     (
@@ -203,8 +179,7 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=rdma_guest", "backend=nixl_shm"),
-        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: "
-        "backend=mooncake, mori, mori_inline,",
+        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, mori,",
     ),
     (
         ("run", "experiment=transfer", "experiment.ranks=9"),

@@ -77,14 +77,6 @@ def test_each_kind_of_annotation_is_converted():
     assert isinstance(built.share, float)
 
 
-def test_one_value_stands_for_a_list_of_one():
-    assert build(Everything, {"size": "64KiB"}).size == (65536,)
-
-
-def test_null_is_nothing_where_nothing_is_allowed():
-    assert build(Everything, {"deadline": None}).deadline is None
-
-
 # --- what is refused
 
 
@@ -156,18 +148,6 @@ def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, va
 def test_a_missing_key_says_what_to_set():
     values = {**MACHINE, "nic": {"count": 1}}
     assert refusal(Machine, values, "hw") == "hw.nic.rate is missing and has no default; set hw.nic.rate=VALUE"
-
-
-def test_an_experiment_that_does_not_exist_is_answered_with_those_that_do():
-    with pytest.raises(
-        ConfigError, match=r"experiment.name=transfr does not exist; did you mean transfer\? There are"
-    ):
-        load(changed(CONFIG, "experiment.name", "transfr"))
-
-
-def test_the_options_of_an_experiment_are_its_own():
-    with pytest.raises(ConfigError, match=r"unknown key experiment.sizes; did you mean experiment.size\?"):
-        load(changed(CONFIG, "experiment.sizes", [1]))
 
 
 # --- what is complete
