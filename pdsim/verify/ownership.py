@@ -17,6 +17,7 @@ import numpy as np
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.pages import Pages, Pool
 from pdsim.kv.peers import REGION, STAGING
+from pdsim.kv.push import KvSender
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
 
@@ -52,7 +53,7 @@ class OwnershipChecker:
         if getattr(member, "scheduler", None) is not None:
             self._leaders.setdefault(name, []).append(member)
         sender: Any = getattr(getattr(member, "mover", None), "sender", None)
-        if hasattr(sender, "_gather"):
+        if isinstance(sender, KvSender):
             sender._gather = self._watched(sender._gather)
 
     def read(self, batch: Batch, label: str) -> None:

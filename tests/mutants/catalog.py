@@ -11,87 +11,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace as replaced
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from msgspec.structs import replace as changed
+from simpy.events import Event
+
+from experiments.faults import scenario as scenarios
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.kv import contents, mapping, push, state
+from pdsim.core.errors import TransferFailed, TransferTimeout
+from pdsim.hardware.machine import Interconnect
+from pdsim.kv import contents, mapping, messages, push, state
+from pdsim.kv.mapping import HeadSlice
+from pdsim.kv.messages import TransferDone, encode
 from pdsim.kv.peers import DecodePeers
+from pdsim.kv.plan import cut
+from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import KvSender, Queues
 from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.rooms import Status
 from pdsim.kv.staging.ring import GatherBuffers, Ring
 from pdsim.kv.staging.staging_receiver import StagingReceiver
+from pdsim.models.parallel import Side
 from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of
 from pdsim.serving.handoff.pull import PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader, PushPrefillLeader
 from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.prefill_worker import PrefillWorker
 from pdsim.serving.rank_process import EngineRank
+from pdsim.serving.settings import ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
-from tests.mutants.defects import (
-    ELEVEN,
-    PULLED,
-    SHORT_LEASES,
-    SLOW_WIRE,
-    TWO_STAGED,
-    Change,
-    complete_with_the_first,
-    concluded_once,
-    connects_as_another,
-    counted_as_done,
-    counted_by_tp,
-    counted_for_ever,
-    counted_in_the_request,
-    counts_messages,
-    dies,
-    failure_ignored,
-    forgets_at_once,
-    forgets_replicas,
-    forgets_without_slot,
-    frees_slot_at_once,
-    frees_slots_at_once,
-    gathers_what_failed,
-    gives_back_with_the_lease,
-    gone_by_prefix,
-    impatient,
-    key_unchecked,
-    knows_no_abort,
-    lose_unnoticed,
-    maximum,
-    mutated,
-    not_waited_for,
-    nothing,
-    numbered_by_place,
-    over_with_the_last,
-    overtaken,
-    quiesced_by_number,
-    read_twice,
-    releases_at_once,
-    settles_at_once,
-    share_by_number,
-    sliced_after_all,
-    stays_in_its_round,
-    swapped,
-    takes_up_late,
-    unbound,
-    without_counting,
-)
-from tests.mutants.survivors import (
-    counts_metadata_twice,
-    fails_all,
-    failure_is_success,
-    frees_when_complete,
-    leaves_the_last,
-    never_ready_again,
-    one_page_late,
-    proven_at_once,
-    quiet_with_the_first,
-    sends_before,
-    sends_incomplete_pages,
-)
+from pdsim.transfer import Transfer
+
+Change = tuple[Any, str, Any]
+"""Owner, attribute, and what it becomes; a function with a parameter *original* is given what was there first."""
 
 __all__ = ["BY_TEST", "IMPOSSIBLE", "LIMIT", "MUTANTS", "Caught", "Mutant"]
 
@@ -162,8 +122,14 @@ class Mutant:
 def patched(changes: tuple[Change, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in changes:
-            stack.enter_context(patch.object(owner, name, value))
+            stack.enter_context(patch.object(owner, name, _replacement(getattr(owner, name), value)))
         yield
+
+
+def _replacement(original: Any, value: Any) -> Any:
+    if not callable(value) or "original" not in signature(value).parameters:
+        return value
+    return lambda *arguments, **options: value(original, *arguments, **options)
 
 
 # --- which scenarios -----------------------------------------------------------------------------------------------
@@ -214,14 +180,408 @@ def replicating(scenario: Scenario) -> bool:
     return job.prefill.tp < job.shape.heads < job.decode.tp and not job.shape.latent_bytes
 
 
+# --- what is changed -----------------------------------------------------------------------------------------------
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+def connects_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
+    """Take an introduction for one's own, whichever incarnation of this rank it is meant for."""
+    original(self, sender, changed(message, started=self.started))
+
+
+def maximum(old: Status, new: Status) -> Status:
+    return max(old, new)
+
+
+def without_counting(self: KvReceiver, number: int, room: Any) -> None:
+    if room.last is None or room.reserve is None:
+        return
+    del self._rooms[number]
+    self.report(TransferDone(number, self._verify(room.reserve)), room.last)
+
+
+def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
+    return changed(original(self, *arguments), writer=self._place.tp)
+
+
+def over_with_the_last(self: KvSender, state: Any) -> None:
+    state.unfinished -= 1
+    if state.status is Status.FAILED:
+        self._settle(state)
+    elif state.room in self._rooms:
+        self._conclude(state)
+
+
+def counted_as_done(original: Any, self: KvSender, write: Any, error: Exception) -> None:
+    original(self, write, error)
+    if write.state.room in self._rooms:
+        self._over(write.state)
+
+
+def concluded_once(original: Any, self: KvSender, state: Any) -> None:
+    """What is written of a room that is over is not counted: the change to its status is all there is to see."""
+    if state.room in self._rooms:
+        original(self, state)
+
+
+def failure_ignored(self: KvSender, write: Any, event: Any) -> None:
+    state = write.state
+    state.moving -= 1
+    self._over(state)
+
+
+def read_twice(original: Any, self: KvSender, write: Any, event: Any) -> None:
+    """Send again as a message what may have arrived."""
+    again = not event.ok and isinstance(event.value, TransferTimeout) and write.state.status is not Status.FAILED
+    if not again or write.spec is None or write.spec.rows or write.spec.state:
+        original(self, write, event)
+        return
+    event.settled.callbacks.append(partial(self._settled, write.state))
+    self._retry(write, event, event.value)
+
+
+def forgets_replicas(original: Any, shape: Any, prefill_tp: int, decode_tp: int, *ranks: int) -> Any:
+    found = original(shape, prefill_tp, decode_tp, *ranks)
+    if found is None or prefill_tp > decode_tp:
+        return found
+    mine, theirs = shape.local_heads(prefill_tp), shape.local_heads(decode_tp)
+    return HeadSlice(ranks[1] * theirs % mine, 0, theirs)
+
+
+def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
+    """Divide the pages of a chunk by their numbers, as if they were neighbours."""
+    if not self._all_cp_ranks or not chunk.runs:
+        return original(self, chunk)
+    first = min(source for source, _, _ in chunk.runs)
+    mine = mapping.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
+    rows = []
+    for source, target, count in chunk.runs:
+        low, high = max(source, first + mine.start), min(source + count, first + mine.stop)
+        if low < high:
+            rows.append((low, target + low - source, high - low))
+    return tuple(rows), chunk.last
+
+
+def counted_in_the_request(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
+    """Cut a chunk's pages out of those that are sent by their place in the whole request."""
+    chunk = original(self, room, tokens)
+    return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
+
+
+def pulled(original: Any, job: Any, random: Any, fixed: bool = False, lease: float = 30.0) -> Any:
+    """Have decode pull what the scenario would have pushed."""
+    engine = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    return replaced(original(job, random, fixed), engine=engine, staging=None)
+
+
+PULLED = ((scenarios, "_squeezed", pulled),)
+SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
+"""Leases that end while a link is slow."""
+
+
+def gives_back_with_the_lease(original: Any, self: PullPrefillLeader, number: int) -> None:
+    """Hand pages out again when a lease ends, as if nobody read them any more."""
+    original(self, number)
+    if number in self._lent:
+        self._return(self._lent[number])
+
+
+def forgets_at_once(self: KvReader, number: int) -> None:
+    """Say that nothing of a room moves while it is read."""
+    room = self._rooms.pop(number, None)
+    if room is not None:
+        room.failed = True
+    self._quiet(messages.RankQuiesced(number))
+
+
+def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any) -> None:
+    """Take a room for complete when the first of its reads is."""
+    original(self, room, event)
+    if event.ok and room.missing and not room.failed:
+        self._complete(room)
+        room.failed = True
+
+
+def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
+    """Free what the writer of that number has, of whichever instance it is."""
+    for key, question in list(self._questions.items()):
+        if key[1] == index_of(rank) and not question.scattering:
+            self._drop(key)
+    self._advance()
+
+
+def gathers_what_failed(original: Any, self: KvSender, write: Any, queue: int) -> Any:
+    """Gather also for a room that was given up while it stood in the queue; nothing of that is written."""
+    position = write.state.asks.get(write.key)
+    if write.spec is not None and write.spec.rows and position is not None and position >= 0:
+        return self._stage(write, write.spec, queue, position)
+    return original(self, write, queue)
+
+
+def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
+    landing, number = self.mover.receiver.landing, room.request.room
+    if landing is not None and room.waits:
+        for key, question in list(landing._questions.items()):
+            if key[0] == number and not question.scattering:
+                landing._drop(key)
+    original(self, room)
+
+
+def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
+    """Go on with the next chunk while a block is being written."""
+    program, value = original(self, *arguments), None
+    while True:
+        try:
+            event = program.send(value)
+        except StopIteration:
+            return
+        if isinstance(event, Transfer):
+            return
+        value = yield event
+
+
+def numbered_by_place(original: Any, self: PrefillScheduler, *arguments: Any) -> Any:
+    """Number a chunk by where it begins, as if all before it had been full: those of shared forwards are not."""
+    chunk = original(self, *arguments)
+    return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
+
+
+def key_unchecked(original: Any, self: Ring[Any], key: Any, size: int) -> Any:
+    """Give the slot that *key* has already."""
+    return self.slots[key] if key in self.slots else original(self, key, size)
+
+
+def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
+    """Do not begin an empty ring anew: what does not fit behind its head waits for ever."""
+    if self.slots:
+        return original(self, size)  # type: ignore[no-any-return]
+    return self.head if self.head % self.size + size <= self.size else None
+
+
+def sliced_after_all(original: Any, self: KvSender, write: Any, queue: int) -> Any:
+    """Write slices although a slot was granted, and let the other side scatter what the slot holds."""
+    position = write.state.asks.get(write.key) if write.spec is not None and write.spec.rows else None
+    if position is None or position < 0 or write.chunk.index % 2:
+        yield from original(self, write, queue)
+        return
+    batch = write.target.batch(write.spec).over(self._region, write.target.region)
+    yield self._write(write, batch, "staged")
+
+
+def releases_at_once(original: Any, self: Any, room: Any) -> None:
+    original(self, room)
+    self.handoff._release(room.request.room)
+
+
+def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
+    number = room.request.room
+    if room.waits and number in self.handoff.slots.owners:
+        self.handoff.slots.release(number)
+    original(self, room)
+
+
+def forgets_without_slot(self: PushDecodeLeader, number: int) -> None:
+    if number in self.slots.owners:
+        self.slots.release(number)
+
+
+def settles_at_once(self: KvSender, state: Any) -> None:
+    """Say that nothing moves while writes are under way."""
+    if state.aborted and not state.planned:
+        state.aborted = False
+        self._rooms.pop(state.room, None)
+        self.report(push.RankQuiesced(state.room))
+
+
+def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
+    raise KeyError(f"ABORT of room {message.room}")
+
+
+def dies(self: Queues[Any], queue: Any, event: Any) -> None:
+    """A worker ends with the first transfer that fails: its queue stays busy for ever."""
+    if not event.ok:
+        return
+    if queue.program is not None:
+        waits = self._advance(queue, queue.program, event)
+        if waits is not None:
+            waits.callbacks.append(lambda event: self._resume(queue, event))
+            return
+    self._next(queue)
+
+
+def counts_messages(self: Any, _: int, message: Any) -> None:
+    """A rank that says twice that it is ready stands for another one that is not."""
+    ready = self.readiness._ready.setdefault((message.incarnation, message.peer), set())
+    ready.add(len(ready))
+    if len(ready) == self._scheduler.job.prefill.size:
+        self._engine.send(ROUTER, message)
+
+
+def gone_by_prefix(self: PrefillScheduler, incarnation: str) -> None:
+    """Give up the rooms of every instance whose name begins like that of *incarnation*."""
+    for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(incarnation))]:
+        self._give_up(room)
+    self.handoff.drop(incarnation)
+
+
+def kills_the_second(original: Any, *arguments: Any) -> dict[str, float]:
+    return dict.fromkeys(["decode1.0"], *original(*arguments).values())
+
+
+ELEVEN = (
+    (scenarios, "_kills", kills_the_second),
+    (scenarios, "_SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
+    (scenarios, "_MACHINE", replaced(scenarios._MACHINE, gpus=16)),
+)
+"""So many instances that the name of one begins like that of another: decode1 and decode10."""
+
+TWO_STAGED = (
+    (scenarios, "_SIDES", ((Side(tp=1, instances=2), Side(tp=2)),)),
+    (scenarios, "_POLICIES", (Policy(queues=1, staging=True),)),
+)
+"""Ranks of two prefill instances that have slots in the same rings."""
+
+
+SLOW_WIRE = (
+    (scenarios, "_MACHINE", replaced(scenarios._MACHINE, interconnect=Interconnect(kind="switch", rate=5e4))),
+    (scenarios, "_ENGINE", replaced(scenarios._ENGINE, timeout=5.0)),
+)
+"""Writes so long that an instance is given up while they are under way."""
+
+
+def overtaken(original: Any, self: Any, rank: int, message: Any) -> None:
+    if message.peer not in self._scheduler.worker.peers:
+        self._engine.ignore()
+    else:
+        original(self, rank, message)
+
+
+def lose_unnoticed(original: Any, self: Any, *arguments: Any) -> None:
+    """A loss does not count as progress."""
+    moved = self._moved
+    original(self, *arguments)
+    self._moved = moved
+
+
+def impatient(original: Any, self: Any, *arguments: Any) -> None:
+    original(self, *arguments)
+    self._patience -= self.job.deadline / 3
+
+
+def swapped(original: Any, self: PrefillWorker, message: Any) -> Any:
+    """A follower takes up the chunks of a forward in another order than its leader."""
+    if not self.engine.index:
+        return original(self, message)
+    return original(self, changed(message, chunks=message.chunks[::-1]))
+
+
+def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -> None:
+    """A follower takes up the pages of every other room a moment later, when those of the next may have come."""
+    if message.room % 2:
+        clock = self.engine.clock
+        clock.call_at(clock.now + 1e-2, lambda _: original(self, sender_, message), None)
+    else:
+        original(self, sender_, message)
+
+
+def counted_for_ever(original: Any, self: router.OutstandingTokens, request: Any) -> None:
+    """A request that fails stays among the tokens outstanding of its instances."""
+    if request.finished is not None:
+        original(self, request)
+
+
+def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
+    """Send a page with the chunk that begins it, and not again with the one that completes it."""
+    before = room.done
+    chunk = original(self, room, tokens)
+    first, end = (max(chunk.held, self.job.page_count(done)) for done in (before, room.done))
+    return changed(chunk, first_page=first, runs=cut(room.runs, first - chunk.held, end - first))
+
+
+def leaves_the_last(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
+    """Take a request of which one token is left for computed."""
+    left = room.request.input - room.done - tokens
+    return original(self, room, tokens + 1 if left == 1 else tokens)
+
+
+def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
+    """Send chunks when their forward begins."""
+    forward = original(self, message)
+    self.mover.computed(message.chunks, True)
+    forward.callbacks.pop()
+    return forward
+
+
+def frees_when_complete(original: Any, self: PushDecodeLeader, *arguments: Any) -> None:
+    """Give the slot of metadata back when all has arrived, before the scheduler has read it."""
+    complete = self._scheduler.complete
+    before = len(complete)
+    original(self, *arguments)
+    for room in complete[before:]:
+        self.slots.release(room.request.room)
+
+
+def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
+    """Give pages back when one rank has forgotten the room."""
+    if message.room not in self.rooms:
+        self.engine.ignore()
+        return
+    self._drop(message.room)
+    self.wake()
+
+
+def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfer) -> None:
+    """Take a write that the engine reports as failed for done."""
+    if event.ok or not isinstance(event.value, TransferFailed):
+        original(self, write, event)
+        return
+    self._under_way -= 1
+    write.state.moving -= 1
+    self._over(write.state)
+
+
+def counts_metadata_twice(self: KvSender, state: Any, last: messages.Arrival) -> None:
+    """Count, in the message at the end of a room, the messages with metadata that went before it twice."""
+    for name in state.writes:
+        arrival = changed(last, count=1 + 2 * state.controls.get(name, 0))
+        self._rank.channel.send(name, encode(arrival))
+
+
+def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tuple[int, int]:
+    """Begin a window one token late."""
+    first = max(0, tokens - window + 1) // page_size
+    return first, -(-tokens // page_size) - first
+
+
+def never_ready_again(original: Any, self: PushPrefillLeader, rank: int, message: Any) -> None:
+    """Do not become ready in a second incarnation."""
+    if epoch_of(message.incarnation) < 2:
+        original(self, rank, message)
+
+
+def fails_all(original: Any, self: router.Router, incarnation: str, reason: str, formed: bool) -> None:
+    """Fail the requests of all instances with the loss of one."""
+    original(self, incarnation, reason, formed)
+    for request in tuple(self._rooms.values()):
+        self._fail(request, reason)
+
+
+def proven_at_once(self: Any, peer: str) -> Event:
+    """Say that nothing of a peer moves any more, without a proof."""
+    return self._clock.event().succeed()
+
+
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
-           ((push, "advance", maximum), mutated(counted_as_done, KvSender, "_broken"),
-            mutated(concluded_once, KvSender, "_conclude")), failing),
+           ((push, "advance", maximum), (KvSender, "_broken", counted_as_done),
+            (KvSender, "_conclude", concluded_once)), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((mapping, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not begun anew, nor a question refused in time", "I5",
-           (mutated(stays_in_its_round, Ring, "_place"), (StagingReceiver, "_expire", nothing)), staged),
+           ((Ring, "_place", stays_in_its_round), (StagingReceiver, "_expire", nothing)), staged),
     Mutant("Z5", "slots of a room that failed are not given back", "I8", ((StagingReceiver, "give_back", nothing),),
            staged_and_failing),
     Mutant("Z6", "a room succeeds with its last chunk, though an earlier one still waits", "I3",
@@ -229,24 +589,24 @@ MUTANTS = (
     Mutant("Z7", "a room is complete when its last chunk is there", "I2",
            ((KvReceiver, "_check", without_counting),)),
     Mutant("Z8", "a gather buffer is filled again while it is written from", "I2",
-           ((GatherBuffers, "lend", nothing), mutated(not_waited_for, KvSender, "_stage")), staged),
+           ((GatherBuffers, "lend", nothing), (KvSender, "_stage", not_waited_for)), staged),
     Mutant("Z9", "slots are freed with their room, while writes to them may land", "I4",
-           (mutated(frees_slots_at_once, DecodeScheduler, "fail"),), staged_and_failing),
+           ((DecodeScheduler, "fail", frees_slots_at_once),), staged_and_failing),
     Mutant("Z10", "chunks are numbered by where they begin, so that two of them have one slot", "I4",
-           (mutated(numbered_by_place, PrefillScheduler, "_chunk"), mutated(key_unchecked, Ring, "request")),
+           ((PrefillScheduler, "_chunk", numbered_by_place), (Ring, "request", key_unchecked)),
            staged),
     Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
-           (mutated(sliced_after_all, KvSender, "_start"),), staged),
+           ((KvSender, "_start", sliced_after_all),), staged),
     Mutant("Z12", "pages are counted in the request, though those that decode holds are not sent",
-           "I2", (mutated(counted_in_the_request, PrefillScheduler, "_chunk"),), holding),
+           "I2", ((PrefillScheduler, "_chunk", counted_in_the_request),), holding),
     Mutant("Z13", "decode frees pages at an abort while writes to them are under way", "I3",
-           (mutated(releases_at_once, DecodeScheduler, "fail"),), failing),
+           ((DecodeScheduler, "fail", releases_at_once),), failing),
     Mutant("Z13b", "prefill says that nothing moves while writes are under way", "I3",
            ((KvSender, "_settle", settles_at_once),), failing),
     Mutant("Z14", "an abort raises in the thread that receives it", "I5",
            ((PrefillScheduler, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
     Mutant("Z15", "writers are told apart by their tensor-parallel rank alone", "I5",
-           (mutated(counted_by_tp, KvSender, "_arrival"),), lambda scenario: scenario.job.prefill.pp > 1),
+           ((KvSender, "_arrival", counted_by_tp),), lambda scenario: scenario.job.prefill.pp > 1),
     Mutant("Z16", "the result of a write is not looked at", "I3",
            ((KvSender, "_written", failure_ignored),), failing),
     Mutant("Z17", "context-parallel ranks divide pages by number, not by position", "I2",
@@ -260,56 +620,56 @@ MUTANTS = (
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
            ((PrefillScheduler, "drop", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
-           (mutated(frees_slot_at_once, DecodeScheduler, "fail"),
+           ((DecodeScheduler, "fail", frees_slot_at_once),
             (PushDecodeLeader, "forget", forgets_without_slot)), failing),
     Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
            ((PushPrefillLeader, "_count_ready", overtaken),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
-           (mutated(read_twice, KvSender, "_written"),), failing),
+           ((KvSender, "_written", read_twice),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
-           (mutated(impatient, router.Router, "__init__"),
-            mutated(lose_unnoticed, router.Router, "instance_lost"), (Membership, "owes", nothing)),
+           ((router.Router, "__init__", impatient),
+            (router.Router, "instance_lost", lose_unnoticed), (Membership, "owes", nothing)),
            lambda scenario: bool(scenario.kill)),
     Mutant("D4", "with one prefill instance end the slots of all ranks of the same numbers, of whichever one", "I4",
            ((StagingReceiver, "sever", quiesced_by_number),),
            lambda scenario: staged(scenario) and lost_and_back("prefill")(scenario), TWO_STAGED),
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
-           (mutated(swapped, PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
+           ((PrefillWorker, "compute", swapped),), lambda scenario: scenario.job.prefill.size > 1),
     Mutant("O2", "a follower at decode takes up pages in another order than its leader", "I7",
-           (mutated(takes_up_late, PushDecode, "_reserve"),),
+           ((PushDecode, "_reserve", takes_up_late),),
            lambda scenario: scenario.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
-           (mutated(gathers_what_failed, KvSender, "_start"),), staged_and_failing),
+           ((KvSender, "_start", gathers_what_failed),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
-           (mutated(counted_for_ever, router.OutstandingTokens, "uncount"),), failing),
+           ((router.OutstandingTokens, "uncount", counted_for_ever),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the incarnation before it", "I9",
-           (mutated(connects_as_another, EngineRank, "_connect_peer"),), both_back),
+           ((EngineRank, "_connect_peer", connects_as_another),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
-           (mutated(sends_incomplete_pages, PrefillScheduler, "_chunk"),)),
+           ((PrefillScheduler, "_chunk", sends_incomplete_pages),)),
     Mutant("S2", "the last token of a request is never computed", "I10",
-           (mutated(leaves_the_last, PrefillScheduler, "_chunk"),)),
+           ((PrefillScheduler, "_chunk", leaves_the_last),)),
     Mutant("S3", "a chunk is sent when its forward begins", "I10",
-           (mutated(sends_before, PrefillWorker, "compute"),)),
+           ((PrefillWorker, "compute", sends_before),)),
     Mutant("S4", "a metadata slot is freed before the first token is read", "I6",
-           (mutated(frees_when_complete, PushDecodeLeader, "_count"),
+           ((PushDecodeLeader, "_count", frees_when_complete),
             (PushDecodeLeader, "read", nothing))),
     Mutant("S5", "pages are given back while one rank still scatters", "I3",
            ((DecodeScheduler, "_quiet", quiet_with_the_first),),
            lambda scenario: staged_and_failing(scenario) and scenario.job.decode.size > 1),
     Mutant("S6", "a write that the engine reports as failed counts as done", "I2",
-           (mutated(failure_is_success, KvSender, "_written"),),
+           ((KvSender, "_written", failure_is_success),),
            lambda scenario: scenario.faults.broken > 0 and scenario.job.handoff.notify != "write"),
     Mutant("S7", "the message at the end of a room counts the messages with metadata twice", "I5",
            ((KvSender, "_notify", counts_metadata_twice),), messages_of_metadata),
     Mutant("S8", "a window begins one token late, for those who write and those who compare", "I2",
-           (unbound(one_page_late, state, "window_span"), unbound(one_page_late, contents, "window_span")),
+           ((state, "window_span", one_page_late), (contents, "window_span", one_page_late)),
            lambda scenario: scenario.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           (mutated(never_ready_again, PushPrefillLeader, "_count_ready"),), both_back),
+           ((PushPrefillLeader, "_count_ready", never_ready_again),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
-           (mutated(fails_all, router.Router, "instance_lost"),),
+           ((router.Router, "instance_lost", fails_all),),
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
     Mutant("S12", "a peer that is given up counts as quiesced at once", "I3",
            ((SimEndpoint, "quiesced", proven_at_once),),
@@ -318,11 +678,11 @@ MUTANTS = (
     Mutant("S13", "a gather buffer that was replaced is never given back", "I8",
            ((GatherBuffers, "_discard", nothing),), staged_and_failing),
     Mutant("P1", "prefill hands pages out again when a lease ends, though they are still read", "I3",
-           (mutated(gives_back_with_the_lease, PullPrefillLeader, "_revoke"),), failing, SHORT_LEASES),
+           ((PullPrefillLeader, "_revoke", gives_back_with_the_lease),), failing, SHORT_LEASES),
     Mutant("P2", "decode frees the pages of a room that failed while its reads are under way", "I3",
            ((KvReader, "forget", forgets_at_once),), failing, PULLED),
     Mutant("P3", "a room is complete when the first of its reads is", "I2",
-           (mutated(complete_with_the_first, KvReader, "_ended"),),
+           ((KvReader, "_ended", complete_with_the_first),),
            lambda scenario: scenario.job.prefill.size > scenario.job.decode.size, PULLED),
     Mutant("P4", "pages that a lost reader was reading never come back", "I8",
            ((PullPrefillLeader, "drop", nothing),), lost_and_back("decode"), PULLED),
