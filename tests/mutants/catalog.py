@@ -188,7 +188,6 @@ def nothing(*_: Any) -> None:
 
 
 def connects_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
-    """Take an introduction for one's own, whichever incarnation of this rank it is meant for."""
     original(self, sender, changed(message, started=self.started))
 
 
@@ -222,7 +221,6 @@ def counted_as_done(original: Any, self: KvSender, write: Any, error: Exception)
 
 
 def concluded_once(original: Any, self: KvSender, state: Any) -> None:
-    """What is written of a room that is over is not counted: the change to its status is all there is to see."""
     if state.room in self._rooms:
         original(self, state)
 
@@ -234,7 +232,6 @@ def failure_ignored(self: KvSender, write: Any, event: Any) -> None:
 
 
 def read_twice(original: Any, self: KvSender, write: Any, event: Any) -> None:
-    """Send again as a message what may have arrived."""
     again = not event.ok and isinstance(event.value, TransferTimeout) and write.state.status is not Status.FAILED
     if not again or write.spec is None or write.spec.rows or write.spec.state:
         original(self, write, event)
@@ -252,7 +249,6 @@ def forgets_replicas(original: Any, shape: Any, prefill_tp: int, decode_tp: int,
 
 
 def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
-    """Divide the pages of a chunk by their numbers, as if they were neighbours."""
     if not self._all_cp_ranks or not chunk.runs:
         return original(self, chunk)
     first = min(source for source, _, _ in chunk.runs)
@@ -266,13 +262,11 @@ def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
 
 
 def counted_in_the_request(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
-    """Cut a chunk's pages out of those that are sent by their place in the whole request."""
     chunk = original(self, room, tokens)
     return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
 
 
 def pulled(original: Any, job: Any, random: Any, fixed: bool = False, lease: float = 30.0) -> Any:
-    """Have decode pull what the scenario would have pushed."""
     engine = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
     return replaced(original(job, random, fixed), engine=engine, staging=None)
 
@@ -283,14 +277,12 @@ SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
 
 
 def gives_back_with_the_lease(original: Any, self: PullPrefillLeader, number: int) -> None:
-    """Hand pages out again when a lease ends, as if nobody read them any more."""
     original(self, number)
     if number in self._lent:
         self._return(self._lent[number])
 
 
 def forgets_at_once(self: KvReader, number: int) -> None:
-    """Say that nothing of a room moves while it is read."""
     room = self._rooms.pop(number, None)
     if room is not None:
         room.failed = True
@@ -298,7 +290,6 @@ def forgets_at_once(self: KvReader, number: int) -> None:
 
 
 def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any) -> None:
-    """Take a room for complete when the first of its reads is."""
     original(self, room, event)
     if event.ok and room.missing and not room.failed:
         self._complete(room)
@@ -306,7 +297,6 @@ def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any
 
 
 def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
-    """Free what the writer of that number has, of whichever instance it is."""
     for key, question in list(self._questions.items()):
         if key[1] == index_of(rank) and not question.scattering:
             self._drop(key)
@@ -314,7 +304,6 @@ def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
 
 
 def gathers_what_failed(original: Any, self: KvSender, write: Any, queue: int) -> Any:
-    """Gather also for a room that was given up while it stood in the queue; nothing of that is written."""
     position = write.state.asks.get(write.key)
     if write.spec is not None and write.spec.rows and position is not None and position >= 0:
         return self._stage(write, write.spec, queue, position)
@@ -331,7 +320,6 @@ def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
 
 
 def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
-    """Go on with the next chunk while a block is being written."""
     program, value = original(self, *arguments), None
     while True:
         try:
@@ -344,25 +332,21 @@ def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
 
 
 def numbered_by_place(original: Any, self: PrefillScheduler, *arguments: Any) -> Any:
-    """Number a chunk by where it begins, as if all before it had been full: those of shared forwards are not."""
     chunk = original(self, *arguments)
     return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
 
 
 def key_unchecked(original: Any, self: Ring[Any], key: Any, size: int) -> Any:
-    """Give the slot that *key* has already."""
     return self.slots[key] if key in self.slots else original(self, key, size)
 
 
 def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
-    """Do not begin an empty ring anew: what does not fit behind its head waits for ever."""
     if self.slots:
         return original(self, size)  # type: ignore[no-any-return]
     return self.head if self.head % self.size + size <= self.size else None
 
 
 def sliced_after_all(original: Any, self: KvSender, write: Any, queue: int) -> Any:
-    """Write slices although a slot was granted, and let the other side scatter what the slot holds."""
     position = write.state.asks.get(write.key) if write.spec is not None and write.spec.rows else None
     if position is None or position < 0 or write.chunk.index % 2:
         yield from original(self, write, queue)
@@ -389,7 +373,6 @@ def forgets_without_slot(self: PushDecodeLeader, number: int) -> None:
 
 
 def settles_at_once(self: KvSender, state: Any) -> None:
-    """Say that nothing moves while writes are under way."""
     if state.aborted and not state.planned:
         state.aborted = False
         self._rooms.pop(state.room, None)
@@ -401,7 +384,6 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
 
 
 def dies(self: Queues[Any], queue: Any, event: Any) -> None:
-    """A worker ends with the first transfer that fails: its queue stays busy for ever."""
     if not event.ok:
         return
     if queue.program is not None:
@@ -413,7 +395,6 @@ def dies(self: Queues[Any], queue: Any, event: Any) -> None:
 
 
 def counts_messages(self: Any, _: int, message: Any) -> None:
-    """A rank that says twice that it is ready stands for another one that is not."""
     ready = self.readiness._ready.setdefault((message.incarnation, message.peer), set())
     ready.add(len(ready))
     if len(ready) == self._scheduler.job.prefill.size:
@@ -421,7 +402,6 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
 
 
 def gone_by_prefix(self: PrefillScheduler, incarnation: str) -> None:
-    """Give up the rooms of every instance whose name begins like that of *incarnation*."""
     for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(incarnation))]:
         self._give_up(room)
     self.handoff.drop(incarnation)
@@ -460,7 +440,6 @@ def overtaken(original: Any, self: Any, rank: int, message: Any) -> None:
 
 
 def lose_unnoticed(original: Any, self: Any, *arguments: Any) -> None:
-    """A loss does not count as progress."""
     moved = self._moved
     original(self, *arguments)
     self._moved = moved
@@ -472,14 +451,12 @@ def impatient(original: Any, self: Any, *arguments: Any) -> None:
 
 
 def swapped(original: Any, self: PrefillWorker, message: Any) -> Any:
-    """A follower takes up the chunks of a forward in another order than its leader."""
     if not self.engine.index:
         return original(self, message)
     return original(self, changed(message, chunks=message.chunks[::-1]))
 
 
 def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -> None:
-    """A follower takes up the pages of every other room a moment later, when those of the next may have come."""
     if message.room % 2:
         clock = self.engine.clock
         clock.call_at(clock.now + 1e-2, lambda _: original(self, sender_, message), None)
@@ -488,13 +465,11 @@ def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -
 
 
 def counted_for_ever(original: Any, self: router.OutstandingTokens, request: Any) -> None:
-    """A request that fails stays among the tokens outstanding of its instances."""
     if request.finished is not None:
         original(self, request)
 
 
 def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
-    """Send a page with the chunk that begins it, and not again with the one that completes it."""
     before = room.done
     chunk = original(self, room, tokens)
     first, end = (max(chunk.held, self.job.page_count(done)) for done in (before, room.done))
@@ -502,13 +477,11 @@ def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tok
 
 
 def leaves_the_last(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
-    """Take a request of which one token is left for computed."""
     left = room.request.input - room.done - tokens
     return original(self, room, tokens + 1 if left == 1 else tokens)
 
 
 def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
-    """Send chunks when their forward begins."""
     forward = original(self, message)
     self.mover.computed(message.chunks, True)
     forward.callbacks.pop()
@@ -516,7 +489,6 @@ def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
 
 
 def frees_when_complete(original: Any, self: PushDecodeLeader, *arguments: Any) -> None:
-    """Give the slot of metadata back when all has arrived, before the scheduler has read it."""
     complete = self._scheduler.complete
     before = len(complete)
     original(self, *arguments)
@@ -525,7 +497,6 @@ def frees_when_complete(original: Any, self: PushDecodeLeader, *arguments: Any) 
 
 
 def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
-    """Give pages back when one rank has forgotten the room."""
     if message.room not in self.rooms:
         self.engine.ignore()
         return
@@ -534,7 +505,6 @@ def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
 
 
 def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfer) -> None:
-    """Take a write that the engine reports as failed for done."""
     if event.ok or not isinstance(event.value, TransferFailed):
         original(self, write, event)
         return
@@ -544,33 +514,28 @@ def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfe
 
 
 def counts_metadata_twice(self: KvSender, state: Any, last: messages.Arrival) -> None:
-    """Count, in the message at the end of a room, the messages with metadata that went before it twice."""
     for name in state.writes:
         arrival = changed(last, count=1 + 2 * state.controls.get(name, 0))
         self._rank.channel.send(name, encode(arrival))
 
 
 def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tuple[int, int]:
-    """Begin a window one token late."""
     first = max(0, tokens - window + 1) // page_size
     return first, -(-tokens // page_size) - first
 
 
 def never_ready_again(original: Any, self: PushPrefillLeader, rank: int, message: Any) -> None:
-    """Do not become ready in a second incarnation."""
     if epoch_of(message.incarnation) < 2:
         original(self, rank, message)
 
 
 def fails_all(original: Any, self: router.Router, incarnation: str, reason: str, formed: bool) -> None:
-    """Fail the requests of all instances with the loss of one."""
     original(self, incarnation, reason, formed)
     for request in tuple(self._rooms.values()):
         self._fail(request, reason)
 
 
 def proven_at_once(self: Any, peer: str) -> Event:
-    """Say that nothing of a peer moves any more, without a proof."""
     return self._clock.event().succeed()
 
 
