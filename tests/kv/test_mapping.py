@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pdsim.kv.layout import KvShape
-from pdsim.kv.mapping import Grid, RankMap, dp_rank, head_slice, owned_heads, share, tp_writers
+from pdsim.kv.mapping import Grid, RankMap, dp_rank, owned_heads, share, tp_writers
 from pdsim.kv.state import StateShape, Tensor, stage_layers, window_span
 
 SIZES = (1, 2, 4, 8, 16)
@@ -25,31 +25,6 @@ def tp_map(shape: KvShape, prefill: int, decode: int) -> RankMap:
     return RankMap(shape, Grid(prefill), Grid(decode))
 
 
-def arrivals(shape: KvShape, prefill: int, decode: int, rank: int) -> list[tuple[int, int]]:
-    """Return which head arrives in which place of decode *rank*, once for every write."""
-    found = []
-    for writer in tp_map(shape, prefill, decode).writers(rank):
-        heads = head_slice(shape, prefill, decode, writer, rank)
-        local = shape.local_heads(prefill)
-        source, target, count = heads or (0, 0, local)
-        owned = owned_heads(shape, prefill, writer)
-        assert source + count <= local
-        found += [(owned[source + index], target + index) for index in range(count)]
-    return found
-
-
-@pytest.mark.parametrize(("heads", "prefill", "decode"), ALL)
-def test_every_head_that_a_decode_rank_owns_arrives_in_its_place_as_often_as_it_is_replicated(
-    heads, prefill, decode
-):
-    shape = gqa(heads)
-    for rank in range(decode):
-        counts = Counter(arrivals(shape, prefill, decode, rank))
-        wanted = {(head, place) for place, head in enumerate(owned_heads(shape, decode, rank))}
-        assert set(counts) == wanted
-        assert set(counts.values()) == {max(1, prefill // max(heads, decode))}
-
-
 @pytest.mark.parametrize(("heads", "prefill", "decode"), ALL)
 def test_readers_and_writers_are_one_relation_seen_from_both_sides(heads, prefill, decode):
     for shape in (gqa(heads), MLA):
@@ -63,48 +38,6 @@ def test_readers_and_writers_are_one_relation_seen_from_both_sides(heads, prefil
 def test_ranks_own_every_head_as_often_as_there_are_replicas(heads, tp):
     counts = Counter(head for rank in range(tp) for head in owned_heads(gqa(heads), tp, rank))
     assert counts == dict.fromkeys(range(heads), max(1, tp // heads))
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in SIZES for d in SIZES])
-def test_a_latent_row_is_written_once_to_each_decode_rank(prefill, decode):
-    for rank in range(decode):
-        (writer,) = tp_map(MLA, prefill, decode).writers(rank)
-        assert head_slice(MLA, prefill, decode, writer, rank) is None
-
-
-@pytest.mark.parametrize(("heads", "prefill", "decode", "times"), [(2, 4, 1, 2), (2, 8, 2, 4), (1, 8, 1, 8)])
-def test_replicated_writers_amplify_the_traffic_as_the_reference_says(heads, prefill, decode, times):
-    shape = gqa(heads)
-    written = sum(len(arrivals(shape, prefill, decode, rank)) for rank in range(decode))
-    assert written == times * decode * shape.local_heads(decode)
-
-
-# where the older formula, (d * Hd) % Hs without replication on the decode side, picks a wrong head
-WRONG = {
-    (2, 1, 4),
-    (2, 1, 8),
-    (2, 1, 16),
-    (4, 1, 8),
-    (4, 1, 16),
-    (4, 2, 8),
-    (4, 2, 16),
-    (8, 1, 16),
-    (8, 2, 16),
-    (8, 4, 16),
-}
-
-
-def test_the_older_formula_differs_exactly_where_it_is_known_to_be_wrong():
-    differs = set()
-    for heads, prefill, decode in ALL:
-        shape = gqa(heads)
-        for rank in range(decode):
-            (*_, writer) = tp_map(shape, prefill, decode).writers(rank)
-            found = head_slice(shape, prefill, decode, writer, rank)
-            if prefill < decode and found is not None:
-                older = rank * shape.local_heads(decode) % shape.local_heads(prefill)
-                differs |= {(heads, prefill, decode)} if found.source != older else set()
-    assert differs == WRONG
 
 
 def test_sizes_that_do_not_divide_one_another_are_refused():
@@ -168,15 +101,6 @@ def test_ranks_that_only_repeat_a_latent_row_write_their_mamba_dimensions_alone(
     parts = [both.part(writer, 0) for writer in both.writers(0)]
     assert [part.components for part in parts if part] == [("kv", "mamba"), ("mamba",)]
     assert [part.aux for part in parts if part] == [True, False]
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("all_cp_ranks", [False, True])
-def test_each_decode_rank_gets_the_metadata_once(pp, all_cp_ranks):
-    both = RankMap(KvShape(4, 2, 8), Grid(4, pp=2, cp=2), Grid(2, pp=pp), all_cp_ranks)
-    for reader in range(both.decode.size):
-        parts = [both.part(writer, reader) for writer in both.writers(reader)]
-        assert sum(part.aux for part in parts if part) == 1
 
 
 @pytest.mark.parametrize(

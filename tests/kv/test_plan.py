@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,48 +14,15 @@ from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, RankMap, RankShare, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
 from pdsim.transfer.batch import LazyBatch
-from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_32B, QWEN3_235B, layout
+from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, layout
 
 WHOLE: Runs = ((0, 0, 128),)
-SCATTERED: Runs = tuple((2 * page, page, 1) for page in range(128))  # no two are neighbours on both sides
-
-
-@pytest.mark.parametrize(
-    ("shape", "tp", "least", "most"),
-    [(LLAMA_8B, 1, 64, 8192), (QWEN3_235B, 4, 188, 24_064), (DEEPSEEK_V3, 1, 61, 7808)],
-)
-def test_descriptors_of_8192_tokens_are_those_of_the_reference(shape: KvShape, tp: int, least: int, most: int):
-    pool = layout(shape, tp)
-    plan = Planner(pool, pool)
-    assert [len(plan.batch(runs)) for runs in (WHOLE, SCATTERED)] == [least, most]
-    assert plan.batch(WHOLE).nbytes == 8192 * shape.token_bytes(tp)
-
-
-@pytest.mark.parametrize("groups", [1, 5, 128])
-def test_descriptors_grow_with_the_runs_of_a_chunk(groups: int):
-    edges = np.linspace(0, 128, groups + 1).astype(int)
-    runs = tuple((2 * first, 2 * first, end - first) for first, end in pairwise(edges.tolist()))
-    for shape, tp, layers in ((LLAMA_8B, 1, 2 * 32), (QWEN3_235B, 4, 2 * 94), (DEEPSEEK_V3, 1, 61)):
-        pool = layout(shape, tp)
-        assert len(Planner(pool, pool).batch(runs)) == layers * groups
 
 
 @pytest.mark.parametrize(("pp", "stage", "count"), [(2, 0, 30), (2, 1, 31), (4, 3, 16)])
 def test_a_stage_writes_its_own_layers(pp: int, stage: int, count: int):
     batch = Planner(replace(layout(DEEPSEEK_V3), pp=pp, stage=stage), layout(DEEPSEEK_V3)).batch(WHOLE)
     assert (len(batch), batch.nbytes) == (count, 8192 * count * 1152)
-
-
-@pytest.mark.parametrize(("shape", "tp", "count"), [(LLAMA_8B, 1, 524_288), (QWEN3_235B, 4, 1_540_096)])
-def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape: KvShape, tp: int, count: int):
-    pool = layout(shape, tp, pages=128)
-    assert len(Planner(pool, pool, RankShare(("kv",), HeadSlice(0, 0, 1))).batch(WHOLE)) == count
-
-
-def test_tokens_that_lie_alone_cost_a_descriptor_each():
-    pool = layout(QWEN3_32B, tp=2, page_size=1, pages=16_384)
-    runs = tuple((2 * page, page, 1) for page in range(8192))
-    assert len(Planner(pool, pool).batch(runs)) == 1_048_576
 
 
 def test_metadata_adds_ten_descriptors_and_1600_bytes():

@@ -93,21 +93,6 @@ class Ring(Generic[K]):
         """Return the slot of *key*.  Raise a `KeyError` if it has none."""
         return self.slots[key]
 
-    @property
-    def round(self) -> int:
-        """How often `head` has passed the end."""
-        return self.head // self.size
-
-    @property
-    def watermark(self) -> int:
-        """Position before which everything is free: the oldest slot's, or `head` of an empty ring."""
-        return min((slot.position for slot in self.slots.values()), default=self.head)
-
-    @property
-    def waiting(self) -> tuple[K, ...]:
-        """The keys that have no slot yet, the first in line first."""
-        return tuple(self._line)
-
     def request(self, key: K, size: int) -> Slot | None:
         """Return a slot of *size* bytes for *key*, or None: then it stands in line until `advance` yields it.
 
@@ -156,11 +141,12 @@ class Ring(Generic[K]):
         return slot
 
     def _place(self, size: int) -> int | None:
+        turns = self.head // self.size
         if not self.slots:  # whatever lies between here and the end of the round is nobody's
             here = self.head % self.size + size <= self.size
-            return self.head if here else (self.round + 1) * self.size
+            return self.head if here else (turns + 1) * self.size
         taken = sorted((slot.position % self.size, slot.size) for slot in self.slots.values())
-        first, start = self.head % self.size, self.round * self.size
+        first, start = self.head % self.size, turns * self.size
         for low, turn in ((first, start), (0, start + self.size)):
             offset = self._gap(taken, low, size)
             if offset is not None:
