@@ -6,9 +6,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-__all__ = ["ORDERS", "FreeQueue", "FreeStack", "PagePool", "Pages", "Pool", "SlotPool", "after", "page_pool"]
+__all__ = ["ORDERS", "FreeQueue", "FreeStack", "PagePool", "Pages", "SlotPool", "after", "page_pool"]
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
@@ -17,53 +16,7 @@ ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
 
 
-class Pool(Protocol):
-    """The pages of one instance, all ranks of which use the same numbers: who owns which."""
-
-    pages: int
-    peak: int  # most pages that had an owner at one time
-
-    @property
-    def free(self) -> int:
-        """Pages without an owner."""
-
-    @property
-    def owners(self) -> dict[int, Pages]:
-        """The runs of each owner, in the order of its tokens."""
-
-    def is_whole(self) -> bool:
-        """Return whether pages with an owner and pages without one are all pages: a law, for checks."""
-
-    def __len__(self) -> int:
-        """Return the number of owners."""
-
-    @property
-    def used(self) -> int:
-        """Pages that have an owner."""
-
-    def owned(self, owner: int) -> Pages:
-        """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
-
-    def allocate(self, owner: int, count: int) -> Pages | None:
-        """Give *count* pages to *owner* and return their runs, or None if fewer are free.
-
-        Raise a `ValueError` if *count* is not positive or *owner* has pages already.
-        """
-
-    def extend(self, owner: int, count: int) -> bool:
-        """Give *count* more pages to *owner*; return False, and give none, if fewer are free.
-
-        Raise a `ValueError` if *count* is not positive and a `KeyError` if *owner* has no pages.
-        """
-
-    def count(self, owner: int) -> int:
-        """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
-
-    def release(self, owner: int) -> None:
-        """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""
-
-
-def page_pool(order: str, pages: int) -> Pool:
+def page_pool(order: str, pages: int) -> PagePool:
     """Return a pool of so many *pages*, all free, that gives them out in *order*.
 
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
@@ -72,7 +25,7 @@ def page_pool(order: str, pages: int) -> Pool:
     """
     if order not in ORDERS:
         raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
-    kinds: dict[str, Callable[[int], Pool]] = {"best_fit": PagePool, "queue": FreeQueue, "stack": FreeStack}
+    kinds: dict[str, Callable[[int], PagePool]] = {"best_fit": PagePool, "queue": FreeQueue, "stack": FreeStack}
     return kinds[order](pages)
 
 
@@ -157,8 +110,12 @@ class PagePool:
             raise KeyError(f"owner {owner} has no pages to extend")
         if count > self.free:
             return False
-        self.owners[owner] = tuple(sorted((*self.owners[owner], *self.take(count))))
+        self.owners[owner] = self.joined(self.owners[owner], self.take(count))
         return True
+
+    def joined(self, pages: Pages, more: Pages) -> Pages:
+        """Return the runs of an owner of *pages* that got *more*: here in ascending order."""
+        return tuple(sorted((*pages, *more)))
 
     def count(self, owner: int) -> int:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
@@ -222,7 +179,7 @@ class PagePool:
             del starts[index], counts[index]
 
 
-class FreeQueue:
+class FreeQueue(PagePool):
     """The pages of one instance, given out in the order in which they were freed, those of an owner last one first.
 
     So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives
@@ -239,77 +196,35 @@ class FreeQueue:
     """
 
     def __init__(self, pages: int) -> None:
-        if pages < 1:
-            raise ValueError(f"pages must be >= 1, got {pages}")
-        self.pages = pages
-        self.peak = 0
+        super().__init__(pages)
         self._queue = deque(range(pages))
-        self._owned: dict[int, list[int]] = {}
 
-    @property
-    def owners(self) -> dict[int, Pages]:
-        """The runs of each owner."""
-        return {owner: _runs(pages) for owner, pages in self._owned.items()}
+    def joined(self, pages: Pages, more: Pages) -> Pages:
+        """As `PagePool.joined`: new pages come last."""
+        return _merged((*pages, *more))
 
-    def __len__(self) -> int:
-        """Return the number of owners."""
-        return len(self._owned)
-
-    @property
-    def free(self) -> int:
-        """Pages without an owner."""
-        return len(self._queue)
-
-    @property
-    def used(self) -> int:
-        """Pages that have an owner."""
-        return self.pages - len(self._queue)
-
-    def owned(self, owner: int) -> Pages:
-        """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
-        return _runs(self._owned[owner])
-
-    def allocate(self, owner: int, count: int) -> Pages | None:
-        """As `Pool.allocate`: the pages that were freed longest ago."""
-        if count < 1:
-            raise ValueError(f"count must be >= 1, got {count}")
-        if owner in self._owned:
-            raise ValueError(f"owner {owner} has pages already: release them first")
-        if count > len(self._queue):
-            return None
-        taken = self._owned[owner] = self._take(count)
-        return _runs(taken)
-
-    def extend(self, owner: int, count: int) -> bool:
-        """As `Pool.extend`: its new pages come last."""
-        if count < 1:
-            raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self._owned:
-            raise KeyError(f"owner {owner} has no pages to extend")
-        if count > len(self._queue):
-            return False
-        self._owned[owner] += self._take(count)
-        return True
-
-    def count(self, owner: int) -> int:
-        """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
-        return len(self._owned[owner])
+    def take(self, count: int) -> Pages:
+        """As `PagePool.take`: the pages that were freed longest ago."""
+        self.unused -= count
+        self.peak = max(self.peak, self.used)
+        return _merged([(self._queue.popleft(), 1) for _ in range(count)])
 
     def release(self, owner: int) -> None:
-        """As `Pool.release`: the last page of *owner* is the first of its pages to be given out again."""
-        if owner not in self._owned:
-            raise KeyError(f"owner {owner} has no pages to release")
-        self._queue.extend(reversed(self._owned.pop(owner)))
+        """As `PagePool.release`: the last page of *owner* is the first of its pages to be given out again."""
+        self._queue.extend(reversed(self._back(owner)))
 
     def is_whole(self) -> bool:
-        """As `Pool.is_whole`."""
-        pages = [*self._queue, *(page for owned in self._owned.values() for page in owned)]
-        return sorted(pages) == list(range(self.pages))
+        """As `PagePool.is_whole`."""
+        return sorted([*self._queue, *_pages(run for runs in self.owners.values() for run in runs)]) == list(
+            range(self.pages)
+        )
 
-    def _take(self, count: int) -> list[int]:
-        taken = [self._queue.popleft() for _ in range(count)]
-        self.peak = max(self.peak, self.used)
-        return taken
+    def _back(self, owner: int) -> list[int]:
+        if owner not in self.owners:
+            raise KeyError(f"owner {owner} has no pages to release")
+        pages = _pages(self.owners.pop(owner))
+        self.unused += len(pages)
+        return pages
 
 
 class FreeStack(FreeQueue):
@@ -327,20 +242,22 @@ class FreeStack(FreeQueue):
     """
 
     def release(self, owner: int) -> None:
-        """As `Pool.release`: the last page of *owner* is the first of all to be given out again."""
-        if owner not in self._owned:
-            raise KeyError(f"owner {owner} has no pages to release")
-        self._queue.extendleft(self._owned.pop(owner))
+        """As `PagePool.release`: the last page of *owner* is the first of all to be given out again."""
+        self._queue.extendleft(self._back(owner))
 
 
-def _runs(pages: Iterable[int]) -> Pages:
-    runs: list[tuple[int, int]] = []
-    for page in pages:
-        if runs and page == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+def _pages(runs: Iterable[tuple[int, int]]) -> list[int]:
+    return [page for first, count in runs for page in range(first, first + count)]
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> Pages:
+    merged: list[tuple[int, int]] = []
+    for first, count in runs:
+        if merged and first == sum(merged[-1]):
+            merged[-1] = (merged[-1][0], merged[-1][1] + count)
         else:
-            runs.append((page, 1))
-    return tuple(runs)
+            merged.append((first, count))
+    return tuple(merged)
 
 
 class SlotPool:

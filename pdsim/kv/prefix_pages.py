@@ -152,16 +152,9 @@ class PrefixPagePool(PagePool):
             self._host.popitem(last=False)
         return new
 
-    def extend(self, owner: int, count: int) -> bool:
-        """As `PagePool.extend`; the new pages come after those that there are."""
-        if count < 1:
-            raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no pages to extend")
-        if count > self.free:
-            return False
-        self.owners[owner] = (*self.owners[owner], *self.take(count))
-        return True
+    def joined(self, pages: Pages, more: Pages) -> Pages:
+        """As `PagePool.joined`: new pages come after those that there are."""
+        return (*pages, *more)
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back, those that are known by a hash to be found again.

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 from pdsim.core.clock import Clock
-from pdsim.kv.pages import Pool
+from pdsim.kv.pages import PagePool
 
 __all__ = [
     "OVER",
@@ -251,7 +251,7 @@ class QuarantineStall:
         self._until = None
 
 
-def out_of_memory(pages: Pool, count: int, slot: bool = True) -> str:
+def out_of_memory(pages: PagePool, count: int, slot: bool = True) -> str:
     """Return why a room that needs *count* pages fails: what is in quarantine of pages, slots or rows of state.
 
     *slot* says whether there is a slot for its metadata.

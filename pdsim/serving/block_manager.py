@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import Pages, Pool, after
+from pdsim.kv.pages import PagePool, Pages, after
 from pdsim.kv.pages import page_pool as in_order
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.state import StatePool
@@ -30,7 +30,7 @@ def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
 
 def page_pool(
     pages: int, cache: Cache, cached: bool, page_size: int, host: bool = False, order: str = "best_fit"
-) -> Pool:
+) -> PagePool:
     """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
 
     With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in
@@ -53,7 +53,7 @@ class BlockManager:
     nothing of it moves, and `release` follows.  This class sends nothing, and does not know who proves what.
     """
 
-    def __init__(self, pool: Pool, page_size: int, state: StatePool | None = None) -> None:
+    def __init__(self, pool: PagePool, page_size: int, state: StatePool | None = None) -> None:
         self.pool = pool
         self.state = state
         self.to_host = 0

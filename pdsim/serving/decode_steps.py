@@ -19,7 +19,7 @@ from simpy.events import Event
 
 from pdsim.compute.forward import ForwardModel
 from pdsim.kv.messages import Abort, Arrival, Offload, Submit
-from pdsim.kv.pages import Pool
+from pdsim.kv.pages import PagePool
 from pdsim.kv.rooms import Consensus, QuarantineStall
 from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.deployment import Deployment
@@ -380,7 +380,7 @@ class GrowingMemory:
     and then lets all `grow`.
     """
 
-    def __init__(self, job: Deployment, pool: Pool, batch: RunningBatch) -> None:
+    def __init__(self, job: Deployment, pool: PagePool, batch: RunningBatch) -> None:
         self._job = job
         self._pool = pool
         self._batch = batch

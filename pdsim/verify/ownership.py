@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
-from pdsim.kv.pages import Pages, Pool
+from pdsim.kv.pages import PagePool, Pages
 from pdsim.kv.peers import REGION, STAGING
 from pdsim.kv.push import KvSender
 from pdsim.transfer import Batch
@@ -192,8 +192,8 @@ def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     return owned
 
 
-def _pages(leader: Any) -> Pool:
-    pool: Pool = leader.scheduler.pages.pool
+def _pages(leader: Any) -> PagePool:
+    pool: PagePool = leader.scheduler.pages.pool
     return pool
 
 
