@@ -387,7 +387,7 @@ _BOUND = {
 }
 _PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
 _RESTS_ON = {"transfer": ("backend.", "collective."), "polling": ("engine.",), "handshake": ("engine.", "hw.")}
-"""Parameters that a phase depends on most, by how they begin; others depend on ``compute``."""
+"""Parameters that a phase depends on most, by how they begin; next, and of other phases, it is ``compute``."""
 _TRUST = {
     "measured": "every number rests on measurements",
     "published": "the numbers rest on published figures",
@@ -524,14 +524,17 @@ def _evidence(proof: Evidence, most: str) -> str:
     # that was measured elsewhere: it says the most.
     keys = proof.kinds[proof.weakest]
     borrowed = [key for key in keys if proof.sources[key].partition(": ")[2].startswith("measured on ")]
-    begins = _RESTS_ON.get(most, ("compute", "backend.intra.", "backend."))
+    begins = (*_RESTS_ON.get(most, ()), "compute", "backend.intra", "backend.")
     key = next((key for begin in begins for key in (*borrowed, *keys) if key.startswith(begin)), keys[0])
     text = proof.sources[key].partition(":")[2].strip()
     text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom
     short = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}..."
     more = f"; {len(keys) - 1} more: -v" if len(keys) > 1 else ""
     are = "are" if key.endswith("s") and "." not in key else "is"
-    return f"evidence: {_TRUST[proof.weakest]}: {key} {are} {proof.weakest} ({short}{more})"
+    trust = _TRUST[proof.weakest]
+    if proof.sources.get("transfers", "").startswith("measured") and proof.weakest != "measured":
+        trust = "transfers are measured, the rest is estimated"
+    return f"evidence: {trust}: {key} {are} {proof.weakest} ({short}{more})"
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> list[str]:

@@ -19,35 +19,25 @@ from pdsim.results.report.page import Content, Tile
 from pdsim.sweep import best, collect
 from pdsim.sweep.best import Ranked, SloLimits
 
-__all__ = ["content", "figures"]
+__all__ = ["content"]
 
 _AXES = 8
 """Panels of the figure of swept keys, at most."""
 
 
-def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
-    """Return the figures of the sweep in *folder* under *slo*, by default that of each point.
-
-    The first has throughput and goodput a GPU over the speed that a user sees, the second a panel for each swept
-    key. A sweep that served nothing has a figure of its metrics instead, over each key.
-    """
-    try:
-        ranked = best.rank(folder, slo)
-    except ConfigError:  # nothing was served: the metrics that there are, over what was swept
-        return [figure for figure in [_metrics(folder)] if figure.panels]
-    return [figure for figure in (_pareto(ranked), _keys(ranked)) if figure.panels]
-
-
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
     """Return what the report of the sweep in *folder* says.
 
-    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points.
-    Raise a `ConfigError` if nothing can be read there.
+    Figures are throughput and goodput a GPU over the speed that a user sees, and a panel for each swept key; a sweep
+    that served nothing has its metrics over each key instead, and the table of all points only.  What failed is a
+    warning, the first five by name.  *slo* is by default that of each point.  Raise a `ConfigError` if nothing can
+    be read there.
     """
     rows = collect.points(folder)
     states = rows["status"].to_pylist()
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     tables = [collect.table(folder)]
+    ranked: list[Ranked] = []
     lines: list[str] = []
     tiles = [Tile("points", str(rows.num_rows))]
     try:
@@ -63,6 +53,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
             Tile("requests within the SLO there", f"{100 * first.attainment:.3g} %"),
             Tile("points on the Pareto front", str(len(best.front(ranked)))),
         ]
+    drawn = [_pareto(ranked), _keys(ranked)] if ranked else [_metrics(folder)]
     evidence = sorted({str(kind) for kind in rows["evidence"].to_pylist() if kind})
     reasons = [(status, f"{point}: {error}") for point, status, error in _rows(rows, "point", "status", "error")]
     errors = [text for status, text in reasons if status in ("failed", "partial")]
@@ -84,7 +75,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         tiles=tiles,
         lines=lines,
         warnings=warnings,
-        figures=figures(folder, slo),
+        figures=[figure for figure in drawn if figure.panels],
         tables=tables,
         shown=1,
         provenance={"folder": str(folder), "points": collect.POINTS},

@@ -184,7 +184,7 @@ def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
 def test_every_figure_is_a_file_the_same_each_time(folders):
     drawn = [run_report.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
     drawn += [
-        of_sweep.figures(folders["sweep"]),
+        of_sweep.content(folders["sweep"]).figures,
         of_validation.figures(of_validation.compared_in(folders["validation"])[2]),
     ]
     assert [{figure.name for figure in figures} for figures in drawn] == [
