@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import isnan
 from typing import Any
 
 import numpy as np
@@ -339,22 +338,13 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     With a colocated deployment there is a single program, the router's.
     """
     plain = what.plain()
-    more: dict[str, Any] = {}
     requests = RequestTable.of(requests)
-    if what.cache.prefill or what.cache.decode or what.policy == "cache_aware":
-        more["blocks"] = [list(request.hash_ids) for request in requests]
-    if requests.after is not None and (requests.after >= 0).any():
-        more["after"] = requests.after.tolist()
-    if requests.priority is not None and requests.priority.any():
-        more["priorities"] = requests.priority.tolist()
     if what.colocated:
         ranks = what.prefill_instances * config.parallel.prefill.tp
         gpus = [*chain(*places(config.parallel, config.hw))][:ranks]
-        own = {"job": plain, "requests": requests, "places": [[one.node, one.gpu] for one in gpus], **more}
+        own = {"job": plain, "requests": requests, "places": [[one.node, one.gpu] for one in gpus]}
         return [RankSpec(ROUTER, "pdsim.serving.colocated:program", Place(), own)]
-    waits = () if requests.patience is None else enumerate(requests.patience.tolist())
-    leaves = [[number, patience] for number, patience in waits if not isnan(patience)]
-    arguments = {"job": plain, "requests": requests, "leaves": leaves, **more}
+    arguments: dict[str, Any] = {"job": plain, "requests": requests}
     programs = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
@@ -363,10 +353,10 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     ):
         for number, instance in enumerate(instances):
             for index in range(what.grid(instance).size):
-                own = {"instance": instance, "index": index, "job": plain}
+                given = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                programs.append(RankSpec(name, f"pdsim.serving.{side}:program", place, own))
+                programs.append(RankSpec(name, f"pdsim.serving.{side}:program", place, given))
     return programs
 
 

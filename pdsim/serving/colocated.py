@@ -27,6 +27,7 @@ from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.rank_process import LinkTraffic
+from pdsim.serving.requests import RequestTable
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import RoutingQuery, Running, route, router_policy, scheduler_of
 from pdsim.transfer import Program
@@ -44,19 +45,15 @@ def program(
     rank: Rank,
     *,
     job: Mapping[str, Any],
-    requests: Sequence[Sequence[float]],
-    blocks: Sequence[Sequence[int]] = (),
-    after: Sequence[int] = (),
-    priorities: Sequence[int] = (),
+    requests: Sequence[Sequence[Any]],
     places: Sequence[Sequence[int | None]],
 ) -> Program:
-    """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
+    """Serve *requests*, a `RequestTable` or its rows, and return what `pdsim.serving.router.program` does.
 
-    *job* is `Deployment.plain`; *blocks*, *after* and *priorities* are as there.  *places* are node and GPU of each
-    rank, engine by engine.  Fields of a row that belong to a handoff repeat the times beside them, and bytes are 0.
+    *job* is `Deployment.plain`.  *places* are node and GPU of each rank, engine by engine.  Fields of a row that
+    belong to a handoff repeat the times beside them, and bytes are 0.
     """
-    service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities, places)
-    return (yield from service.run())
+    return (yield from _Service(rank, Deployment.from_plain(job), RequestTable.of(requests), places).run())
 
 
 class _Service:
@@ -69,19 +66,15 @@ class _Service:
         self,
         rank: Rank,
         job: Deployment,
-        requests: Sequence[Sequence[float]],
-        blocks: Sequence[Sequence[int]],
-        after: Sequence[int],
-        priorities: Sequence[int],
+        requests: RequestTable,
         places: Sequence[Sequence[int | None]],
     ) -> None:
         self.clock = rank.clock
         self.job = job
         self.requests = requests
-        self.blocks, self.priorities = blocks, priorities
-        self.arrivals = [float(row[0]) for row in requests]
+        self.arrivals = requests.arrival.tolist()
         self.waiting: dict[int, list[int]] = {}  # by the request whose end they come after
-        for number, earlier in enumerate(after):
+        for number, earlier in enumerate([] if requests.after is None else requests.after.tolist()):
             if earlier >= 0:
                 self.waiting.setdefault(earlier, []).append(number)
         self.closed = {number for numbers in self.waiting.values() for number in numbers}
@@ -119,13 +112,13 @@ class _Service:
         return found
 
     def _arrive(self, number: int) -> None:
-        given, wanted = map(int, self.requests[number][1:3])
-        blocks = tuple(self.blocks[number]) if self.blocks else ()
+        given, wanted = int(self.requests.input[number]), int(self.requests.output[number])
+        blocks = self.requests.blocks(number) if self.job.hashed else ()
         name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
         self.where[number] = name
         self.load[name] += given + wanted
         request = Submit(number, given, wanted, name, name)
-        priority = self.priorities[number] if self.priorities else 0
+        priority = 0 if self.requests.priority is None else int(self.requests.priority[number])
         seconds = self.host.arrive(given, self.clock.now)
         if seconds:
             later = self.clock.now + seconds

@@ -185,6 +185,11 @@ class Deployment:
             layout.aux_offsets(0)  # looks at every head and dimension
 
     @property
+    def hashed(self) -> bool:
+        """Whether anybody looks at which blocks prompts share."""
+        return self.cache.prefill or self.cache.decode or self.policy == "cache_aware"
+
+    @property
     def rank_map(self) -> RankMap:
         """Who writes what to whom."""
         return RankMap(self.shape, self.prefill, self.decode, self.all_cp_ranks)

@@ -90,8 +90,8 @@ class RequestTable(Sequence[Request], Compact):
         self.hash_ids = hash_ids
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> RequestTable:
-        """Return *requests*, read one by one; themselves if they are a table.
+    def of(cls, requests: Iterable[Sequence[Any]]) -> RequestTable:
+        """Return *requests*, or rows of their fields, read one by one; themselves if they are a table.
 
         Columns in which all requests have the default become None.  Hashes of more than 63 bits, which some
         traces have, are kept as Python's numbers.
@@ -101,7 +101,8 @@ class RequestTable(Sequence[Request], Compact):
         arrival, patience = array("d"), array("d")
         given, wanted, after, priority, ends = (array("q") for _ in range(5))
         hashes: list[int] | array[int] = array("q")
-        for one in requests:
+        for row in requests:
+            one = Request(*row)
             arrival.append(one.arrival)
             given.append(one.input)
             wanted.append(one.output)
@@ -169,14 +170,9 @@ class RequestTable(Sequence[Request], Compact):
         hashes = tuple(self.hash_ids[before : before + ends[-1]].tolist())
         return [hashes[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
 
-    def plain(self) -> list[list[float]]:
-        """Return rows of arrival, input and output: what a router is given.
-
-        Its other arguments (patience, hashes, *after*, priorities) are read from the columns, where there are
-        any.
-        """
-        columns = self.arrival.tolist(), self.input.tolist(), self.output.tolist()
-        return [list(row) for row in zip(*columns, strict=True)]
+    def plain(self) -> list[list[Any]]:
+        """Return a row of each request's fields, of which `of` makes the same table."""
+        return [list(one) for one in self]
 
     def __len__(self) -> int:
         """Return the number of requests."""

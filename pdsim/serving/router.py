@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, ClassVar, overload
 
 from msgspec.structs import replace
@@ -79,33 +80,22 @@ class RoutedRequest:
 
 
 class IncomingRequests(Sequence[RoutedRequest]):
-    """The requests of a workload, each made when it is read, a new object each time.
+    """The requests of *table*, each made when it is read, a new object each time.
 
-    *rows* are arrival in seconds, input and output in tokens; *leaves*, *blocks* and *priorities* are those of
-    the router's program, and empty where no request has any.
+    *leaves* are users who leave, as the router's program has them; without *hashed* nobody sees what prompts share.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[float]],
-        leaves: Sequence[Sequence[float]],
-        blocks: Sequence[Sequence[int]],
-        priorities: Sequence[int],
-    ) -> None:
-        self._rows = rows
+    def __init__(self, table: RequestTable, leaves: Sequence[Sequence[float]], hashed: bool) -> None:
+        self._table = table
         self._leaves = {int(which): patience for which, patience in leaves}
-        self._blocks = blocks
-        self._priorities = priorities
+        self._hashed = hashed
 
     def most(self) -> tuple[int, int]:
         """Return the most tokens of any prompt, and of any output; 1 if there are no requests."""
-        rows = self._rows
-        if isinstance(rows, RequestTable) and len(rows):
-            return int(rows.input.max()), int(rows.output.max())
-        return max((int(row[1]) for row in rows), default=1), max((int(row[2]) for row in rows), default=1)
+        return int(self._table.input.max(initial=1)), int(self._table.output.max(initial=1))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
 
     @overload
     def __getitem__(self, index: int) -> RoutedRequest: ...
@@ -114,16 +104,19 @@ class IncomingRequests(Sequence[RoutedRequest]):
     def __getitem__(self, index: int | slice) -> RoutedRequest | list[RoutedRequest]:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
-        rows = self._rows
-        if isinstance(rows, RequestTable):  # not by its rows, whose hashes would be most of the work
-            arrival, given, wanted = float(rows.arrival[index]), int(rows.input[index]), int(rows.output[index])
-        else:
-            first, *lengths = rows[index][:3]
-            arrival, (given, wanted) = first, map(int, lengths)
-        blocks = tuple(self._blocks[index]) if self._blocks else ()
-        priority = self._priorities[index] if self._priorities else 0
+        number, table = range(len(self))[index], self._table
+        patience = self._leaves.get(number)
+        if patience is None and table.patience is not None and not isnan(table.patience[number]):
+            patience = float(table.patience[number])
+        # not a `Request`, whose hashes would be most of the work
         return RoutedRequest(
-            arrival, given, wanted, self._leaves.get(index), blocks, priority, range(len(self))[index]
+            float(table.arrival[number]),
+            int(table.input[number]),
+            int(table.output[number]),
+            patience,
+            table.blocks(number) if self._hashed else (),
+            0 if table.priority is None else int(table.priority[number]),
+            number,
         )
 
 
@@ -280,24 +273,19 @@ def program(
     rank: Rank,
     *,
     job: Mapping[str, Any],
-    requests: Sequence[Sequence[float]],
+    requests: Sequence[Sequence[Any]],
     leaves: Sequence[Sequence[float]] = (),
-    blocks: Sequence[Sequence[int]] = (),
-    after: Sequence[int] = (),
-    priorities: Sequence[int] = (),
 ) -> Program:
-    """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
+    """Serve *requests*, a `RequestTable` or its rows, and return what became of each.
 
-    *job* is `Deployment.plain`.  *leaves* are users who give up: the number of a request, and how many seconds
-    after its arrival.  *blocks* are the hashes of each prompt's blocks, where prefixes are cached.  *after* is,
-    of each, the number of the request whose end its user waits for, -1 for none; its arrival is then counted from
-    there.  *priorities* are for schedulers that look at them.
+    *job* is `Deployment.plain`.  *leaves* are users who leave whatever their request says: its number, and how many
+    seconds after its arrival.
 
     The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog` of prefill, decode,
     bytes, status, and the times of `Finished` or None; how many messages were ``ignored``, and ``open_rooms``,
     which is 0 unless the job was stopped; and with *after* the ``arrivals`` as they turned out.
     """
-    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -334,18 +322,17 @@ class Router(RankProcess):
         self,
         rank: Rank,
         job: Deployment,
-        requests: Sequence[Sequence[float]],
+        requests: Sequence[Sequence[Any]],
         leaves: Sequence[Sequence[float]] = (),
-        blocks: Sequence[Sequence[int]] = (),
-        after: Sequence[int] = (),
-        priorities: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, job)
+        table = RequestTable.of(requests)
         self.membership = Membership(self, job, self.begin, self.instance_lost)
         self.registry = self.membership.registry
-        incoming = IncomingRequests(requests, leaves, blocks, priorities)
+        incoming = IncomingRequests(table, leaves, job.hashed)
         self.requests: Sequence[RoutedRequest] = incoming
         self.log = RequestLog(len(requests), rank.recorder.spill)
+        after = () if table.after is None or (table.after < 0).all() else table.after.tolist()
         self.arrivals = self.arrivals_type(self, self.requests, after, self._arrive, self._stop_if_done)
         self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial
