@@ -67,6 +67,7 @@ RUN_ELSEWHERE = ("pip install -e '.[dev]' examples/third_party_backend", "pdsim 
 """Commands of its README that `installed` runs, without a network."""
 
 
+@pytest.mark.slow
 def test_the_commands_of_its_readme_run(installed):
     *others, run, suite = documented(BACKEND / "README.md")
     assert tuple(others) == RUN_ELSEWHERE
@@ -81,6 +82,7 @@ def test_an_option_that_it_does_not_declare_is_refused(installed):
     assert (done.returncode, "did you mean batch" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_conformance_suite_passes_for_it(installed):
     words = ("-n", "0", "-q", "-p", "no:cacheprovider", "--pyargs", "pdsim.testing", "--backend", "example")
     done = installed("pytest", *words, "-k", BOUNDED)
@@ -89,6 +91,7 @@ def test_the_conformance_suite_passes_for_it(installed):
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_not_installed_is_named_with_those_that_are(installed):
     done = installed("pytest", "--collect-only", "--pyargs", "pdsim.testing", "--backend", "fax")
     assert done.returncode

@@ -143,6 +143,7 @@ def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytes
     assert {row[3].partition(":")[0] for row in rows} == {"ok", "PeerLost"}
 
 
+@pytest.mark.slow
 @pytest.mark.mooncake
 def test_a_file_is_gone_on_with_and_its_rows_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_target("mooncake_tcp")

@@ -12,6 +12,7 @@ import pytest
 TINY = Path(__file__).parents[1] / "examples" / "tiny_transport"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path: Path):
     assert len((TINY / "tiny_transport.py").read_text().splitlines()) <= 100

@@ -52,6 +52,7 @@ class Killing:
         return self.target.run(ranks, kill)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
 def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}

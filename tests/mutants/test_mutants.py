@@ -18,6 +18,7 @@ def known(mutant: Mutant) -> int:
     return int(row.split(" | ")[3]) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.hazard)
 def test_a_mutant_is_caught_by_its_invariant(mutant: Mutant):
     caught = mutant.catch([known(mutant)]) or mutant.catch()

@@ -148,6 +148,7 @@ hosts = st.sampled_from([{}, {"wake": 0.02}, {"wake": 0.02, "idle_wake": 0.11, "
 sleeps = st.sampled_from([{}, {"idle_after": 20.0, "idle_wake": 0.05}, {"idle_after": 0.3, "idle_wake": 0.05}])
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(
     engines,
