@@ -15,12 +15,12 @@ seconds bound nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from pdsim.calibration.robust import bootstrap
 from pdsim.core.repository import data
 from tools import tables
 
@@ -29,81 +29,39 @@ RESAMPLES = 2000
 LOWEST = 0.1
 """Of the rounds: where a moment without other programs is."""
 
-Span = tuple[float, float, float]
+COSTS = ("blocking", "batch", "descriptor", "beyond", "beside")
+"""One call of one descriptor; a batch beside its descriptors; one more of these; a blocking call beyond one of them;
+the mean of a blocking call while another thread computes in Python, where that was measured."""
+
+Times = dict[str, dict[int, Any]]  # seconds of each round, by mode and number of descriptors
 
 
-class CallSample(NamedTuple):
-    """Seconds of so many *descriptors* of *size* bytes in one round; the mode is calls, batch or beside."""
-
-    way: str
-    round: int
-    mode: str
-    descriptors: int
-    size: int
-    seconds: float
-
-
-class CallCost(NamedTuple):
-    """Seconds, each the least, the estimate and the most (95 % of resampled rounds), for descriptors of *size*."""
-
-    way: str
-    size: int
-    blocking: Span  # one call of one descriptor, among such calls
-    batch: Span  # what a batch takes beside its descriptors
-    descriptor: Span  # one more in a batch
-    beyond: Span  # what a blocking call takes beyond such a descriptor
-    beside: (
-        Span | None
-    )  # the mean of a blocking call while another thread computes in Python, where that was measured
-
-
-def _read(path: Path) -> list[CallSample]:
-    return [
-        CallSample(
-            row["way"],
-            int(row["round"]),
-            row["mode"],
-            int(row["descriptors"]),
-            int(row["size"]),
-            float(row["seconds"]),
-        )
-        for row in tables.rows(path)
-    ]
-
-
-def costs(rows: Iterable[CallSample], seed: int = 0) -> Iterator[CallCost]:
-    """Yield what each way costs with descriptors of each size.
+def costs() -> Iterator[tuple[str, int, dict[str, tuple[float, float, float]]]]:
+    """Yield way, bytes of a descriptor, and of each of `COSTS` the least, the estimate and the most, in seconds.
 
     Of the rounds the lowest tenth is taken for each count, for other programs can only add to it; costs of batches
     are least squares over counts, relative to how long they take, and intervals 95 % of `RESAMPLES` drawings of
     rounds.
     """
     table: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = {}
-    for row in rows:
-        times = table.setdefault((row.way, row.size), {})
-        times.setdefault(row.mode, {}).setdefault(row.descriptors, []).append(row.seconds)
-    rng = np.random.default_rng(seed)
+    for row in tables.rows(SAMPLES):
+        times = table.setdefault((row["way"], int(row["size"])), {})
+        times.setdefault(row["mode"], {}).setdefault(int(row["descriptors"]), []).append(float(row["seconds"]))
     for (way, size), times in table.items():
-        arrays = {
-            mode: {count: np.array(intervals) for count, intervals in of.items()} for mode, of in times.items()
-        }
-        total = min(len(intervals) for of in arrays.values() for intervals in of.values())
-        drawn = np.array([_fitted(arrays, rng.integers(0, total, total)) for _ in range(RESAMPLES)])
-        spans = np.stack([np.quantile(drawn, (0.025, 0.975), axis=0)[0], _fitted(arrays, np.arange(total)),
-                          np.quantile(drawn, 0.975, axis=0)])  # fmt: skip
-        intervals = [(float(low), float(best), float(high)) for low, best, high in spans.T]
-        yield CallCost(
-            way,
-            size,
-            intervals[0],
-            intervals[1],
-            intervals[2],
-            intervals[3],
-            intervals[4] if "beside" in arrays else None,
-        )
+        arrays: Times = {mode: {count: np.array(each) for count, each in of.items()} for mode, of in times.items()}
+        total = min(len(each) for of in arrays.values() for each in of.values())
+
+        def again(random: np.random.Generator, arrays: Times = arrays, total: int = total) -> tuple[float, ...]:
+            return _fitted(arrays, random.integers(0, total, total))
+
+        low, high = bootstrap(again, RESAMPLES, seed=0)
+        best = _fitted(arrays, np.arange(total))
+        ends = zip(map(float, low), best, map(float, high), strict=True)
+        spans = dict(zip(COSTS, ends, strict=True))
+        yield way, size, {name: span for name, span in spans.items() if name != "beside" or "beside" in arrays}
 
 
-def _fitted(times: dict[str, dict[int, Any]], rounds: Any) -> tuple[float, ...]:
+def _fitted(times: Times, rounds: Any) -> tuple[float, ...]:
     counts = np.array(sorted(times["batch"]), dtype=float)
     calls, batch = (
         np.array([np.quantile(times[mode][int(count)][rounds], LOWEST) for count in counts])
@@ -120,11 +78,9 @@ def _fitted(times: dict[str, dict[int, Any]], rounds: Any) -> tuple[float, ...]:
 def main() -> None:
     """Print what the samples say."""
     print("us: least, estimate, most; beside: the mean while another thread computes in Python")
-    for cost in costs(_read(SAMPLES)):
-        for name, span in zip(cost._fields[2:], cost[2:], strict=True):
-            if span:
-                shown = "".join(f"{1e6 * part:9.1f}" for part in span)
-                print(f"{cost.way:11}{cost.size:7}  {name:11}{shown}")
+    for way, size, spans in costs():
+        for name, span in spans.items():
+            print(f"{way:11}{size:7}  {name:11}" + "".join(f"{1e6 * part:9.1f}" for part in span))
 
 
 if __name__ == "__main__":

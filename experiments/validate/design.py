@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `experiments.validate` runs: other experiments, on points that no calibration has seen.
 
-What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four
+Options left unset default by the number of ranks: on eight GPUs the heterogeneous TP of four
 prefill ranks, patterns of up to eight ranks, and all-gathers over two, four and eight.
 
 A class (`CLASSES`) is what errors are stated for; a part is one experiment, which may serve several

@@ -94,17 +94,11 @@ def profile(words: Sequence[str]) -> int:
         elsewhere = "fit with pdsim profile --from FILE.csv where there is one"
         print(f"not fitted: SciPy is missing; {elsewhere}")  # noqa: T201
         return 0
-    found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
-    terminal.show_table(errors(found))
-    path = asked.to / f"{name}.yaml"
     models = list(dict.fromkeys(row["model"] for row in rows if row.get("model")))
     title = (
         f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
     )
-    with whole_file(path, "--to") as file:
-        file.write(_yaml(name, title, models, found).encode())
-    print(f"compute: {path}")  # noqa: T201
-    return 0
+    return _fitted(asked, config, name, fits.rows_of(rows), title, models)
 
 
 def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
@@ -116,12 +110,18 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
     assert asked.source is not None
     engine, version = asked.tables
     rows = list(published.rows(operators.read(asked.source, engine, version)))
-    found = fits.fit(rows, peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
-    terminal.show_table(errors(found))
     title = f"published: aiconfigurator's tables of {asked.source.name}, {engine} {version}, {len(rows)} rows"
+    return _fitted(asked, config, name, rows, title)
+
+
+def _fitted(
+    asked: _ProfileCommand, config: Config, name: str, rows: list[fits.Row], title: str, models: Sequence[str] = ()
+) -> int:
+    fit = fits.fit(rows, peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
+    terminal.show_table(errors(fit))
     path = asked.to / f"{name}.yaml"
     with whole_file(path, "--to") as file:
-        file.write(_yaml(name, title, (), found).encode())
+        file.write(_yaml(name, title, models, fit).encode())
     print(f"compute: {path}")  # noqa: T201
     return 0
 
@@ -189,15 +189,15 @@ def _release(folder: Path) -> str:
     return f" {found[0].split('-')[1].removesuffix('.dist')}" if found else ""
 
 
-def errors(found: fits.KernelFit) -> Table:
-    """Return how far off *found* is, in per cent.
+def errors(fit: fits.KernelFit) -> Table:
+    """Return how far off *fit* is, in per cent.
 
     A row for each operator, and for the whole forwards that the fit has not seen.  Errors are
     signed as fitted over measured minus one; medians and 95th percentiles are of the absolute
     error, the bias is the signed median.
     """
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
-    rows = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in found.errors]
+    rows = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in fit.errors]
     return Table("Errors", heads, rows)
 
 

@@ -73,7 +73,8 @@ def test_a_ramp_ends_at_a_whole_number_of_descriptors():
     for first, extra in ((2, 5e-6), (16, 2e-6)):
         step = replace(KINDS["sum"], descriptor=0.5e-6, ramp=(Ramp(first=first, extra=extra),))
         cells = [(1 << power, size) for power in range(12) for size in (4096, 65536)]
-        chosen = transfers.choose(made_by(step, cells, noise=0.01), BASE)
+        form = Form("sum", ("call", "descriptor", "extra1", "first1", "rate"))
+        chosen = transfers.fit(form, made_by(step, cells, noise=0.01), BASE)
         assert chosen.at["first1"] == pytest.approx(first, abs=first // 16)
         assert chosen.at["first1"].is_integer()
         assert chosen.at["extra1"] == pytest.approx(extra, rel=0.1)
@@ -356,6 +357,7 @@ def test_samples_of_one_kind_only_do_not_tell_what_is_saved(large):
     assert (fit.unidentified, fit.at["saving"]) == (("saving",), 0.0)
 
 
+@pytest.mark.slow
 def test_a_saving_and_a_ramp_are_fitted_and_predictions_try_both_ends():
     held = ((1, 16384), (4, 4096), (32, 1 << 16))
     rows = samples_of(made_by(SAVES, SIZES, noise=0.01, seed=5), held)
