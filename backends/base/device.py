@@ -49,25 +49,16 @@ POOLS = ("default", SYMMETRIC, "nvlink")
 class RealBuffer(ABC):
     """Zeroed memory at *address*, a pointer of this process.
 
-    The memory goes back when the buffer is freed and nothing holds it.
-
-    Attributes:
-        address: Where it begins.
-        size: Bytes.
-        pool: One of `POOLS`.
-        registered: Whether an engine knows the address; set by endpoints.  Such a buffer cannot be
-            freed.
-        holds: Reasons for which bytes may still move here, counted by who moves them.
-        freed: Whether its owner has given it back.
+    The memory goes back when the buffer is freed and nothing holds it.  *size* is in bytes, *pool* one of `POOLS`.
     """
 
     def __init__(self, address: int, size: int, pool: str) -> None:
         self.address = address
         self.size = size
         self.pool = pool
-        self.registered = False
-        self.holds = 0  # reasons for which bytes may still move here
-        self.freed = False
+        self.registered = False  # whether an engine knows the address; set by endpoints
+        self.holds = 0  # reasons for which bytes may still move here, counted by who moves them
+        self.freed = False  # whether its owner has given it back
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of *size* bytes at *offset*; an `IndexError` outside the buffer."""

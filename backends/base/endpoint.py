@@ -135,7 +135,9 @@ class RealEndpoint(ABC):
         self._pid = os.getpid()
         handlers: dict[bytes, Any] = {}  # filled below, before the first note is taken in
         self.control = Control(clock, keys, bind, handlers, self.on_lost)
-        self._connected = ConnectedPeers(self, self.control, self._transfers.dispatch)
+        self._connected = ConnectedPeers(
+            self.kind, self.connect_engine, self.forget_region, self.control, self._transfers.dispatch
+        )
         self.peers = self._connected.by_token
         handlers.update(self.handlers())
         try:

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from simpy.events import Event
@@ -343,18 +343,6 @@ CONNECT_TIMEOUT = 10.0
 """Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
 
 
-class PeerEngine(Protocol):
-    """The part of `backends.base.endpoint.RealEndpoint` that `ConnectedPeers` uses."""
-
-    kind: str
-
-    def connect_engine(self, description: bytes) -> Any:
-        """Return the engine's handle of a peer."""
-
-    def forget_region(self, peer: PeerState, region: str) -> None:
-        """Give up what the engine keeps of *region*."""
-
-
 class ConnectedPeers:
     """All peers of one endpoint, by the token of their incarnation.
 
@@ -362,10 +350,20 @@ class ConnectedPeers:
     its transfers may still be moving.  All calls are on the clock's thread.
     """
 
-    def __init__(self, engine: PeerEngine, control: Control, dispatch: Callable[[PeerState], None]) -> None:
-        """Connect with *engine*; *dispatch* is called with each peer whose waiting transfers may go."""
+    def __init__(
+        self,
+        kind: str,
+        connect: Callable[[bytes], Any],
+        forget: Callable[[PeerState, str], None],
+        control: Control,
+        dispatch: Callable[[PeerState], None],
+    ) -> None:
+        """Connect to endpoints of *kind* by the engine's *connect*; *forget* releases a region of a peer.
+
+        *dispatch* is called with each peer whose waiting transfers may go.
+        """
         self.by_token: dict[bytes, PeerState] = {}
-        self._engine = engine
+        self._kind, self._connect, self._forget = kind, connect, forget
         self._control = control
         self._dispatch = dispatch
 
@@ -376,7 +374,7 @@ class ConnectedPeers:
             TransferFailed: *address* is none, or of another kind of engine or format.
             PeerLost: nobody answers within `CONNECT_TIMEOUT`, or the endpoint there is known to be gone.
         """
-        kind = self._engine.kind
+        kind = self._kind
         try:
             where = msgspec.msgpack.decode(address, type=Address)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -399,9 +397,9 @@ class ConnectedPeers:
 
     def _handle(self, description: bytes) -> Any:
         try:
-            return self._engine.connect_engine(description)
+            return self._connect(description)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise TransferFailed(f"no description of a {self._engine.kind} endpoint: {error}") from None
+            raise TransferFailed(f"no description of a {self._kind} endpoint: {error}") from None
 
     def state(self, peer: Peer) -> PeerState:
         """Return the state of *peer*.  Raise `InvalidBatch` if it was not connected by this endpoint."""
@@ -446,7 +444,11 @@ class ConnectedPeers:
 
     def return_regions(self, state: PeerState) -> None:
         """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in."""
-        return_regions(self._control, state, self._engine.forget_region)
+        for name, epoch in tuple(state.owed):
+            if not state.moving[name]:
+                state.owed.remove((name, epoch))
+                self._forget(state, name)
+                self._control.send(state.line, RETURN, name.encode(), str(epoch).encode())
 
 
 WITHDRAW, RETURN, CONNECTED, WITHDRAWN = b"withdraw", b"return", b"connected", b"withdrawn"
@@ -515,15 +517,3 @@ def withdrawn(body: list[bytes]) -> tuple[str, int]:
     """
     name, epoch = fields(body[:1], str), fields(body[1:], int)
     return name[0], epoch[0]
-
-
-def return_regions(control: Control, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:
-    """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in; the borrower's side.
-
-    *forget* is called before, with each region that goes back.
-    """
-    for name, epoch in tuple(state.owed):
-        if not state.moving[name]:
-            state.owed.remove((name, epoch))
-            forget(state, name)
-            control.send(state.line, RETURN, name.encode(), str(epoch).encode())

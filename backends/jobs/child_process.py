@@ -56,27 +56,18 @@ class ChildProcess:
     The process is started when this is made, and sent its `Start`; messages come in
     through `receive`, which notes the end of the process, too; `stop` leaves nothing behind.
 
-    Attributes:
-        name: Of the rank.
-        start: What it was sent; a restart sends it again.
-        uri: Of its channel, once it is ready.
-        done: What it said at its end; None until the program has ended.
-        error: Why it was killed by the supervisor, or did not start.
-        ended: Whether its socket is closed.
-        seconds: From the job's start to its end.
-        heard: When something came from it last, on the monotonic clock.
     """
 
     def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
         self.name = start.name
-        self.start = start
+        self.start = start  # a restart sends it again
         self.spawn = spawn
-        self.uri = ""
-        self.done: supervision.Done | None = None
-        self.error = ""
-        self.ended = False
-        self.seconds = 0.0
-        self.heard = time.monotonic()
+        self.uri = ""  # of its channel, once it is ready
+        self.done: supervision.Done | None = None  # once the program has ended
+        self.error = ""  # why it was killed by the supervisor, or did not start
+        self.ended = False  # whether its socket is closed
+        self.seconds = 0.0  # from the job's start to its end
+        self.heard = time.monotonic()  # when something came from it last
         self._decoder = supervision.Decoder()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
         self.connection, other = socket.socketpair()

@@ -55,25 +55,15 @@ _ATTENTION_DP = (0, 5, 23)
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """One server to start.
+    """One server to start."""
 
-    Attributes:
-        name: Role and number, such as "prefill0".
-        role: "prefill", "decode" or "server".
-        port: Of its HTTP interface, on this machine.
-        bootstrap_port: Of the bootstrap server of an SGLang prefill server.
-        gpus: Its own, as numbers of the machine, in the order in which the server sees them.
-        command: To start it, the interpreter first.
-        environment: Added to this process's.
-    """
-
-    name: str
-    role: str
-    port: int
-    bootstrap_port: int
-    gpus: tuple[int, ...]
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
+    name: str  # role and number, such as "prefill0"
+    role: str  # "prefill", "decode" or "server"
+    port: int  # of its HTTP interface, on this machine
+    bootstrap_port: int  # of the bootstrap server of an SGLang prefill server
+    gpus: tuple[int, ...]  # its own, as numbers of the machine, in the order in which the server sees them
+    command: tuple[str, ...]  # the interpreter first
+    environment: Mapping[str, str]  # added to this process's
 
     @property
     def url(self) -> str:

@@ -157,23 +157,13 @@ def _named(config: Config) -> list[tuple[str, LiveServer]]:
 
 @dataclass
 class LiveDeployment:
-    """Servers, each with its role, and how to measure them.
-
-    Made by `deployed`.
-
-    Attributes:
-        config: Of the run: limits, prompts, and what to send before the workload.
-        engine: "vllm", "sglang", or "" for any server with OpenAI's API.
-        servers: Role ("prefill", "decode" or "server") and server.
-        folder: Of the run, which gets what servers report of themselves.
-        bootstrap: Bootstrap ports of SGLang's prefill servers by name, where they were launched.
-    """
+    """Servers, each with its role, and how to measure them; made by `deployed`."""
 
     config: Config
-    engine: str
-    servers: Sequence[tuple[str, LiveServer]]
-    folder: Path
-    bootstrap: Mapping[str, int] = field(default_factory=dict)
+    engine: str  # "vllm", "sglang", or "" for any server with OpenAI's API
+    servers: Sequence[tuple[str, LiveServer]]  # with roles "prefill", "decode" or "server"
+    folder: Path  # of the run, which gets the servers' metrics
+    bootstrap: Mapping[str, int] = field(default_factory=dict)  # ports of launched SGLang prefill servers, by name
 
     def serve(self, requests: Sequence[Request], progress: ShowProgress, *, policy: str = "least_tokens") -> Served:
         """Send *requests*, in order of arrival, and return what became of each.

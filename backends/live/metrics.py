@@ -63,17 +63,11 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Page:
-    """One reading of a server's metrics, each summed over its labels.
+    """One reading of a server's metrics, each summed over its labels."""
 
-    Attributes:
-        gauges: Values of the moment, such as requests that are running.
-        counters: Totals since the server started, by name with and without ``_total``.
-        histograms: Observations since the server started.
-    """
-
-    gauges: Mapping[str, float] = field(default_factory=dict)
-    counters: Mapping[str, float] = field(default_factory=dict)
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)  # values of the moment, such as running requests
+    counters: Mapping[str, float] = field(default_factory=dict)  # since the start, with and without ``_total``
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)  # since the start
 
 
 def parse(text: str) -> Page:

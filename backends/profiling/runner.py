@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,15 @@ Rows = list[dict[str, str]]
 _RESTARTS = 3
 
 
+@dataclass(frozen=True)
 class ProfiledDevice:
-    """The device that is measured, as PyTorch reports it.
+    """The device that is measured, as PyTorch reports it."""
 
-    Attributes:
-        kind: "cuda" or "cpu".
-        count: GPUs that are visible; 1 for a processor.
-        name: Of the first one, as its driver gives it.
-        memory: Its bytes.
-        torch: The version of PyTorch.
-    """
-
-    def __init__(self, kind: str, count: int, name: str, memory: float, torch: str) -> None:
-        self.kind, self.count, self.name, self.memory, self.torch = kind, count, name, memory, torch
+    kind: str  # "cuda" or "cpu"
+    count: int  # GPUs that are visible; 1 for a processor
+    name: str  # of the first one, as its driver gives it
+    memory: float  # its bytes
+    torch: str  # version of PyTorch
 
 
 def device(kind: str) -> ProfiledDevice:

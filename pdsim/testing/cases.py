@@ -76,26 +76,15 @@ class Case:
 
     Tests look at *memory*, *one_sided* and *proves_quiescence* where the contract leaves engines a
     choice, and at nothing else of an implementation.
-
-    Attributes:
-        name: Of the test's parameter, such as ``nixl_tcp`` or ``mooncake_tcp_gpu``.
-        backend: The backend whose defaults the engine has.
-        implementation: The entry point of its endpoint class.
-        memory: "model", "host" or "gpu".
-        guest: Whether it runs in the emulated machine with an RDMA device.
-        one_sided: Whether a stopped target leaves writes to it undisturbed.
-        proves_quiescence: Whether `Endpoint.quiesced` may be asked for a proof about a dead
-            process.
-        options: Of the engine.
     """
 
-    name: str
-    backend: str = "conformance"
-    implementation: str = "conformance"
+    name: str  # of the test's parameter, such as ``nixl_tcp`` or ``mooncake_tcp_gpu``
+    backend: str = "conformance"  # whose defaults the engine has
+    implementation: str = "conformance"  # the entry point of its endpoint class
     memory: str = "model"  # "model", "host" or "gpu"
     guest: bool = False  # it runs in the emulated machine with an RDMA device
-    one_sided: bool = False
-    proves_quiescence: bool = True
+    one_sided: bool = False  # a stopped target leaves writes to it undisturbed
+    proves_quiescence: bool = True  # `Endpoint.quiesced` proves the end of a dead process
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
