@@ -91,8 +91,9 @@ class ExperimentOptions:
     ... class OneWriteOptions(ExperimentOptions):
     ...     name: str = "one_write"
     ...     size: int = 1 << 20
+    ...     operation: Annotated[str, "one of write, read"] = "write"
     >>> OneWriteOptions(size=4096)
-    OneWriteOptions(name='one_write', size=4096)
+    OneWriteOptions(name='one_write', size=4096, operation='write')
     """
 
     name: str  # of the experiment, as it is registered
