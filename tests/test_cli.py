@@ -191,9 +191,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("words", "message"), REFUSALS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
-def test_what_cannot_be_run_is_refused_in_lines_that_say_why_and_nothing_is_written(
-    pdsim_says, tmp_path, words, message
-):
+def test_a_refused_command_says_why_and_writes_nothing(pdsim_says, tmp_path, words, message):
     status, out, err = pdsim_says(*words)
     assert (status, out) == (2, "")
     assert message in err
@@ -238,7 +236,7 @@ def test_each_command_has_help_of_its_own(pdsim_says):
         assert out.startswith(f"usage: pdsim {command}")
 
 
-def test_a_kept_run_is_reported_as_it_was_at_its_end_and_two_are_compared(pdsim_says, tmp_path):
+def test_a_kept_run_is_shown_again_and_two_compared(pdsim_says, tmp_path):
     _, first, _ = pdsim_says("run", *QUICK, "output=a")
     pdsim_says("run", *QUICK, "output=b", "experiment.repeat=3")
     a, b = (str(folder.relative_to(tmp_path)) for folder in sorted(tmp_path.glob("[ab]/*")))
@@ -301,7 +299,7 @@ def test_a_number_set_on_the_command_line_is_called_assumed(pdsim_says):
     assert sources["backend.intra"].startswith("assumed: measured on 2xh200, not on 8xh20: 2 x H200")
 
 
-def test_a_machine_of_ones_own_comes_from_a_folder_of_ones_own(pdsim_says, tmp_path):
+def test_a_machine_of_ones_own_comes_from_ones_folder(pdsim_says, tmp_path):
     (tmp_path / "mine" / "hw").mkdir(parents=True)
     (tmp_path / "mine" / "hw" / "box.yaml").write_text("defaults: [8xh200, _self_]\nname: box\ngpus: 6\n")
     status, out, _ = pdsim_says("run", *QUICK, "--config-dir", "mine", "hw=box")
@@ -361,7 +359,7 @@ def test_a_run_with_failures_ends_with_status_one(pdsim_says, monkeypatch):
     assert "failed: rank1: PeerLost: rank0 is gone" in out
 
 
-def test_ctrl_c_ends_a_run_with_130_one_line_and_a_marked_folder(tmp_path):
+def test_ctrl_c_ends_a_run_with_status_130(tmp_path):
     process = started("run", "workload=poisson", "workload.count=200000", cwd=tmp_path)
     results = tmp_path / "results"
     deadline = time.monotonic() + 30
@@ -412,7 +410,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_in_code_from_a_string_and_at_the_end_leaves_the_status(tmp_path):
+def test_ctrl_c_anywhere_leaves_the_status(tmp_path):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     command = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

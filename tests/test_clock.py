@@ -51,7 +51,7 @@ class TestAbsoluteTimes:
         with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
             clock.at(1.0)
 
-    def test_a_call_in_the_past_is_refused_on_virtual_time_and_made_at_once_on_real_time(self, clock, wall, log):
+    def test_a_past_call_is_refused_or_made_at_once(self, clock, wall, log):
         clock.run(until=2.0)
         with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
             clock.call_at(1.0, log.append, "virtual")
@@ -154,7 +154,7 @@ def collect(clock, mailbox, log):
 
 
 class TestListener:
-    def test_hears_of_an_item_at_once_and_of_one_that_is_put_in_a_turn(self, clock, log):
+    def test_hears_of_an_item_at_once(self, clock, log):
         mailbox = Mailbox(clock)
         mailbox.listen(log.append)
         mailbox.deliver("a")
@@ -388,7 +388,7 @@ class TestWallClock:
         wall.run(until=event)
         assert time.monotonic() - start < PATIENCE
 
-    def test_calls_what_is_for_idle_times_as_often_as_that_asks_for(self, wall, log):
+    def test_makes_idle_calls_as_often_as_asked(self, wall, log):
         def idle():
             log.append(wall.now)
             return [0.0, 0.0, 0.01, 10.0][len(log) - 1]
@@ -398,7 +398,7 @@ class TestWallClock:
         assert len(log) == 4
         assert log[3] - log[2] >= 0.01
 
-    def test_settles_by_doing_what_is_for_idle_times_until_it_is_not_due(self, wall, log):
+    def test_settles_by_making_idle_calls_until_none_is_due(self, wall, log):
         waits = iter([0.0, 0.0, 10.0])
 
         def idle():
@@ -410,7 +410,7 @@ class TestWallClock:
         wall.settle()
         assert log == ["idle"] * 3
 
-    def test_is_not_idle_while_it_waits_for_less_than_a_millisecond_or_for_a_busy_source(self, wall, log):
+    def test_is_not_idle_in_short_waits_or_beside_busy_sources(self, wall, log):
         wall.idle = lambda: log.append("idle") or 1.0
         wall.run(until=wall.timeout(0.5e-3))
         wall.watch(Busy())
@@ -459,7 +459,7 @@ class TestClocksWithoutPauses:
     """Only a modelled rank's clock is ever paused; others say so instead of losing what is due."""
 
     @pytest.mark.parametrize("kind", ["clock", "wall"])
-    def test_what_is_fired_on_a_paused_clock_is_refused_and_not_lost(self, kind, request, log):
+    def test_an_event_fired_on_a_paused_clock_is_refused(self, kind, request, log):
         clock = request.getfixturevalue(kind)
         event = clock.event()
         event.callbacks.append(log.append)

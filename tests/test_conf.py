@@ -37,7 +37,7 @@ def calibration_file(name):
 
 
 @pytest.mark.parametrize("name", CALIBRATIONS)
-def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(name):
+def test_every_calibration_has_its_machines_engines_and_samples(name):
     file = calibration_file(name)
     for hw, backend in product(file.hw, file.backend):
         config = composed(f"hw={hw}", f"backend={backend}", f"calibration={name}")
@@ -58,7 +58,7 @@ def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(n
 
 @pytest.mark.parametrize("gpus", [4, 8])
 @pytest.mark.parametrize("backend", ["nvlink", "mooncake_nvlink", "nixl"])
-def test_what_was_fitted_to_two_h200_is_chosen_for_more_and_says_so(backend, gpus):
+def test_fits_of_two_h200_serve_more_and_say_so(backend, gpus):
     config = composed(f"hw={gpus}xh200", f"backend={backend}")
     assert config.calibration.name == f"{backend}-2xh200"
     assert config.backend.sources["intra.rate"].startswith(
@@ -68,7 +68,7 @@ def test_what_was_fitted_to_two_h200_is_chosen_for_more_and_says_so(backend, gpu
 
 
 @pytest.mark.parametrize("name", CALIBRATIONS)
-def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(name):
+def test_a_calibration_states_its_distance_from_its_samples(name):
     file = calibration_file(name)
     config = composed(f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"calibration={name}")
     if config.hw.link is not None:
@@ -102,7 +102,7 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
     [choice for choice in CHOICES if choice[0] in ("hw", "backend", "model")],
     ids=lambda word: word,
 )
-def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(group, option):
+def test_every_number_has_a_source_and_every_source_a_number(group, option):
     part = getattr(composed(f"{group}={option}"), group)
     numbers = set(loading.numbers(part))
     assert numbers
@@ -129,7 +129,7 @@ ON = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment" / "
 
 
 @pytest.mark.parametrize("name", ON)
-def test_how_much_of_an_experiment_a_machine_does_is_taken_from_its_file(name):
+def test_a_machines_file_scales_its_experiments(name):
     experiment, _, hw = name.partition("-")
     file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / "on" / f"{name}.yaml")
     lists = {key: value for key, value in file.get("experiment", file).items() if not isinstance(value, str | int)}
@@ -162,7 +162,7 @@ def test_one_gpu_is_refused_where_a_job_needs_two(hw):
 
 
 @pytest.mark.parametrize("hw", PAIRS)
-def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
+def test_every_machine_has_a_suitable_backend_placement_and_model(hw):
     config = composed(f"hw={hw}")
     rules.check(config)
     assert config.hw.vendor in config.backend.vendors
@@ -194,7 +194,7 @@ def test_the_command_line_wins_over_the_machine():
     assert (config.backend.name, config.parallel.prefill.tp, config.model.name) == ("nixl", 4, "qwen3-8b")
 
 
-def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
+def test_by_default_a_trace_is_served_on_8xh20():
     config = composed()
     assert (config.target, config.experiment.name, config.hw.name, config.model.name, config.workload.arrivals) == (
         "model", "serve", "8xh20", "llama-3.1-70b", "embedded",
@@ -225,7 +225,7 @@ def refusal(config: Config) -> str:
 
 
 @pytest.mark.parametrize("hw", PAIRS)
-def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw):
+def test_every_backend_moves_bytes_or_is_refused_with_a_reason(hw):
     machine = composed(f"hw={hw}")
     works = set()
     for backend in options("backend"):
@@ -272,7 +272,7 @@ def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, bl
     ("blocks", "size", "seconds"),
     [(1, 2**10, 26.25e-6), (72, 2**16, 518.1e-6), (188, 2**20, 5.5678e-3)],
 )
-def test_mooncake_over_rdma_calls_prepares_a_batch_and_moves_it_at_87_percent_of_the_line(blocks, size, seconds):
+def test_mooncake_over_rdma_moves_at_87_percent_of_the_line(blocks, size, seconds):
     assert modelled(composed("hw=2x8xh100", "backend=mooncake"), blocks, size) == pytest.approx(seconds, rel=1e-3)
 
 

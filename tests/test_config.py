@@ -80,7 +80,7 @@ def test_each_kind_of_annotation_is_converted():
 # --- what is refused
 
 
-def test_an_unknown_key_is_answered_with_the_nearest_and_all_known_keys():
+def test_an_unknown_key_is_answered_with_the_nearest():
     keys = ", ".join(field.name for field in fields(Kv))
     assert refusal(Kv, {"pol": 1}, "kv") == f"unknown key kv.pol; did you mean kv.pool? kv has {keys}"
 
@@ -122,7 +122,7 @@ def test_all_mistakes_are_told_at_once_one_a_line():
         ),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, message):
+def test_a_value_of_the_wrong_type_has_its_full_key(key, value, message):
     assert refusal(Config, changed(CONFIG, key, value)) == message
 
 
@@ -139,7 +139,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
         ("seed", -1, "seed must be >= 0 and < 9223372036854775808, got -1"),
     ],
 )
-def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, value, rule):
+def test_a_value_out_of_range_has_its_key_and_remedy(key, value, rule):
     assert (
         refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
     )
@@ -181,7 +181,7 @@ def test_a_number_without_a_source_is_assumed():
     assert "gpu.memory" not in sources  # "gpu" speaks for it
 
 
-def test_what_the_command_line_sets_is_assumed_and_the_rest_keeps_its_source():
+def test_typed_values_are_assumed_the_rest_keeps_its_source():
     sources = load(CONFIG, ["hw.nic.rate", "hw.gpus", "hw.gpu.memory", "backend.options.X", "hw.name"]).hw.sources
     assert sources["nic.rate"] == ON_THE_COMMAND_LINE
     assert sources["gpus"] == ON_THE_COMMAND_LINE

@@ -205,7 +205,7 @@ def test_a_kept_configuration_has_bare_numbers_and_runs_again(capfd, tmp_path):
     assert (main(["run", *again]), capfd.readouterr().err) == (0, "")
 
 
-def test_options_of_the_engine_that_the_model_does_not_look_at_are_named(capfd):
+def test_ignored_options_of_the_engine_are_named(capfd):
     main(["run", *QUICK, "backend.options.threads=4"])
     note = "backend.options.threads has no effect on target=model: options are for the real engine, target=real"
     assert note in capfd.readouterr().out
@@ -234,7 +234,7 @@ def test_a_trace_and_a_working_directory_may_have_any_name(capfd, tmp_path, monk
     assert len(list((home / "results").iterdir())) == 1
 
 
-def test_an_error_on_the_way_out_of_an_interruption_is_the_interruption(monkeypatch, capsys):
+def test_an_error_after_an_interruption_is_the_interruption(monkeypatch, capsys):
     def cleaning_up_fails(words):
         try:
             raise KeyboardInterrupt

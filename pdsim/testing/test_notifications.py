@@ -29,7 +29,7 @@ def test_those_of_transfers_in_turn_arrive_in_order(job, payloads):
     assert outcome.ranks["target"].value == {"payloads": texts, "surplus": 0, "early": 0}
 
 
-def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(pair):
+def test_each_of_many_arrives_once_and_after_its_bytes(pair):
     """When a notification is there, so are the bytes of its transfer: a receiver reads them without waiting."""
     _, target = pair(moving.notify_at_once, moving.be_notified, count=32, size=64 * KiB)
     result = target.value

@@ -41,7 +41,7 @@ def stop(job, resume, **options):
     )
 
 
-def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
+def test_memory_of_a_write_to_a_stopped_peer_stays_quarantined(real):
     """A process that is stopped proves nothing: the write may go on when it does, so the memory stays in quarantine.
 
     An engine that is one-sided completes the write without the other process.

@@ -39,7 +39,7 @@ def state():
     return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
 
 
-def test_every_rank_is_in_the_namespace_of_its_node_and_sees_its_device(mooncake):
+def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake):
     names = ["a", "b", "c"]
     where = {"a": 0, "b": 1, "c": 1}
     ranks = [

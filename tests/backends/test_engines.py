@@ -66,7 +66,7 @@ def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine():
     assert settled("nixl_tcp", programs.settle_after_loss) in [["PeerLost", True, 0], ["PeerLost", False, 1]]
 
 
-def test_a_write_settles_though_its_target_dies_after_the_engine_says_so():
+def test_a_write_settles_when_its_target_dies_after_completion():
     """A process's connections are closed before it is dead, and then the engine comes first."""
     found = settled("mooncake_tcp", programs.settle_once_death_is_proven, late=3)
     assert found == ["PeerLost", True, 0]

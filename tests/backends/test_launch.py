@@ -30,7 +30,7 @@ def test_an_exception_comes_with_its_traceback(processes):
     assert "say_and_raise" in error
 
 
-def test_a_rank_that_exits_is_an_error_with_its_code_and_last_words(processes):
+def test_an_exited_rank_is_an_error_with_its_output(processes):
     error = processes.run([spec("a", programs.say_and_die, code=7)]).ranks["a"].error
     assert error.startswith("exit code 7")
     assert error.endswith("last words")
@@ -53,7 +53,7 @@ def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
     assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
 
 
-def test_a_killed_rank_that_is_started_again_is_another_process_that_the_others_can_write_to(processes):
+def test_a_killed_and_restarted_rank_can_be_written_to(processes):
     ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
     outcome = processes.run(ranks, kill={"b": 1.5}, restart={"b": 1.6})
     first, last = outcome.ranks["a"].value
@@ -61,7 +61,7 @@ def test_a_killed_rank_that_is_started_again_is_another_process_that_the_others_
     assert outcome.ranks["b"].error == ""
 
 
-def test_ranks_that_are_started_again_at_once_can_send_to_each_other(processes):
+def test_ranks_restarted_at_once_can_send_to_each_other(processes):
     """One of them is there before the other: what it sends meanwhile is lost, and no error."""
     ranks = [spec("a", programs.call, other="b"), spec("b", programs.call, other="a")]
     ranks.append(spec("c", programs.sleep, seconds=1.0))  # the job goes on while both are gone
@@ -103,7 +103,7 @@ def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, m
     assert outcome.ranks["a"].error == ""
 
 
-def test_a_rank_is_stopped_from_one_time_to_another_and_is_not_lost(mooncake):
+def test_a_rank_is_stopped_for_a_time_and_not_lost(mooncake):
     target = Processes(mooncake, deadline=60, silence=5.0)
     outcome = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": [(0.5, 1.0), (1.2, 2.2)]})
     # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate

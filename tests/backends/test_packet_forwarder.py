@@ -26,7 +26,7 @@ def test_packets_leave_one_after_the_other():
     assert arrivals(hop(), 10.0, 10.0, 10.05, 20.0) == pytest.approx([10.6, 10.7, 10.8, 20.6])
 
 
-def test_a_slow_hop_carries_its_share_from_the_middle_of_a_packet_on():
+def test_a_slow_hop_carries_its_share_from_mid_packet_on():
     slow = ("slow", 10.05, 11.0, 0.5)
     assert arrivals(hop(slow), 10.0, 10.9, 12.0) == pytest.approx([10.65, 11.55, 12.6])
 
@@ -36,7 +36,7 @@ def test_a_stalled_hop_goes_on_where_it_was_and_loses_nothing():
     assert arrivals(hop(stall), 10.0, 10.5, 14.0) == pytest.approx([13.55, 13.65, 14.6])
 
 
-def test_a_cut_loses_what_is_on_the_wire_and_what_is_sent_meanwhile():
+def test_a_cut_loses_bytes_on_the_wire_and_later_ones():
     cut = ("cut", 10.0, 11.0, 0.0)
     assert arrivals(hop(cut), 9.0, 9.5, 9.95, 10.5, 10.95, 11.2) == pytest.approx([9.6, 11.8])
 
@@ -46,7 +46,7 @@ def test_changes_follow_one_another():
     assert hop(*both).leaves(10.0, 200.0) == pytest.approx(12.1)
 
 
-def test_a_hop_is_full_at_its_backlog_and_what_is_on_its_way_and_takes_again_what_has_left():
+def test_a_hop_is_full_at_its_backlog_and_frees_up():
     one = hop(backlog=2 * len(PACKET))
     taken = 0
     while not one.full:
@@ -57,7 +57,7 @@ def test_a_hop_is_full_at_its_backlog_and_what_is_on_its_way_and_takes_again_wha
     assert not one.full
 
 
-def test_what_is_passed_on_later_than_a_millisecond_after_its_time_is_counted(monkeypatch):
+def test_packets_more_than_a_millisecond_late_are_counted(monkeypatch):
     now = [10.0]
     monkeypatch.setattr("backends.emulation.link.packet_forwarder.time", SimpleNamespace(monotonic=lambda: now[0]))
     reader, writer = os.pipe()

@@ -43,7 +43,7 @@ def current():
     return ctypes.CDLL(None).sched_getcpu()
 
 
-def test_an_idle_thread_goes_on_until_it_is_on_a_quick_processor_and_may_still_use_all(roaming):
+def test_an_idle_thread_moves_to_a_quick_processor(roaming):
     if len(roaming) < 2:
         pytest.skip("one processor is all there is")
     first, second, *_ = roaming
@@ -64,7 +64,7 @@ def test_an_idle_thread_goes_on_until_it_is_on_a_quick_processor_and_may_still_u
     assert os.sched_getaffinity(0) == {first, second}
 
 
-def test_where_all_are_slower_than_they_were_it_tries_each_once_and_rests(roaming):
+def test_with_all_processors_slower_it_tries_each_once(roaming):
     measured = iter([1.0, 1.1] + [2.0] * 6)
     quick = QuickProcessor((roaming * 2)[:2], lambda: next(measured))
     assert [quick.look() for _ in range(6)] == [0.0, 0.0, EVERY, 0.0, 0.0, EVERY]

@@ -176,7 +176,7 @@ def test_a_killed_router_gives_one_line_for_each_request(engine: str):
 
 @pytest.mark.slow
 @pytest.mark.mooncake
-def test_a_rank_that_computes_for_long_is_not_silent_for_the_limit(mooncake: Any):
+def test_a_rank_that_computes_long_is_not_silent(mooncake: Any):
     outcome = Processes(mooncake, deadline=60, silence=2.0).run([spec("a", programs.sleep, seconds=5.0)])
     assert outcome.ranks["a"].value == "slept"
 

@@ -41,7 +41,7 @@ def test_a_rank_has_what_a_start_of_python_would_have(outcome, warm, monkeypatch
     assert (forked["folder"], forked["environ"]["PDSIM_TESTED"]) == (str(tmp_path), "1")
 
 
-def test_a_forked_rank_is_a_child_of_who_asked_and_is_gone_when_its_job_is(outcome, warm):
+def test_a_forked_rank_ends_with_its_job(outcome, warm):
     ranks = [spec("a", programs.sleep, seconds=30.0), spec("b", programs.identify)]
     found = outcome(warm, *ranks, kill={"a": 0.1}).ranks
     assert found["a"].error.startswith("killed by signal 9, as was asked for")
@@ -51,7 +51,7 @@ def test_a_forked_rank_is_a_child_of_who_asked_and_is_gone_when_its_job_is(outco
         os.kill(pid, 0)
 
 
-def test_when_nothing_forks_any_more_it_is_said_and_the_next_job_starts_anew(outcome, warm):
+def test_a_dead_forker_is_reported_and_restarted(outcome, warm):
     nothing = spec("a", programs.sleep, seconds=0.0)
     outcome(warm, nothing)
     os.kill(warm.process.pid, signal.SIGKILL)

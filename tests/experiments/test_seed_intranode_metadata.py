@@ -27,24 +27,24 @@ def four_and_four() -> Result:
     return measure(seed())
 
 
-def test_it_is_about_mooncake_over_nvlink_between_four_and_four_gpus_of_a_node():
+def test_it_compares_mooncake_over_nvlink_on_four_and_four_gpus():
     config = seed()
     assert (config.hw.name, config.backend.name) == ("8xh20", "mooncake_nvlink")
     assert config.experiment.tp == ("4to4",)
 
 
-def test_a_handoff_is_faster_by_a_tcp_message_less_a_batch_of_ten_descriptors(four_and_four):
+def test_a_handoff_saves_a_tcp_message_and_pays_a_batch(four_and_four):
     for row in points(four_and_four, "handoff", HERE):
         assert row["before"] - row["after"] == pytest.approx(50 - 11 - 10 * 2.2, abs=0.5)  # us
 
 
-def test_that_is_a_share_of_a_short_handoff_and_nothing_to_the_first_token(four_and_four):
+def test_the_saving_is_a_share_of_a_short_handoff(four_and_four):
     short, long = points(four_and_four, "handoff", HERE)
     assert 1.05 > short["effect"] > long["effect"] > 1.0
     assert all(1.0 <= row["effect"] < 1.05 for row in points(four_and_four, "ttft", HERE))
 
 
-def test_before_rows_go_as_messages_and_after_as_a_batch_of_their_own(four_and_four):
+def test_before_sends_messages_and_after_a_batch(four_and_four):
     sent = {way: [r for r in four_and_four.transfers if r.label.startswith(f"{way} ")] for way in ("tcp", "nvlink")}
     rows, handoffs = 1600, 4 * (2 * (2 + 10) + 8)  # bytes of a request's rows to each of four decode ranks
     assert len(sent["nvlink"]) - len(sent["tcp"]) == handoffs

@@ -45,7 +45,7 @@ def test_a_handoff_takes_longer_over_tcp():
 
 
 @pytest.mark.parametrize("hw", ["loopback", "link"])
-def test_where_there_is_no_rdma_there_is_no_before_and_every_handoff_succeeds(hw: str):
+def test_without_rdma_there_is_no_before_and_all_handoffs_succeed(hw: str):
     result = seeded(f"hw={hw}")
     assert [(row["before"], row["after"]) for row in points(result, "serves", f"{hw} mooncake_tcp")] == [(2, 2)]
     (row,) = points(result, "handoff", f"{hw} mooncake_tcp")
@@ -63,7 +63,7 @@ def test_real_bytes_arrive_over_the_alias():
     assert result.failures == []
 
 
-def test_the_alias_has_the_policy_of_mooncake_so_that_what_depends_on_that_cannot_differ():
+def test_the_alias_has_the_policy_of_mooncake():
     # staging, and pages that decode holds already: what the report's order of rules (alias first) is about
     rdma, tcp = (
         composed(f"hw=2x8x{gpu}", f"backend={name}") for gpu, name in (("h20", "mooncake"), ("h20", "mooncake_tcp"))

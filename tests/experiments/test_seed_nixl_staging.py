@@ -38,7 +38,7 @@ def test_it_is_about_nixl_on_a_node_of_h20():
     assert (config.hw.name, config.backend.name) == ("8xh20", "nixl")
 
 
-def test_a_descriptor_a_token_and_plane_is_what_slices_cost_and_staging_saves(within_a_node):
+def test_slices_cost_a_descriptor_a_token_and_plane(within_a_node):
     found = points(within_a_node, "descriptors")
     # llama-3.1-70b; a block, and beside it ten rows of metadata to each decode rank
     sliced, staged = 80 * 2 * 512, 1
@@ -82,7 +82,7 @@ def test_every_byte_is_right_before_and_after():
     assert {row["claim"] for row in as_rows(result, "Claims")} == {"handoff", "descriptors", "ttft", "throughput"}
 
 
-def test_what_needs_more_gpus_than_there_are_is_left_out_and_named(within_a_node):
+def test_variants_that_need_more_gpus_are_skipped_and_named(within_a_node):
     assert "hw=8xh20 has too few GPUs for 4to8, left out" in within_a_node.notes
     assert "4to8 512 tokens" not in points(within_a_node, "handoff")
     with pytest.raises(

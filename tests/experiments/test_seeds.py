@@ -68,7 +68,7 @@ def tried(**options) -> tuple[ReportRun, Result]:
     return trial, trial.result([LESS, MORE])
 
 
-def test_a_trial_tells_of_each_claim_and_keeps_the_transfers_of_its_variants():
+def test_a_trial_reports_each_claim_and_keeps_its_transfers():
     _, result = tried()
     (claim,), (point,) = as_rows(result, "Claims"), as_rows(result, "Points")
     assert (claim["machine"], claim["simulated"], claim["measured"], claim["verdict"]) == (
@@ -124,13 +124,13 @@ def ran(before: float, after: float, at: str = "a", **about) -> dict:
     return common | origin | words | {"tables": tables} | about
 
 
-def test_runs_of_one_machine_are_kept_as_medians_with_the_least_and_the_most_effect(toy_file: Path):
+def test_runs_of_one_machine_are_kept_as_medians_and_ranges(toy_file: Path):
     files = keep([ran(3.0, 1.0), ran(5.0, 2.0), ran(9.0, 1.5)])
     toy_file.write_text(files["seed_toy"])
     assert committed("seed_toy") == [ReportPoint("fast", "toy fast", "real", "a", 5.0, 1.5, 3, 2.5, 6.0)]
 
 
-def test_what_is_kept_replaces_that_of_the_same_machine_and_target_and_says_how_it_was_made(toy_file: Path):
+def test_kept_points_replace_those_of_the_same_machine_and_target(toy_file: Path):
     others = "# toy fast, model: as it was\n# toy fast, real: long ago\nclaim,machine,target,at,before,after\n"
     toy_file.write_text(others + "fast,toy fast,real,a,7,7\nfast,toy fast,model,a,8,8\n")
     assert keep([ran(3.0, 1.0)])["seed_toy"].splitlines() == [

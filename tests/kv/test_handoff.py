@@ -114,7 +114,7 @@ def reports(outcome: Outcome, rank: str) -> list[list[Any]]:
     return outcome.ranks[rank].value["reports"]
 
 
-def test_a_room_is_complete_when_all_its_writes_are_there_and_intact():
+def test_a_room_is_complete_when_all_writes_are_intact():
     outcome = run(WHOLE)
     ((at, reason, count),) = reports(outcome, "decode0.0")
     # 4 descriptors of the last page, then 10 of metadata: 5 us a call and 1 us each, then 1600 bytes at 10 GB/s
@@ -129,7 +129,7 @@ def test_nothing_is_remembered_of_a_room_that_is_over():
     assert [rank.value["open"] for rank in outcome.ranks.values()] == [0, 0]
 
 
-def test_a_last_chunk_that_overtakes_the_first_does_not_complete_the_room():
+def test_a_last_chunk_that_overtakes_does_not_complete_the_room():
     slow = replace(ENGINE, intra=replace(ENGINE.intra, queues=1, descriptor=0.0, call=0.0, rate=1e4))
     # 1024, 512 and 1600 bytes at 10 kB/s: posted together, the smallest arrives first
     script = [[0.1, "expect", *FIRST], [0.1, "expect", *LAST], [0.2, "send", *FIRST], [0.2, "send", *LAST]]
@@ -167,7 +167,7 @@ def test_a_lost_peer_fails_the_room_once_and_names_the_instance():
     assert second[1:] == ["RankQuiesced", 7]
 
 
-def test_a_room_is_settled_only_when_its_writes_are_and_its_leader_knows():
+def test_a_room_settles_after_its_writes_and_its_leader():
     crawling = replace(MACHINE, interconnect=replace(MACHINE.interconnect, rate=1000.0))
     hasty = replace(ENGINE, timeout=0.1)
     script = [[0.1, "expect", *FIRST], [0.2, "send", *FIRST], [0.35, "abort", 7]]

@@ -123,7 +123,7 @@ def test_chunks_may_arrive_in_any_order():
     assert (value["used"], value["left"]) == (0, 0)
 
 
-def test_a_forgotten_room_keeps_its_slot_until_it_is_returned_and_is_not_scattered():
+def test_a_forgotten_room_keeps_its_slot_and_is_not_scattered():
     script = [[0.0, "ask", 1, 0, PAGE], [0.1, "forget", 1], [0.2, "arrive", 1, 0]]
     value, _ = run(script, 1)
     assert value["reports"] == [[0.1, "quiet", 1]]
@@ -157,7 +157,7 @@ def test_a_late_arrival_in_a_returned_slot_is_ignored():
     assert value["reports"] == []
 
 
-def test_a_quiesced_rank_loses_its_slots_and_a_namesake_by_number_keeps_its_own():
+def test_a_quiesced_rank_loses_its_slots_a_namesake_does_not():
     kept, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "another"]], 1)
     assert (kept["used"], kept["left"]) == (PAGE, 1)
     freed, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "writer"]], 1)

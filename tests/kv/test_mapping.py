@@ -84,18 +84,18 @@ def test_one_context_parallel_rank_writes_everything_unless_all_do():
     assert RankMap(shape, prefill, Grid(2), all_cp_ranks=True).writers(1) == (1, 3, 5)
 
 
-def test_of_more_context_parallel_ranks_than_pages_some_have_nothing_to_write():
+def test_context_parallel_ranks_beyond_the_pages_write_nothing():
     both = RankMap(gqa(1), Grid(tp=1, cp=4), Grid(1), all_cp_ranks=True)
     assert [both.expected(0, pages) for pages in (1, 2, 4, 9)] == [1, 2, 4, 4]
 
 
-def test_a_decode_rank_without_stages_hears_of_every_stage_and_one_with_stages_of_its_own():
+def test_a_decode_rank_hears_of_every_stage_it_needs():
     shape = KvShape(layers=5, heads=2, head_bytes=8)
     assert RankMap(shape, Grid(2, pp=2), Grid(1)).writers(0) == (0, 1, 2, 3)
     assert RankMap(shape, Grid(2, pp=2), Grid(2, pp=2)).writers(3) == (3,)
 
 
-def test_ranks_that_only_repeat_a_latent_row_write_their_mamba_dimensions_alone():
+def test_ranks_that_repeat_a_latent_row_write_mamba_dimensions_only():
     state = StateShape("am", mamba=(Tensor((4,), 8),))
     both = RankMap(KvShape(2, 1, 8, latent_bytes=8, state=state), Grid(2), Grid(1))
     parts = [both.part(writer, 0) for writer in both.writers(0)]
@@ -116,7 +116,7 @@ def test_what_has_no_mapping_is_refused(prefill, decode, words):
         RankMap(KvShape(4, 2, 8), prefill, decode)
 
 
-def test_a_room_has_the_data_parallel_rank_that_both_sides_can_work_out_or_the_one_asked_for():
+def test_a_room_has_the_derived_or_the_requested_dp_rank():
     assert [dp_rank(room, 3) for room in range(4)] == [0, 1, 2, 0]
     assert dp_rank(5, 3, explicit=1) == 1
     with pytest.raises(ValueError, match="dp_rank must be >= 0 and < dp=3, got 3"):

@@ -39,7 +39,7 @@ def test_ranks_of_one_kind_share_their_batches():
 
 
 @pytest.mark.parametrize("runs", [((250, 0, 10),), ((0, 250, 10),), ((-1, 0, 1),)])
-def test_pages_outside_the_pool_are_refused_though_they_lie_within_the_region(runs: Runs):
+def test_pages_outside_the_pool_are_refused(runs: Runs):
     pool = layout(LLAMA_8B, pages=256)
     with pytest.raises(InvalidBatch, match="are not all in a pool of 256"):
         Planner(pool, pool).batch(runs)
@@ -108,7 +108,7 @@ def contents(pool: KvLayout, rank: int, pages: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)])
-def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(
+def test_all_writers_together_write_what_the_decode_rank_holds(
     heads: int, prefill: int, decode: int, by_heads: bool
 ):
     shape = KvShape(layers=2, heads=heads, head_bytes=8)
@@ -128,7 +128,7 @@ def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(
         assert (memory == contents(target, rank, target_pages)).all()
 
 
-def test_a_slice_of_pages_kept_by_heads_is_one_descriptor_a_page_and_plane():
+def test_pages_kept_by_heads_are_a_descriptor_each():
     pools = [replace(KvLayout(LLAMA_8B, tp, 16, 8, 1), by_heads=True) for tp in (1, 2)]
     plan = Planner(*pools, RankMap(LLAMA_8B, Grid(1), Grid(2)).part(0, 1))
     batch = plan.batch(group([2, 3, 4], [0, 1, 2]))

@@ -86,7 +86,7 @@ def test_a_pool_without_room_for_state_is_refused(name: str):
 # --- what moving it costs ------------------------------------------------------------------------------------------
 
 
-def test_alike_ranks_move_a_slot_in_a_descriptor_a_tensor_and_layer_and_pages_in_one_a_run_and_plane():
+def test_alike_ranks_move_a_slot_in_few_descriptors():
     batch = Planner(layout(), layout(), STATE).batch((), state=RUNS)
     mamba, window, index = 2 * 2, 2 * 2 * 2, 2  # layers x tensors, layers x K and V x runs, layers
     assert len(batch) == mamba + window + index
@@ -95,7 +95,7 @@ def test_alike_ranks_move_a_slot_in_a_descriptor_a_tensor_and_layer_and_pages_in
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 1), (2, 4)])
-def test_unlike_ranks_move_a_descriptor_a_group_of_dimensions_and_a_token(prefill: int, decode: int):
+def test_unlike_ranks_move_a_descriptor_a_group_and_token(prefill: int, decode: int):
     part = RankMap(HYBRID, Grid(prefill), Grid(decode)).part(0, 0)
     assert part is not None
     batch = Planner(layout(prefill), layout(decode), part._replace(aux=False)).batch((), state=RUNS)
@@ -127,11 +127,11 @@ def pool(window_pages: int = 6, slots: int = 2) -> StatePool:
     return StatePool(HYBRID.state, 4, slots, window_pages)
 
 
-def test_a_request_gets_a_slot_the_pages_of_its_window_and_index_rows_in_its_own_pages():
+def test_a_request_gets_a_slot_window_pages_and_index_rows():
     assert pool().allocate(1, 10, 10, PAGES) == (((0, 1),), ((0, 3),), PAGES)
 
 
-def test_a_window_that_moves_on_needs_a_page_more_than_it_has_tokens_for():
+def test_a_moving_window_needs_one_page_more_than_its_tokens():
     assert [pool().need(tokens, tokens) for tokens in (3, 8, 9, 16, 17)] == [1, 2, 3, 2, 3]
     assert [pool().need(3, reach) for reach in (4, 8, 100)] == [1, 2, 3]
 

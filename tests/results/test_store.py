@@ -22,7 +22,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_finished_run_has_all_files_and_a_name_that_says_what_it_was(config):
+def test_a_finished_run_has_all_files_and_a_telling_name(config):
     with Run(config) as run:
         folder = run.finish(make_result())
     assert tuple(content(folder)) == FILES
@@ -30,7 +30,7 @@ def test_a_finished_run_has_all_files_and_a_name_that_says_what_it_was(config):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_run_is_marked_incomplete_and_has_its_configuration_from_the_start(config):
+def test_a_run_is_marked_incomplete_from_the_start(config):
     run = Run(config)
     assert run.folder.name.endswith(INCOMPLETE)
     assert (run.folder / "config.yaml").stat().st_size > 0
@@ -49,13 +49,13 @@ def test_runs_that_start_together_get_folders_of_their_own(config):
     assert len(folders) == 3
 
 
-def test_a_real_run_says_when_it_was_and_how_long_it_took(tmp_path):
+def test_a_real_run_records_its_date_and_duration(tmp_path):
     about = store.load(Run(make_config(tmp_path, target="real")).finish(make_result()))
     assert about["started"].startswith("20")
     assert about["wall_seconds"] >= 0
 
 
-def test_the_engine_is_what_moved_the_bytes_and_not_what_was_asked_for(config):
+def test_the_recorded_engine_is_the_one_that_moved_bytes(config):
     about = store.load(Run(config).finish(make_result()))
     assert (about["backend"], about["engine"]) == ("fast", ["toy-engine"])
 
@@ -93,7 +93,7 @@ def configuration(folder: Path) -> Any:
     return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
 
 
-def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(config):
+def test_the_kept_configuration_is_complete_and_readable(config):
     folder = Run(config).finish(make_result())
     values = configuration(folder)
     assert values["experiment"] == plain(transfer.TransferOptions(size=(4096, 65536)))
@@ -123,7 +123,7 @@ def test_an_incomplete_run_cannot_be_loaded(config):
         store.load(Run(config).folder)
 
 
-def test_a_file_that_was_changed_or_is_of_another_version_is_named(config):
+def test_a_changed_file_or_another_version_is_named(config):
     folder = Run(config).finish(make_result())
     summary = folder / "summary.json"
     text = summary.read_text()
@@ -137,7 +137,7 @@ def test_a_file_that_was_changed_or_is_of_another_version_is_named(config):
         store.load(folder)
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_in_one_line(tmp_path):
+def test_a_read_only_folder_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output=.*file: .*; name a folder that can be written to"):
         Run(make_config(tmp_path / "file"))

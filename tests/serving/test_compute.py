@@ -57,14 +57,14 @@ def test_padded_attention_computes_every_sequence_up_to_the_longest():
     assert padded.prefill(iter([(0, 4000), (500, 1000)])) == pytest.approx(expected)
 
 
-def test_tensor_parallelism_divides_the_work_and_adds_two_ring_all_reduces_a_layer():
+def test_tensor_parallelism_divides_work_and_adds_two_all_reduces():
     one, four = (forward_time(MODEL, MACHINE, PLAIN, Side(tp=tp)) for tp in (1, 4))
     tokens = 4000
     ring = 2 * 3 / 4 * tokens * 1000 * 2 / 1e11 + 1e-5
     assert four.prefill([(0, tokens)]) == pytest.approx((one.prefill([(0, tokens)]) - 1e-3) / 4 + 1e-3 + 20 * ring)
 
 
-def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():
+def test_a_decode_step_reads_weights_keys_and_values_once():
     found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert found.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
     assert found.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
@@ -75,7 +75,7 @@ def test_a_large_batch_is_bound_by_arithmetic_instead():
     assert found.step(5000) == pytest.approx(2 * 1e10 * 5000 / 0.5e15 + 1e-3)
 
 
-def test_a_mixture_of_experts_reads_no_more_weights_than_its_tokens_use():
+def test_a_mixture_reads_no_more_weights_than_its_tokens_use():
     found = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, Side(tp=1))
     read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
     assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
@@ -143,7 +143,7 @@ def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
     assert found.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
 
 
-def test_one_sequence_reaches_its_share_of_the_memory_rate_and_the_longest_is_awaited():
+def test_a_decode_step_waits_for_its_longest_sequence():
     found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), Side(tp=1))
     assert found.sequence == pytest.approx(10 * found.context)
     assert forward_time(MODEL, MACHINE, PLAIN, Side(tp=1)).sequence == 0.0
@@ -174,7 +174,7 @@ def test_shapes_are_those_of_the_model():
     assert kv_shape(replace(MODEL, attention="mla", latent_dim=500)).token_bytes(8) == 10 * 500 * 2
 
 
-def test_a_decode_batch_is_divided_among_pipeline_stages_and_passes_all_of_them():
+def test_a_decode_batch_passes_all_pipeline_stages():
     plain = replace(PLAIN, allreduce_latency=0.0)
     one, two = (forward_time(MODEL, MACHINE, plain, Side(tp=1, pp=pp)) for pp in (1, 2))
     # bound by weights, each stage reads its half for both halves of the batch; bound by arithmetic, both GPUs share

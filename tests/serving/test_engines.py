@@ -124,7 +124,7 @@ def test_what_arrives_within_a_step_is_seen_at_its_end():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_request_joins_as_many_steps_later_as_the_pipeline_is_deep(depth: int):
+def test_a_request_joins_after_the_depth_of_the_pipeline(depth: int):
     engine = replace(SGLANG, decode=replace(SGLANG.decode, idle=0.0), pipeline=depth)
     config, (one, two), _ = run(engine, [Request(0.0, 100, 400), Request(0.001, 100, 20)])
     decode = job(config, ServeOptions()).decode_time
@@ -159,7 +159,7 @@ def test_posting_a_read_holds_the_tokens_of_those_that_run():
         assert (longest - context * 400 <= late <= longest) if holds else late == close(0.0)
 
 
-def test_prefill_notices_what_has_been_read_when_it_has_launched_its_next_forward_or_has_none():
+def test_prefill_notices_reads_after_its_next_launch_or_idle():
     costs = replace(VLLM.decode, idle=0.0, admit=0.0)
     engine = replace(VLLM, decode=costs, noticed="prefill", prefill=replace(VLLM.prefill, launch=0.05))
     requests = [Request(0.0, 100, 4), Request(0.01, 100, 4), Request(1.0, 100, 4)]
@@ -169,7 +169,7 @@ def test_prefill_notices_what_has_been_read_when_it_has_launched_its_next_forwar
     assert alone["polled"] == close(alone["arrived"])
 
 
-def test_a_first_answer_takes_longer_with_its_prompt_and_later_tokens_do_not_wait():
+def test_a_first_answer_takes_longer_with_its_prompt():
     costs = replace(VLLM.decode, idle=0.0)
     ends = []
     for token in (0.0, 1e-5):
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_read_before_those_that_come_with_it():
     assert [row["started"] - began for row in rows[1:]] == [close(LAYERS * 0.025)] * 2
 
 
-def test_kv_is_posted_so_long_after_the_forward_and_a_launch_later_under_load():
+def test_kv_is_posted_after_the_forward_later_under_load():
     sides = replace(SGLANG.prefill, send=0.004, arrive=0.0), replace(SGLANG.decode, arrive=0.0)
     engine = replace(SGLANG, prefill=sides[0], decode=sides[1])
     requests = [Request(0.0, 100, 2), Request(0.0, 100, 2), Request(0.005, 100, 2)]
@@ -280,7 +280,7 @@ def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request
 BARE = ServingEngine(name="bare", memory="grow", preemption="retract", scheduler="fcfs")
 
 
-def test_what_is_retracted_takes_as_long_as_the_links_to_host_memory_let_it():
+def test_retraction_takes_as_long_as_links_to_host_memory_allow():
     slow = replace(QUIET, gpu=replace(QUIET.gpu, pcie=BARE.retract_rate / 4))
     requests = [Request(0.0, 48, 40)] * 2
     (what, fast, _), (_, late, _) = (run(BARE, requests, kv=pool(8), hw=hw) for hw in (QUIET, slow))
@@ -289,7 +289,7 @@ def test_what_is_retracted_takes_as_long_as_the_links_to_host_memory_let_it():
         assert other["finished"] - one["finished"] == pytest.approx(3 * move * moves)
 
 
-def test_a_scheduler_that_polls_sees_a_write_when_the_forward_beside_it_ends():
+def test_a_polling_scheduler_sees_a_write_when_its_forward_ends():
     engine = replace(BARE, prefill=HostCosts(send=0.001))
     requests = [Request(0.0, 512, 2), Request(1e-4, 4096, 2)]
     polls = {"policy": Policy(queues=1, notify="poll"), "kv": pool(400), "scheduler": SchedulerLimits(chunk=8192)}

@@ -40,7 +40,7 @@ MEASURED = {
 400G)."""
 
 
-def test_tokens_go_to_each_expert_by_themselves_or_once_to_a_node():
+def test_tokens_go_to_each_expert_or_once_to_a_node():
     width = 1000 * (2 + 2)  # dispatched and combined, two bytes an element
     direct = exchange(MOE, NODES, PLAIN, 20, 20, direct=True)
     assert (direct.network, direct.port) == pytest.approx((8 * 10 * 15 / 20 * width, 8 * 10 * 4 / 20 * width))
@@ -74,14 +74,14 @@ def test_direct_exchanges_take_as_long_as_measured(ranks: int):
     assert found == pytest.approx(sum(MEASURED[ranks]), rel=0.07)
 
 
-def test_experts_are_divided_among_all_ranks_and_the_rest_among_those_of_a_group():
+def test_experts_are_divided_among_all_ranks():
     experts = 9e9 * 100 / 90
     assert weight_bytes(MOE, Side(tp=20, dp=20, ep=20)) == 2 * (experts / 20 + 1e9)
     assert weight_bytes(MOE, Side(tp=20, dp=5, ep=20)) == 2 * (experts / 20 + 1e9 / 4)
     assert weight_bytes(MOE, Side(tp=20, dp=5)) == 2 * 1.1e10 / 20
 
 
-def test_a_forward_waits_for_its_tokens_or_hides_them_behind_the_other_half():
+def test_a_forward_waits_for_its_tokens_or_hides_them():
     side = Side(tp=20, dp=20, ep=20)
     apart, hidden = (
         forward_time(MOE, NODES, replace(PLAIN, exchange_overlap=overlap), side) for overlap in (False, True)
@@ -150,7 +150,7 @@ def spread(**changes: Any) -> Any:
     return configured(side, side, model, **(values | {"workload": work} | changes))
 
 
-def test_a_deployment_with_experts_on_other_nodes_serves_and_its_tokens_are_on_the_links():
+def test_experts_on_other_nodes_put_tokens_on_the_links():
     config = spread()
     found = serve(config)
     values = {metric.name: metric.value for metric in found.summary}

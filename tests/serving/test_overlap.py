@@ -118,7 +118,7 @@ def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: b
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_is_chosen_ahead_holds_what_waited_when_the_one_before_began(ahead: bool):
+def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
     """A prompt that comes while a long one runs joins the rest of that one, or comes a step later."""
     alone = run(12_000, WHOLE)[0][3]
     engine = ServingEngine(ahead=ahead)
@@ -135,7 +135,7 @@ def test_a_step_that_is_chosen_ahead_holds_what_waited_when_the_one_before_began
 
 
 @pytest.mark.parametrize(("came", "late"), [(0.01, 0.0), (0.03, 0.02)], ids=["during the launch", "after it"])
-def test_a_prompt_is_launched_behind_a_forward_only_if_it_waits_at_the_end_of_that_launch(came: float, late: float):
+def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came: float, late: float):
     """Launches take 20 ms and forwards next to nothing: two follow one another, or the second begins anew."""
     engine = ServingEngine(ahead=True, overlap=True, prefill=HostCosts(launch=0.02 / DEEP.layers))
     config = configured(
@@ -154,7 +154,7 @@ def test_a_prompt_is_launched_behind_a_forward_only_if_it_waits_at_the_end_of_th
         assert min(seen) == pytest.approx(first[1] + 0.04, abs=1e-3)
 
 
-def test_requests_of_a_forward_are_posted_in_turn_and_none_overtakes_another():
+def test_requests_of_a_forward_are_posted_in_turn():
     host = PostingHost(HostCosts(send=0.010, send_next=0.006), 0.0, 1, "p")
     assert host.turns(1.0, 0.0, 3) == pytest.approx([1.010, 1.016, 1.022])
     assert (host.due(1.015), host.due(1.03)) == (2, 0)
@@ -163,13 +163,13 @@ def test_requests_of_a_forward_are_posted_in_turn_and_none_overtakes_another():
     assert PostingHost(HostCosts(), 0.0, 1, "p").turns(1.0, 0.0, 3) == []
 
 
-def test_a_host_is_slower_for_what_comes_a_quarter_of_a_second_after_another():
+def test_a_host_is_slower_for_requests_in_quick_succession():
     host = PostingHost(HostCosts(send=0.010, launch=0.02), 0.0, 1, "p")
     assert [host.take(at, 1.5) for at in (5.0, 5.2, 5.5, 5.6)] == [1.0, 1.5, 1.0, 1.5]
     assert (host.turns(6.0, 0.0, 1), host.launch()) == ([pytest.approx(6.015)], pytest.approx(0.03))
 
 
-def test_a_stage_begins_a_chunk_when_the_one_before_has_ended_it():
+def test_a_stage_begins_a_chunk_after_the_one_before():
     """Of chunks of 256, 256 and 88 tokens the second stage is idle for the first, and alone with the last."""
     side = Side(tp=1, pp=2)
     (_, _, started, *_), outcome = run(600, WHOLE, chunk=256, prefill=side)

@@ -63,7 +63,7 @@ def gather(rank: Rank, names: list[str], size: int, pool: str = "default", late:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_ring_takes_its_latency_a_step_for_each_other_rank_the_own_piece_and_the_others(ranks):
+def test_a_ring_takes_its_latency_for_each_other_rank(ranks):
     expected = 3 + 0.5 * (ranks - 1) + 100 / 100 + 100 * (ranks - 1) / 50
     assert [value[0] for value in values(run(gather, ranks, size=100))] == [
         pytest.approx(expected, rel=1e-12)
@@ -77,7 +77,7 @@ def test_direct_moves_as_many_bytes_through_every_port(ranks):
     assert [value[0] for value in found] == [pytest.approx(expected, rel=1e-12)] * ranks
 
 
-def test_it_begins_when_the_last_rank_has_called_and_ends_everywhere_at_once():
+def test_it_begins_with_the_last_call_ends_at_once():
     found = values(run(gather, 2, size=100, late=7.0))
     assert found == [[13.5 + 0.0, 7.0, 0.0], [13.5, 7.0, 7.0]]
 
@@ -152,7 +152,7 @@ def gather_in_turn(rank: Rank, names: list[str], pool: str = "default", grow: bo
 
 
 @pytest.mark.parametrize("pause", [0.0, 6.0, 9.0])
-def test_a_call_that_does_not_follow_at_once_lasts_as_long_as_it_keeps_the_hosts_if_that_is_longer(pause):
+def test_a_late_call_lasts_as_long_as_the_hosts(pause):
     library = replace(LIBRARY, plain=replace(RING, after_pause=pause))
     long = max(6.5, pause)
     assert values(run(gather_in_turn, 2, library)) == [[long, 6.5, long]] * 2
@@ -197,7 +197,7 @@ def grow(rank: Rank, names: list[str], sizes: list[int]) -> Program:
     }
 
 
-def test_a_reservation_takes_a_latency_a_rank_and_its_bytes_and_later_ones_are_growths():
+def test_a_reservation_takes_a_latency_a_rank_and_its_bytes():
     for found in values(run(grow, 2, sizes=[400, 100])):
         assert found == {"at": [6.0, 9.0], "computed": 10.0, "growths": 1, "seconds": 3.0, "used": 500}
 
@@ -246,7 +246,7 @@ def fragment(rank: Rank, names: list[str]) -> Program:
     return [refused, rank.device.allocate(60, SYMMETRIC).address == first.address]
 
 
-def test_a_symmetric_buffer_lies_within_one_segment_and_its_place_is_used_again():
+def test_a_symmetric_buffer_lies_in_one_segment_and_is_reused():
     assert values(run(fragment, 2)) == [[[41], True]] * 2
 
 
@@ -286,7 +286,7 @@ def leave(rank: Rank, names: list[str], after: float) -> Program:
     return "gathered"
 
 
-def test_the_end_of_a_rank_stops_the_flows_and_is_noticed_by_the_others():
+def test_the_end_of_a_rank_stops_flows_and_is_noticed():
     outcome = run(leave, 3, after=20.0)
     for value in values(outcome)[:2]:
         assert value == ["PeerLost", "rank2 has left the group rank0+rank1+rank2", 20.0 + DETECTION]
@@ -303,7 +303,7 @@ def test_a_machine_without_a_way_has_no_group():
     assert all(rank.error.startswith(f"{ConfigError.__name__}: rdma from") for rank in outcome.ranks.values())
 
 
-def test_without_collectives_there_is_no_group_and_the_error_says_what_to_choose():
+def test_without_collectives_the_error_says_what_to_choose():
     outcome = Model(machine(), engine()).run(
         [RankSpec("rank0", f"{__name__}:gather", Place(0, 0), {"names": ["rank0"], "size": 1})]
     )
@@ -316,7 +316,7 @@ LINES = DeviceLine(latency=0.5, rate=10.0), DeviceLine(latency=2.0, rate=40.0)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, 0.5 + 10 / 10), (200, 2.0 + 200 / 40)])
-def test_gathers_that_are_queued_on_a_stream_take_the_time_of_the_device(size, expected):
+def test_queued_gathers_take_the_time_of_the_device(size, expected):
     library = replace(LIBRARY, plain=replace(RING, device=LINES), symmetric=replace(DIRECT, device=LINES))
     for timing, total in (("device", expected), ("caller", RING.isolated_time(2, size))):
         for whole, *_ in values(run(gather, 2, replace(library, timing=timing), size=size)):

@@ -157,7 +157,7 @@ def heard(faults, seed=0):
     return run(one, two, ear, model=model(faults, seed)).ranks["ear"].value
 
 
-def test_messages_of_one_socket_keep_their_order_and_those_of_two_do_not():
+def test_messages_of_one_socket_keep_their_order():
     found = heard(HELD)
     for sender in ("one", "two"):
         assert [number for name, number, _ in found if name == sender] == list(range(20))
@@ -173,7 +173,7 @@ def test_a_plan_of_nothing_changes_nothing():
     assert heard(Faults(), seed=3) == heard(None)
 
 
-def test_nothing_is_held_up_any_more_after_the_end_of_the_plan():
+def test_nothing_is_delayed_after_the_end_of_the_plan():
     without = heard(None)
     assert heard(HELD)[-6:] != without[-6:]
     # the first of each is long there by then
@@ -195,7 +195,7 @@ def test_a_silent_rank_hears_and_says_nothing_until_it_is_back():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_paused_rank_takes_what_came_meanwhile_at_the_end_in_order(shuffle):
+def test_a_paused_rank_gets_its_messages_afterwards_in_order(shuffle):
     paused = Faults(pauses=(Pause("ear", 0.45, 1.25),), shuffle=shuffle)
     plain, found = heard(None), heard(paused)
     for sender in ("one", "two"):
@@ -205,7 +205,7 @@ def test_a_paused_rank_takes_what_came_meanwhile_at_the_end_in_order(shuffle):
         assert [at for name, _, at in found if name == sender] == pytest.approx(expected)
 
 
-def test_a_paused_rank_goes_on_where_it_stood_and_its_hardware_has_gone_on():
+def test_a_paused_rank_resumes_while_its_hardware_went_on():
     paused = Faults(pauses=(Pause("computer", 0.5, 2.5),))
     assert run(computer, model=model(paused)).ranks["computer"].value == [2.5, 3.5, 4.5]  # the first ended at 1
     outcome = run(writer, reader, model=model(Faults(pauses=(Pause("writer", 1.0, 9.0),))))
@@ -217,7 +217,7 @@ def test_a_paused_rank_goes_on_where_it_stood_and_its_hardware_has_gone_on():
     assert landed <= seen < landed + 0.125
 
 
-def test_a_rank_that_is_killed_in_a_pause_does_not_go_on():
+def test_a_rank_killed_in_a_pause_does_not_resume():
     outcome = run(
         one,
         two,
@@ -231,7 +231,7 @@ def test_a_rank_that_is_killed_in_a_pause_does_not_go_on():
 # --- transfers -----------------------------------------------------------------------------------------------------
 
 
-def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion():
+def test_bytes_land_at_any_time_between_call_and_completion():
     read, landed = set(), set()
     for seed in range(12):
         ranks = run((writer, {"change_at": 1.5}), reader, model=model(Faults(stray=True), seed)).ranks
@@ -243,7 +243,7 @@ def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion
     assert len(landed) > 4
 
 
-def test_a_torn_transfer_is_part_old_and_part_new_when_its_source_changes_meanwhile():
+def test_a_torn_transfer_is_part_old_and_part_new():
     found = set()
     for seed in range(12):
         plan = model(Faults(torn=True), seed)
@@ -254,7 +254,7 @@ def test_a_torn_transfer_is_part_old_and_part_new_when_its_source_changes_meanwh
     assert sum(set(what) == {"a", "b"} for what in found) > 4
 
 
-def test_a_torn_transfer_that_timed_out_takes_what_its_source_holds_later():
+def test_a_torn_transfer_that_timed_out_takes_later_contents():
     # the caller has given up after 2 s; half of the bytes are what it stored after that
     faults = Faults(torn=True, late=1.0, lateness=5.0)
     ends = set()
@@ -266,7 +266,7 @@ def test_a_torn_transfer_that_timed_out_takes_what_its_source_holds_later():
     assert "ab" in ends
 
 
-def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
+def test_the_parts_of_a_batch_are_all_of_it_once():
     one, two = Region("a", "kv", 1000, 0, "gpu0"), Region("b", "kv", 1000, 0, "gpu1")
     batch = Batch(one, two, [100, 0, 500], [0, 300, 200], [10, 20, 1])
     whole = [(100 + i, i) for i in range(10)] + [(i, 300 + i) for i in range(20)] + [(500, 200)]
@@ -280,7 +280,7 @@ def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_transfer_that_the_engine_reports_as_failed_may_have_moved_in_part(seed):
+def test_a_transfer_reported_as_failed_may_have_moved_in_part(seed):
     outcome = run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed))
     assert outcome.ranks["writer"].value == ["TransferFailed", 2.75]  # settled at once
     there = outcome.ranks["reader"].value
@@ -307,7 +307,7 @@ def test_a_link_that_is_cut_carries_on_when_it_is_mended():
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
+def test_the_seed_draws_the_order_within_one_instant():
     orders = {
         tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value)
         for s in (1, 2)
@@ -318,13 +318,13 @@ def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
     assert all(set(order[i : i + 2]) == {"first", "second"} for order in orders for i in range(0, 60, 2))
 
 
-def test_a_killed_rank_that_starts_again_is_another_one_to_its_peers():
+def test_a_restarted_rank_is_another_one_to_its_peers():
     ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
     assert ranks["friend"].value == ["gone", "lost", "ok"]
     assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
 
 
-def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
+def test_the_limit_ends_ranks_that_wait_forever():
     ranks = run(patient, restless, computer, model=model(limit=50.0)).ranks
     assert ranks["patient"].error == "Overrun: patient, restless still run after 50 s, the limit of the model"
     assert ranks["computer"].error == ""

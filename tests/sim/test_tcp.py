@@ -20,7 +20,7 @@ def test_a_stream_whose_window_covers_the_way_waits_for_nothing():
     assert streams(initial=1).start(0.0, 1, 10_000.0)[1] == 0.0  # 600 bytes of 200 that the way holds
 
 
-def test_a_small_window_is_sent_and_waited_for_until_it_has_doubled_enough():
+def test_a_small_window_is_waited_for_until_it_has_doubled():
     # 600 bytes in 0.6 s of a round trip of 2 s at 1000 bytes/s, 1200 in 1.2 s, 2400 cover the way
     assert streams(initial=1, rate=1000.0).start(0.0, 1, 1e6)[1] == pytest.approx(1.4 + 0.8)
 
@@ -64,18 +64,18 @@ def cut(seconds, busy, streams):
     return streams.repaired(busy, busy + seconds) - busy
 
 
-def test_a_probe_after_two_round_trips_that_is_answered_sends_the_stream_on():
+def test_an_answered_probe_after_two_round_trips_resumes_the_stream():
     assert cut(0.5, 0.0, streams()) == pytest.approx(2 * 2.0 + 0.002 + 0.128 + 2.0)
 
 
-def test_the_timer_runs_from_the_oldest_segment_if_the_probe_is_answered_before_it_fires():
+def test_the_timer_runs_from_the_oldest_segment():
     assert cut(0.5, 0.0, streams(timeout=9.0)) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "waits"), [(5.0, 1), (7.2, 1), (7.3, 3), (13.3, 7)], ids=lambda value: f"{value}"
 )
-def test_a_timer_runs_from_a_lost_probe_and_twice_as_long_each_time(seconds, waits):
+def test_a_timer_runs_from_a_lost_probe_and_doubles(seconds, waits):
     assert cut(seconds, 0.0, streams()) == pytest.approx(4.13 + waits * 3.0 + 0.128)
 
 
@@ -84,22 +84,22 @@ def test_what_a_busy_stream_keeps_waiting_makes_both_longer():
     assert cut(12.5, 10.0, streams()) == pytest.approx(2 * (2.0 + queue) + 0.002 + 0.128 + (3.0 + queue) + 0.128)
 
 
-def test_a_queue_that_outlasts_the_cut_says_what_is_lost_when_it_ends():
+def test_a_queue_that_outlasts_the_cut_reports_the_loss():
     assert cut(7.9, 10.0, streams()) == pytest.approx(7.9)  # 8 s are under way
     assert cut(8.1, 10.0, streams()) > 12.0
 
 
-def test_the_queue_that_is_left_hides_the_growth_of_the_new_window():
+def test_the_remaining_queue_hides_growth_of_the_new_window():
     assert cut(7.0, 10.0, streams(initial=1, rate=1000.0)) == pytest.approx(7.0 + (1.4 + 0.8) - 1.0)
 
 
-def test_a_full_buffer_is_taken_to_be_lost_only_after_another_probe():
+def test_a_full_buffer_is_lost_only_after_another_probe():
     full = streams(window=2000)  # 20 s of bytes, of which 5 / 6 are under way after 30 s, and a round trip of 14 s
     fires = 28.002 + 1.024 + 15.0 + 0.128
     assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 * 7 / 8 + (fires + 14.0) / 8) + 0.002)
 
 
-def test_a_full_buffer_of_which_the_answers_of_half_a_round_trip_free_a_third_sends_new_data_at_once():
+def test_a_full_buffer_sends_again_once_a_third_is_free():
     smooth = 2.0 + 500 / 100 * 5 / 6
     assert cut(15.0, 30.0, streams(window=500)) == pytest.approx(2 * smooth + 0.002 + 0.128 + 1.0 + smooth + 0.128)
 

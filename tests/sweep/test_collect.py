@@ -18,7 +18,7 @@ def row(name, rate, status="ok", evidence="assumed", hw="toy", **changes):
     return about | {"overrides": {"workload.rate": str(rate), "hw": hw}, "metrics": {"bw_gbs": 2.5}} | changes
 
 
-def test_a_row_has_the_overrides_the_seed_and_the_metrics_of_its_point(tmp_path):
+def test_a_row_has_the_overrides_seed_and_metrics(tmp_path):
     (found,) = pq.read_table(write(tmp_path, [row("a1", 2.5)], DEFINITIONS)).to_pylist()
     assert found == {
         "point": "a1", "folder": "a1", "status": "ok", "error": "", "experiment": "transfer", "hw": "toy",
@@ -43,7 +43,7 @@ def test_metrics_keep_their_definitions(tmp_path):
     assert field.metadata[b"definition"] == b"bytes over time"
 
 
-def test_the_table_begins_with_what_was_swept_and_leaves_out_what_all_points_share(tmp_path):
+def test_the_table_begins_with_the_swept_keys(tmp_path):
     write(tmp_path, [row("a1", 1), row("a2", 2, hw="other", metrics={"bw_gbs": 5.0})], DEFINITIONS)
     found = table(tmp_path)
     assert list(found.columns) == ["hw", "workload.rate", "status", "bw_gbs"]
@@ -97,7 +97,7 @@ def test_points_that_cannot_be_run_are_counted_and_shown_on_request(tmp_path, mo
     assert all_of_it.getvalue().count("8 GPUs needed") == 3
 
 
-def test_the_table_for_people_has_the_first_metrics_and_counts_the_others(tmp_path):
+def test_the_printed_table_has_the_first_metrics(tmp_path):
     rows = [row(f"a{n}", n, metrics={"goodput": 1.0 * n} | {f"m{k}": 1.0 * n for k in range(20)}) for n in (1, 2)]
     write(tmp_path, rows, {})
     pipe = io.StringIO()

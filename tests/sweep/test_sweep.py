@@ -21,7 +21,7 @@ def only(folder):
     return found
 
 
-def test_a_sweep_ends_in_one_table_and_one_file_with_its_infeasible_points(pdsim_says, tmp_path):
+def test_a_sweep_ends_in_one_table_and_file(pdsim_says, tmp_path):
     words = ("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
     status, out, _ = pdsim_says(*words)
     folder = only(tmp_path)
@@ -81,7 +81,7 @@ def test_a_sweep_without_a_point_is_refused(pdsim_says, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_at_once_are_refused_and_ctrl_c_loses_what_is_under_way_only(tmp_path):
+def test_ctrl_c_loses_only_points_in_progress(tmp_path):
     words = ("sweep", *QUICK, "seed=range(300)", "executor.workers=1")
     process = started(*words, cwd=tmp_path)
     rows_of(process, tmp_path, 4)
@@ -101,7 +101,7 @@ def test_two_at_once_are_refused_and_ctrl_c_loses_what_is_under_way_only(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_three_times_and_resumed_it_has_the_table_of_an_undisturbed_sweep(tmp_path):
+def test_killed_thrice_and_resumed_it_has_the_same_table(tmp_path):
     count = 60
     words = ("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink", f"seed=range({count})", "--quiet")
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -65,13 +65,13 @@ def test_what_the_server_counts_is_read_before_and_after(llama, tmp_path):
     assert "llamacpp:requests_processing" in {row["metric"] for row in samples}
 
 
-def test_a_server_with_text_only_says_how_many_tokens_it_made_of_it(llama, tmp_path):
+def test_text_only_servers_report_their_token_count(llama, tmp_path):
     served = serve(config(f"live.url={llama.url}", "live.prompts=text"), [Request(0.0, 20, 4)], tmp_path)
     assert served.rows[0].status == "ok"
     assert served.rows[0].reported["prompt_tokens"] > 20
 
 
-def test_a_prompt_that_is_too_long_for_the_server_is_a_row_with_its_reason(llama, tmp_path):
+def test_a_prompt_too_long_for_the_server_fails(llama, tmp_path):
     served = serve(config(f"live.url={llama.url}"), [Request(0.0, 3000, 4), Request(0.0, 50, 4)], tmp_path)
     assert served.rows[0].status.startswith("HTTP 400: server0: ")
     assert "context size" in served.rows[0].status
@@ -153,7 +153,7 @@ def test_two_servers_share_the_requests_by_tokens_outstanding(make_llama, tmp_pa
     assert [row.decode for row in served.rows] == ["server0", "server1", "server1"]
 
 
-def test_a_server_that_is_no_half_of_a_pair_is_found_out(llama, tmp_path):
+def test_a_server_outside_a_pair_is_detected(llama, tmp_path):
     pair = (f"live.prefill={llama.url}", f"live.decode={llama.url}")
     vllm = serve(config("live.engine=vllm", *pair), [Request(0.0, 10, 2)], tmp_path)
     assert vllm.rows[0].status == (

@@ -32,7 +32,7 @@ def launch(folder: Path, name: str, *before: str) -> ServerLaunch:
     return ServerLaunch(name, "server", port, 0, (), command, {"TINY": "1"})
 
 
-def test_a_server_is_up_within_the_block_and_gone_after_it_with_its_children(tmp_path):
+def test_a_server_is_up_within_the_block_and_gone_after(tmp_path):
     needed()
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)

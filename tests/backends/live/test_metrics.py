@@ -40,7 +40,7 @@ def test_labels_are_summed_and_kinds_told_apart():
     assert page.histograms["vllm:request_queue_time_seconds"].count == 1.0
 
 
-def test_a_counter_has_its_suffix_with_or_without_it_in_its_type():
+def test_a_counter_has_its_suffix_whatever_its_type_says():
     assert parse(AFTER).counters == {"vllm:prompt_tokens_total": 300.0}
 
 

@@ -42,7 +42,7 @@ async def exchange(count: int) -> list[tuple[str, dict, str]]:
     return seen
 
 
-def test_both_halves_call_a_request_by_the_same_name_and_no_two_requests():
+def test_both_halves_share_a_request_name_that_is_unique():
     # the push connector of vLLM 0.26 pairs decode's blocks and prefill's by it, less "-" and 8 digits at the end
     seen = asyncio.run(exchange(2))
     assert [role for role, _, _ in seen] == ["prefill", "decode"] * 2
