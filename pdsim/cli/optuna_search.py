@@ -105,10 +105,10 @@ def _within(progress: ShowProgress, done: int, trials: int) -> ShowProgress:
 
 
 def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[float, float]]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    choice: dict[str, str] = {}
     for axis in axes:
         name, steps = ",".join(axis.keys), range(len(axis.values))
         ordered = len(axis.keys) == 1 and all(is_number(value) for (value,) in axis.values)
         step = trial.suggest_int(name, 0, steps[-1]) if ordered else trial.suggest_categorical(name, list(steps))
-        found |= dict(zip(axis.keys, axis.values[step], strict=True))
-    return found | {key: repr(trial.suggest_float(key, low, high)) for key, (low, high) in intervals.items()}
+        choice |= dict(zip(axis.keys, axis.values[step], strict=True))
+    return choice | {key: repr(trial.suggest_float(key, low, high)) for key, (low, high) in intervals.items()}

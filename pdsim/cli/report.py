@@ -39,10 +39,10 @@ def report(
 
     ending = output.suffix.lstrip(".") if output else ""
     form = form or (ending if ending in drawing.FORMATS else "svg")
-    found = {each.name: each for each in _content(folder, slo).figures}
-    if figure not in found:
-        raise ConfigError(f"{folder} has no figure {figure!r}; {instead(figure, found)}")
-    return written(Path(output or f"{figure}.{form}"), drawing.image(found[figure], form))
+    figures = {each.name: each for each in _content(folder, slo).figures}
+    if figure not in figures:
+        raise ConfigError(f"{folder} has no figure {figure!r}; {instead(figure, figures)}")
+    return written(Path(output or f"{figure}.{form}"), drawing.image(figures[figure], form))
 
 
 def written(path: Path, content: bytes) -> Path:

@@ -99,17 +99,17 @@ def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    found = [_configuration(Path(run["folder"])) | _about(run) for run in runs]
-    idle = tuple(prefix for prefix, unused in _UNUSED.items() if all(map(unused, found)))
-    for key in dict.fromkeys(key for one in found for key in one):
-        values = [one.get(key) for one in found]
+    configs = [_configuration(Path(run["folder"])) | _about(run) for run in runs]
+    idle = tuple(prefix for prefix, unused in _UNUSED.items() if all(map(unused, configs)))
+    for key in dict.fromkeys(key for one in configs for key in one):
+        values = [one.get(key) for one in configs]
         if any(value != values[0] for value in values) and any(values) and not key.startswith(idle):
             yield key, values
 
 
 def _about(run: Mapping[str, Any]) -> dict[str, Any]:
     calibration = run["evidence"].get("calibration") or {}
-    found = {
+    about = {
         "status": run["status"],
         "engine": ", ".join(run["engine"]),
         "calibration": calibration.get("name", "none"),
@@ -117,7 +117,7 @@ def _about(run: Mapping[str, Any]) -> dict[str, Any]:
         "pdsim": run["pdsim"],
         "commit": _commit(run.get("git")),
     }
-    return found | ({"host": str(run.get("host"))} if run["target"] != "model" else {})
+    return about | ({"host": str(run.get("host"))} if run["target"] != "model" else {})
 
 
 def _commit(git: Mapping[str, Any] | None) -> str | None:
@@ -141,8 +141,8 @@ def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list
 
 def _multiples(values: Sequence[Any]) -> list[float | None]:
     first, *others = values
-    found = [value / first if _is_number(value) and _is_number(first) and first else None for value in others]
-    return [value if value is not None and isfinite(value) else None for value in found]
+    ratios = [value / first if _is_number(value) and _is_number(first) and first else None for value in others]
+    return [value if value is not None and isfinite(value) else None for value in ratios]
 
 
 def _is_number(value: Any) -> bool:

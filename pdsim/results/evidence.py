@@ -64,8 +64,8 @@ class Evidence:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `run.json` keeps."""
-        found = {"weakest": self.weakest, "sources": dict(self.sources)}
-        return found | ({"calibration": asdict(self.calibration)} if self.calibration else {})
+        plain = {"weakest": self.weakest, "sources": dict(self.sources)}
+        return plain | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
 def kind_of(parameter: str, source: str) -> str:
@@ -235,18 +235,18 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
     yield from _outside(calibration, "descriptors", str, calibration.descriptors, counts, 0)
     yield from _outside(calibration, "bytes", format_size, calibration.bytes, counts, 1)
     gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)
-    found = calibration.factors(gpus=gpus)
-    if "gpus" in found:
+    factors = calibration.factors(gpus=gpus)
+    if "gpus" in factors:
         yield (
             f"warning: {gpus} GPUs take part, and samples of calibration={calibration.name} have "
-            f"{calibration.gpus[1]}: extrapolated, by a factor of {found['gpus']:.3g}"
-        ) + _error(calibration, found["gpus"])
-    if "hosts" in found:
+            f"{calibration.gpus[1]}: extrapolated, by a factor of {factors['gpus']:.3g}"
+        ) + _error(calibration, factors["gpus"])
+    if "hosts" in factors:
         yield (
             f"warning: host_factor={calibration.host:g} is that of no host of calibration={calibration.name}, "
             f"{min(calibration.hosts):g} to {max(calibration.hosts):g}: extrapolated, by a factor of "
-            f"{found['hosts']:.3g}"
-        ) + _error(calibration, found["hosts"])
+            f"{factors['hosts']:.3g}"
+        ) + _error(calibration, factors["hosts"])
 
 
 def _outside(

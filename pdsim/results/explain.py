@@ -46,26 +46,26 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     import pyarrow.compute as pc
 
     store.load(folder)
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     requests = schema.read_table(folder / "requests.parquet")
     if "e2e" in requests.column_names and requests.num_rows:
         done = requests.filter(pc.is_valid(requests["e2e"]))
         if request is not None:
             done = done.filter(pc.equal(done["id"], request))
         if done.num_rows:
-            found["request"] = {name: pc.mean(done[name]).as_py() or 0.0 for name in PHASES}
-    if request is not None and "request" not in found:
+            means["request"] = {name: pc.mean(done[name]).as_py() or 0.0 for name in PHASES}
+    if request is not None and "request" not in means:
         known = f"0 to {requests.num_rows - 1}" if requests.num_rows else "none"
         raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
     transfers = schema.read_table(folder / "transfers.parquet")
     done = transfers.filter(pc.equal(transfers["status"], "ok")) if transfers.num_rows else transfers
     if done.num_rows:
-        found["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}
-        found["size"] = {name: pc.mean(done[name]).as_py() for name in ("nbytes", "batch_size")}
-        found["size"]["poll"] = (pc.mean(done["poll_us"]).as_py() or 0.0) * 1e-6
-    if not found:
+        means["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}
+        means["size"] = {name: pc.mean(done[name]).as_py() for name in ("nbytes", "batch_size")}
+        means["size"]["poll"] = (pc.mean(done["poll_us"]).as_py() or 0.0) * 1e-6
+    if not means:
         raise ConfigError(f"{folder} kept no requests and no transfers that ended, so nothing can be explained")
-    return found
+    return means
 
 
 def tables(folders: Sequence[Path]) -> list[Table]:
@@ -93,17 +93,17 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
 
     Raise a `ConfigError` as `causes` does, and for a *request* that there is none of or that did not end.
     """
-    found = causes(folder, request)
-    stages = found.get("transfer", {})
+    means = causes(folder, request)
+    stages = means.get("transfer", {})
     busy = sum(stages.values())
     parts = {
         "posting": stages.get("prep", 0.0) + stages.get("post", 0.0),
-        "link": stages.get("tx", 0.0) - found.get("size", {}).get("poll", 0.0),
-        "host": found.get("size", {}).get("poll", 0.0),
+        "link": stages.get("tx", 0.0) - means.get("size", {}).get("poll", 0.0),
+        "host": means.get("size", {}).get("poll", 0.0),
     }
-    if "request" not in found:
+    if "request" not in means:
         return parts
-    phases = found["request"]
+    phases = means["request"]
     shares = {name: seconds / busy if busy else 0.0 for name, seconds in parts.items()}
     split = {name: phases["transfer"] * share for name, share in shares.items()}
     return {
@@ -123,13 +123,13 @@ def difference(folders: Sequence[Path]) -> list[str]:
     out where one of the two has no such rows.
     """
     runs = [store.load(folder) for folder in folders]
-    found = [causes(folder) for folder in folders]
+    means = [causes(folder) for folder in folders]
     name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
     lines = []
-    if all("request" in one for one in found):
-        lines.append(_requests(name, [one["request"] for one in found]))
-    if all("transfer" in one for one in found):
-        lines.append(_transfers(name, found))
+    if all("request" in one for one in means):
+        lines.append(_requests(name, [one["request"] for one in means]))
+    if all("transfer" in one for one in means):
+        lines.append(_transfers(name, means))
     return lines
 
 
@@ -147,14 +147,14 @@ def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+def _transfers(name: str, means: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     # It is about descriptors and the cost of each, or about bytes and their rate, whichever differs more.
-    first, second = (sum(one["transfer"].values()) for one in found)
+    first, second = (sum(one["transfer"].values()) for one in means)
     if abs(second - first) <= 1e-9 * first:
         return f"{name} takes the same time for a transfer, {format_time(second)} in the mean"
-    posting = [one["transfer"]["prep"] + one["transfer"]["post"] for one in found]
-    wire = [one["transfer"]["tx"] for one in found]
-    sizes = [one["size"] for one in found]
+    posting = [one["transfer"]["prep"] + one["transfer"]["post"] for one in means]
+    wire = [one["transfer"]["tx"] for one in means]
+    sizes = [one["size"] for one in means]
     begin = f"{name} is {_times(second, first)} in a transfer ({format_time(first)} -> {format_time(second)})"
     if abs(posting[1] - posting[0]) >= abs(wire[1] - wire[0]):
         counts = [size["batch_size"] for size in sizes]

@@ -239,8 +239,8 @@ def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
         }
         rate = np.where(ok & (seen > submitted), nbytes / (seen - submitted) / 1e9, np.nan)
     schema = _schema(TRANSFERS)
-    found: Mapping[str, ArrayColumn | npt.NDArray[Any]] = {**columns, **numbers, "bw_gbs": ArrayColumn(rate)}
-    arrays = [arrow_array(found[f.name], f.type) for f in schema]
+    values: Mapping[str, ArrayColumn | npt.NDArray[Any]] = {**columns, **numbers, "bw_gbs": ArrayColumn(rate)}
+    arrays = [arrow_array(values[f.name], f.type) for f in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -504,8 +504,8 @@ def _loader() -> Any:
 
     base: Any = yaml.SafeLoader
     resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
-        for first, found in base.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
+        for first, rules in base.yaml_implicit_resolvers.items()
     }
     return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
 
@@ -516,11 +516,11 @@ def read_points(path: Path) -> pa.Table:
     Metadata of a field are its *part* (override, metric and so on) and its *definition*, both
     bytes.  Raise a `ConfigError` for a file that is not such a table.
     """
-    found = read_table(path)
-    bare = [field.name for field in found.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
-    if bare or not {"status", "evidence"} <= set(found.column_names):
-        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or found.column_names[:3]}; {_AGAIN}")
-    return found
+    table = read_table(path)
+    bare = [field.name for field in table.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
+    if bare or not {"status", "evidence"} <= set(table.column_names):
+        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or table.column_names[:3]}; {_AGAIN}")
+    return table
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -533,32 +533,32 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        found = pq.read_table(path, columns=columns)
+        table = pq.read_table(path, columns=columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error
     expected = columns or [column.name for column in _COLUMNS.get(path.name, ())]
-    missing = [name for name in expected if name not in found.column_names]
+    missing = [name for name in expected if name not in table.column_names]
     if missing:
         raise ConfigError(f"{path} has no column {missing[0]}: it is the table of something else; {_AGAIN}")
-    return found
+    return table
 
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
     # Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
     try:
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
-    if found.get("schema") != VERSION:
+    if content.get("schema") != VERSION:
         raise ConfigError(
-            f"{path} has schema {found.get('schema')!r:.20}, and pdsim reads {VERSION}; run it again, or "
+            f"{path} has schema {content.get('schema')!r:.20}, and pdsim reads {VERSION}; run it again, or "
             f"read it with the version of pdsim that wrote it"
         )
     try:
-        msgspec.convert(found, shape)
+        msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not what pdsim writes: {_one_line(error)}; {_AGAIN}") from error
-    return found
+    return content
 
 
 def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:

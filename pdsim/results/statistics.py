@@ -111,17 +111,17 @@ def half_width(values: Floats, q: float | None) -> float | None:
     five batches of at least ten, each large enough for *q*.
     """
     least = max(_SMALLEST, 1 if q is None else needed(q))
-    found = None
+    half = None
     for batches, quantile in BATCHES.items():
         if len(values) < batches * least:
             continue
         size = len(values) // batches
         parts = np.reshape(np.asarray(values[: batches * size], np.float64), (batches, size))
         of_batches = np.array([mean(part) for part in parts]) if q is None else np.percentile(parts, q, axis=1)
-        found = quantile * float(np.std(of_batches, ddof=1)) / math.sqrt(batches)
+        half = quantile * float(np.std(of_batches, ddof=1)) / math.sqrt(batches)
         if _correlation(of_batches) <= 1.645 / math.sqrt(batches):
             break
-    return found
+    return half
 
 
 def intervals(name: str, unit: str, values: Floats, percentiles: Sequence[float]) -> list[Metric]:

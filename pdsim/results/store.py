@@ -250,11 +250,11 @@ def summary(result: Result) -> dict[str, Any]:
 
 def refusals(outcome: Outcome | None) -> list[str]:
     """Return a note that counts what the ranks of *outcome* refused, if they refused anything."""
-    found = {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} if outcome else {}
-    if not found:
+    counts = {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} if outcome else {}
+    if not counts:
         return []
-    by = ", ".join(f"{name} {count}" for name, count in found.items())
-    return [f"{sum(found.values())} messages and connections refused, of other processes or of no meaning: {by}"]
+    by = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return [f"{sum(counts.values())} messages and connections refused, of other processes or of no meaning: {by}"]
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -455,10 +455,10 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     groups: dict[str, list[tuple[str, float]]] = {}
     for name, value in used.items():
         groups.setdefault(re.sub(r"\d+", "*", name), []).append((name, value))
-    rows = [
-        (pattern if len(found) > 1 else found[0][0], len(found), min(v for _, v in found), max(v for _, v in found))
-        for pattern, found in groups.items()
-    ]
+    rows = []
+    for pattern, members in groups.items():
+        shares = [value for _, value in members]
+        rows.append((pattern if len(members) > 1 else members[0][0], len(members), min(shares), max(shares)))
     return sorted(rows, key=lambda row: (-row[3], row[0]))
 
 

@@ -83,14 +83,14 @@ class _Drawn:
         # counter that returns to 0 is 0.
         if not steps:
             return
-        total, found = 0.0, self.counters.setdefault((process, name), [])
+        total, values = 0.0, self.counters.setdefault((process, name), [])
         merged: dict[int, float] = {}
         for time, by in steps:
             merged[round(time * _NS)] = merged.get(round(time * _NS), 0.0) + by
         biggest = max(abs(by) for _, by in steps)
         for time in sorted(merged):
             total += merged[time]
-            found.append((time, 0.0 if abs(total) < 1e-9 * biggest else total))
+            values.append((time, 0.0 if abs(total) < 1e-9 * biggest else total))
 
 
 def trace(folders: Sequence[Path], path: Path) -> int:
@@ -105,10 +105,10 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     drawn = []
     for folder in folders:
         run = KeptRun(folder)
-        found = _run(run)
-        if not found.spans:
+        shown = _run(run)
+        if not shown.spans:
             raise ConfigError(f"{folder} kept no requests and no transfers that ended, so it has no timeline")
-        drawn.append((_title(run), found))
+        drawn.append((_title(run), shown))
     count = 0
     with whole_file(path) as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -179,12 +179,12 @@ def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
     def after(name: str) -> float | None:
         return None if row.get(name) is None else arrival + row[name]
 
-    found = {name: value for name, value in row.items() if name.endswith("_at") or name in ("arrival", "sent")}
-    found |= {"first_at": after("ttft"), "finished_at": after("e2e")}
+    times = {name: value for name, value in row.items() if name.endswith("_at") or name in ("arrival", "sent")}
+    times |= {"first_at": after("ttft"), "finished_at": after("e2e")}
     if not own:
-        return found | {"prefilled_at": after("prefilled")}
+        return times | {"prefilled_at": after("prefilled")}
     pulled = row["asked_at"] is not None
-    return found | {
+    return times | {
         "asked_at": row["asked_at"] if pulled else arrival,
         "sent_at": row["reserved_at"] if pulled else row["prefilled_at"],
     }
@@ -231,7 +231,7 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
     """
     first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
     first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
-    found: list[tuple[int, int, dict[str, Any]]] = []
+    ordered: list[tuple[int, int, dict[str, Any]]] = []
     process, thread, arrow = 0, 0, 0
     for number, (title, drawn) in enumerate(runs):
         prefix = f"{chr(ord('A') + number % 26)}: " if len(runs) > 1 else ""
@@ -262,7 +262,7 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
             pid, tid = places[index]
             about: dict[str, Any] = {"name": span.name, "cat": span.track, "ph": "X", "pid": pid, "tid": tid}
             about |= {"ts": (span.begin - first) / 1e3, "dur": (span.end - span.begin) / 1e3}
-            found.append((span.begin, 1, about | {"args": dict(span.arguments)}))
+            ordered.append((span.begin, 1, about | {"args": dict(span.arguments)}))
         for passed in drawn.arrows:
             arrow += 1
             for step, index in enumerate(passed):
@@ -271,13 +271,13 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
                 kind = "s" if step == 0 else "f" if step == len(passed) - 1 else "t"
                 about = {"name": "handoff", "cat": "handoff", "ph": kind, "id": arrow, "pid": pid, "tid": tid}
                 about |= {"ts": (at - first) / 1e3} | ({"bp": "e"} if kind == "f" else {})
-                found.append((at, 2, about))
+                ordered.append((at, 2, about))
         for (name, counter), values in drawn.counters.items():
             for time, value in values:
                 about = {"name": counter, "ph": "C", "pid": known[name], "ts": (time - first) / 1e3}
-                found.append((time, 0, about | {"args": {"value": round(value, 6)}}))
-    found.sort(key=lambda each: each[:2])
-    yield from (event for _, _, event in found)
+                ordered.append((time, 0, about | {"args": {"value": round(value, 6)}}))
+    ordered.sort(key=lambda each: each[:2])
+    yield from (event for _, _, event in ordered)
 
 
 def _meta(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
@@ -298,11 +298,11 @@ def _track(name: str) -> tuple[int, str]:
 def _lanes(spans: Sequence[_Span], indices: Sequence[int]) -> dict[int, int]:
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # end, lane
-    found: dict[int, int] = {}
+    lanes: dict[int, int] = {}
     for index in sorted(indices, key=lambda index: (spans[index].begin, spans[index].end, index)):
         while busy and busy[0][0] <= spans[index].begin:
             heappush(free, heappop(busy)[1])
         lane = heappop(free) if free else len(busy)
-        found[index] = lane
+        lanes[index] = lane
         heappush(busy, (spans[index].end, lane))
-    return found
+    return lanes

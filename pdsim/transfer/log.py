@@ -210,10 +210,10 @@ class LogBlock(msgspec.Struct, array_like=True, gc=False):
         for first in range(0, len(run_of), rows):
             at = run_of[first : first + rows]
             words = codes[at].astype(np.int32)
-            found = {name: ArrayColumn(words, [kind[n] for kind in kinds]) for n, name in enumerate(Kind._fields)}
-            found["label"] = ArrayColumn(at - at[0], self.labels[at[0] : at[-1] + 1])
-            found |= {name: ArrayColumn(column[at]) for name, column in numbers.items()}
-            yield found | {name: ArrayColumn(column[first : first + rows]) for name, column in times.items()}
+            codings = {name: ArrayColumn(words, [kind[n] for kind in kinds]) for n, name in enumerate(Kind._fields)}
+            codings["label"] = ArrayColumn(at - at[0], self.labels[at[0] : at[-1] + 1])
+            codings |= {name: ArrayColumn(column[at]) for name, column in numbers.items()}
+            yield codings | {name: ArrayColumn(column[first : first + rows]) for name, column in times.items()}
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -270,11 +270,11 @@ class TransferLog(_RecordSequence):
 
         *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.
         """
-        found: dict[str, TransferLog] = {}
+        logs: dict[str, TransferLog] = {}
         for payload in journal:
             block = _decode(payload)
-            found.setdefault(block.rank, cls(rank=block.rank)).take(block)
-        return found
+            logs.setdefault(block.rank, cls(rank=block.rank)).take(block)
+        return logs
 
     def take(self, block: LogBlock) -> None:
         """Add the records of *block*, the next one of a log that nobody appends to."""
@@ -368,13 +368,13 @@ class TransferLog(_RecordSequence):
 
     def shapes(self) -> Counter[TransferShape]:
         """Return how many records have which engine, operation, descriptors and bytes: a step for each run."""
-        found = Counter[tuple[int, int, int]]()
+        counts = Counter[tuple[int, int, int]]()
         for block in self._read():
             for code, _, nbytes, descriptors, count in block.runs():
-                found[code, descriptors, nbytes] += count
+                counts[code, descriptors, nbytes] += count
         kinds = self.kinds
         of = Counter[TransferShape]()
-        for (code, descriptors, nbytes), count in found.items():
+        for (code, descriptors, nbytes), count in counts.items():
             of[TransferShape(kinds[code].engine, kinds[code].operation, descriptors, nbytes)] += count
         return of
 

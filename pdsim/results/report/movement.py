@@ -174,14 +174,16 @@ def _samples(run: KeptRun) -> Figure:
         rows.setdefault(kind, {}).setdefault(group(name), {}).setdefault(name, []).append((time, value))
     panels = []
     for kind, (head, of) in _SAMPLED.items():
-        found = rows.get(kind, {})
-        most = sorted(found, key=lambda g: -max(v for each in found[g].values() for _, v in each))[:_CURVES]
+        alike_names = rows.get(kind, {})
+        most = sorted(alike_names, key=lambda g: -max(v for each in alike_names[g].values() for _, v in each))[
+            :_CURVES
+        ]
         series = []
         for colour, name in enumerate(most):
-            each = [np.array(values) for values in found[name].values()]
+            each = [np.array(values) for values in alike_names[name].values()]
             shortest = min(map(len, each))
             times, mean = each[0][:shortest, 0], np.mean([values[:shortest, 1] for values in each], axis=0)
-            label = f"{name}, mean of {len(each)}" if len(each) > 1 else next(iter(found[name]))
+            label = f"{name}, mean of {len(each)}" if len(each) > 1 else next(iter(alike_names[name]))
             series.append(Marks("steps", times.tolist(), (100 * mean).tolist(), label, colour, solid=True))
         if series:
             panels.append(Panel(Scale("time of the run", "s"), Scale(of, "%", low=0), series, head))
@@ -191,7 +193,7 @@ def _samples(run: KeptRun) -> Figure:
 
 def _use(run: KeptRun) -> Figure:
     # The ten highest of each, alike ones in one bar.
-    found: list[Panel] = []
+    panels: list[Panel] = []
     for key, head, of in (
         ("links", "Links: bytes carried / (capacity x time)", "mean use"),
         ("pools", "Memory: highest use / size", "highest use"),
@@ -206,11 +208,11 @@ def _use(run: KeptRun) -> Figure:
             [100 * most for *_, most in rows],
             list(range(len(rows))),
             "",
-            len(found),
+            len(panels),
             texts=[f"{name}: {100 * most:.3g} %" for name, (*_, most) in zip(names, rows, strict=True)],
         )
-        found.append(Panel(Scale(of, "%", low=0), Scale("", labels=names), [bars], head, 90 + 28 * len(rows)))
+        panels.append(Panel(Scale(of, "%", low=0), Scale("", labels=names), [bars], head, 90 + 28 * len(rows)))
     reading = (
         "The longest bar is the first to become a limit; in brackets, of how many alike ones it is the busiest."
     )
-    return Figure("use", "Links and memory, whole run", reading, found)
+    return Figure("use", "Links and memory, whole run", reading, panels)

@@ -61,8 +61,8 @@ def figures(run: KeptRun) -> list[Figure]:
     columns = columns_of(run.requests)
     if not np.isfinite(columns["e2e"]).any():
         return []
-    found = [_latency(run, columns), _phases(columns), _over_time(run, columns), _occupancy(columns)]
-    return [figure for figure in found if figure.panels]
+    made = [_latency(run, columns), _phases(columns), _over_time(run, columns), _occupancy(columns)]
+    return [figure for figure in made if figure.panels]
 
 
 def _finite(values: Floats) -> Floats:

@@ -98,22 +98,22 @@ def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
 
 def _tiles(run: KeptRun) -> list[Tile]:
     metrics = run.metrics
-    found = []
+    tiles = []
     if (met := metrics.get("slo_attainment")) is not None:
-        found.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= terminal.GOAL else "bad"))
+        tiles.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= terminal.GOAL else "bad"))
     if (good := metrics.get("goodput")) is not None:
-        found.append(Tile("goodput", f"{good:.3g}/s"))
+        tiles.append(Tile("goodput", f"{good:.3g}/s"))
     for name, title in _TILES.items():
         if (value := metrics.get(name)) is not None:
-            found.append(Tile(title, format_time(value).replace("us", "µs")))
-    return found
+            tiles.append(Tile(title, format_time(value).replace("us", "µs")))
+    return tiles
 
 
 def _tables(run: KeptRun) -> list[Table]:
-    found = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
+    tables = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
     rows = [[name, run.metrics[name], text] for name, text in run.definitions.items()]
     return [
-        *found,
+        *tables,
         Table("Every metric", {"metric": "", "value": "SI units unless the name says another", "is": ""}, rows),
     ]
 
