@@ -11,12 +11,11 @@ over HTTP: messages have types and a version, keep their order, and are the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from pdsim.core.clock import Clock
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import (
@@ -48,7 +47,6 @@ __all__ = [
     "PeerFence",
     "PeerTable",
     "ReadyCount",
-    "RoomDirectory",
 ]
 
 KNOWN = 120.0
@@ -127,29 +125,6 @@ class Bootstrap:
     def epoch(self, instance: str) -> int:
         """Return the epoch of *instance*, 0 unless it is formed."""
         return self._formed.get(instance, 0)
-
-
-class RoomDirectory:
-    """Which prefill instance has which room, where decode instances have to ask.
-
-    The router fills it as it routes.  A room that is not known, or no longer, is left out of the answer.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._incarnations: ExpiringMap[str] = ExpiringMap(clock, KNOWN)
-
-    def took(self, room: int, incarnation: str) -> None:
-        """Record for `KNOWN` seconds that *room* went to the prefill instance *incarnation*."""
-        self._incarnations.set(room, incarnation)
-
-    def forget(self, room: int) -> None:
-        """Drop *room*, for which nobody will ask any more."""
-        self._incarnations.pop(room)
-
-    def locate(self, rooms: Iterable[int]) -> dict[int, str]:
-        """Return the incarnation that has each of *rooms*, of those that are known."""
-        found = ((room, self._incarnations.get(room)) for room in rooms)
-        return {room: incarnation for room, incarnation in found if incarnation is not None}
 
 
 def own_place(sender: str, message: RegisterRank) -> RegisterRank:
@@ -307,7 +282,8 @@ class Membership:
         lost: Callable[[str, str, bool], None],
     ) -> None:
         self.registry = InstanceRegistry(job)
-        self.directory = RoomDirectory(process.clock)
+        # which prefill instance has which room, where decode instances ask; the router fills it as it routes
+        self.directory: ExpiringMap[str] = ExpiringMap(process.clock, KNOWN)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: process.clock.now for instance in self.instances for name in job.ranks(instance)}
         self._process = process
@@ -372,7 +348,8 @@ class Membership:
             self._process.ignore()
 
     def _locate(self, sender: str, message: RoomQuery) -> None:
-        self._process.send(sender, RoomReply(message.instance, self.directory.locate(message.rooms)))
+        known = {room: where for room in message.rooms if (where := self.directory.get(room)) is not None}
+        self._process.send(sender, RoomReply(message.instance, known))
 
     def _lose(self, instance: str, reason: str) -> None:
         registry, job = self.registry, self._job

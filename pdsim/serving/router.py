@@ -450,7 +450,7 @@ class Router(RankProcess):
 
     def _took(self, _: str, message: RoomRegistered) -> None:
         if message.room in self._rooms:
-            self.membership.directory.took(message.room, message.instance)
+            self.membership.directory.set(message.room, message.instance)
         else:
             self.ignore()
 
@@ -500,7 +500,7 @@ class Router(RankProcess):
             return
         self.tokens.uncount(request)
         del self._rooms[request.room]
-        self.membership.directory.forget(request.room)
+        self.membership.directory.pop(request.room)
         request.lost = request.asked = ""
         request.answered = request.prefilled = False  # both may be set, of no bytes
         self._submit(request)
@@ -535,7 +535,7 @@ class Router(RankProcess):
         self._moved = self.clock.now
         self._log(request)
         del self._rooms[request.room]
-        self.membership.directory.forget(request.room)
+        self.membership.directory.pop(request.room)
         self.tokens.uncount(request)
         self.arrivals.follow(request)
         self._stop_if_done()

@@ -11,7 +11,6 @@ from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 from pdsim.models.parallel import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
-from pdsim.serving.membership import KNOWN, RoomDirectory
 from tests.serving.test_faults import at_rest
 from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 
@@ -24,7 +23,7 @@ class Bench:
         self.asked: list[tuple[float, tuple[int, ...]]] = []
         self.found: list[tuple[float, int, str]] = []
         self.lost: list[tuple[float, int]] = []
-        self.directory = RoomDirectory(self.clock)
+        self.known: dict[int, str] = {}
         self.after = after
         self.lookup = RoomLookup(
             self.clock,
@@ -38,13 +37,13 @@ class Bench:
         self.clock.call_at(self.clock.now + self.after, self.answer, rooms)
 
     def answer(self, rooms: tuple[int, ...]) -> None:
-        self.lookup.answer(self.directory.locate(rooms))
+        self.lookup.answer({room: self.known[room] for room in rooms if room in self.known})
 
     def add(self, at: float, room: int) -> None:
         self.clock.call_at(at, self.lookup.add, Submit(room, 10, 5, "", "decode0@1"))
 
     def take(self, at: float, room: int, incarnation: str) -> None:
-        self.clock.call_at(at, lambda _: self.directory.took(room, incarnation), None)
+        self.clock.call_at(at, lambda _: self.known.update({room: incarnation}), None)
 
 
 def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
@@ -86,17 +85,6 @@ def test_a_room_that_is_given_up_is_not_asked_for_again():
     bench.clock.call_at(0.1, bench.lookup.drop, 1)
     bench.clock.run()
     assert (len(bench.asked), bench.found, bench.lost) == (1, [], [])
-
-
-def test_where_a_room_went_is_forgotten_in_time():
-    clock = Clock()
-    directory = RoomDirectory(clock)
-    directory.took(1, "prefill0d0@1")
-    directory.took(2, "prefill0d0@1")
-    directory.forget(2)  # is over
-    assert directory.locate([1, 2, 99]) == {1: "prefill0d0@1"}
-    clock.run(until=KNOWN)
-    assert directory.locate([1]) == {}
 
 
 # --- in a job ------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
         _rooms={7: request},
         job=SimpleNamespace(retries=1),
         tokens=SimpleNamespace(uncount=lambda _: None),
-        membership=SimpleNamespace(directory=SimpleNamespace(forget=lambda _: None)),
+        membership=SimpleNamespace(directory=SimpleNamespace(pop=lambda _: None)),
         _submit=anew.append,
     )
     Router._dropped(router, "decode0.0", Dropped(7, untouched=True))  # type: ignore[arg-type]
