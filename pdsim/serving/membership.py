@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from msgspec.structs import replace
-
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import (
@@ -125,19 +123,6 @@ class Bootstrap:
     def epoch(self, instance: str) -> int:
         """Return the epoch of *instance*, 0 unless it is formed."""
         return self._formed.get(instance, 0)
-
-
-def own_place(sender: str, message: RegisterRank) -> RegisterRank:
-    """Return *message* with the place that the name of *sender* says, if it says one.
-
-    Only a rank that runs in the place of others has none in its name.
-
-    >>> from pdsim.kv.messages import KvSpec
-    >>> own_place("prefill0.3", RegisterRank("prefill0", 1, 0, KvSpec(64, "bf16"))).index
-    3
-    """
-    instance, _, index = sender.rpartition(".")
-    return replace(message, index=int(index)) if instance == message.instance and index.isdecimal() else message
 
 
 class _Side:
@@ -329,7 +314,6 @@ class Membership:
     def _enroll(self, sender: str, message: RegisterRank) -> None:
         # A rank that has a place already was started again: its instance is lost first, with all its other ranks.
         # One that cannot serve with the others is refused.
-        message = own_place(sender, message)
         try:
             self.registry.bootstrap.check(message)
         except MessageError as error:
