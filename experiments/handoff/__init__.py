@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
 from experiments.handoff.handoff_rows import HandoffRow, HandoffShape, metrics, rows, tables
@@ -21,7 +21,7 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.serving.deployment import ROUTER, index_of
@@ -42,40 +42,29 @@ host memory, as a message."""
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions(ExperimentOptions):
-    """What is handed over and how; each key's comment says what it means.
-
-    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not
-    ``NtoM``, or counts below 1.
-    """
+    """What is handed over and how.  Raise a `ValueError` for a pair of ranks that is not ``NtoM``."""
 
     name: str = "handoff"
-    tokens: tuple[int, ...] = (512, 2048, 8192)  # of a handoff
+    tokens: tuple[PositiveInt, ...] = (512, 2048, 8192)  # of a handoff
     tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
-    paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
-    metadata: tuple[str, ...] = ("policy",)  # of the backend; or data: a write of the engine; control: over TCP
-    repeat: int = 5  # measured handoffs of each shape
-    warmup: int = 1  # before them, of each shape
+    paths: tuple[Annotated[str, "one of sliced, staged"], ...] = (
+        PATHS  # between ranks that keep other heads; equal ones have a single path
+    )
+    # of the backend; or data: a write of the engine; control: over TCP
+    metadata: tuple[Annotated[str, "one of policy, data, control"], ...] = ("policy",)
+    repeat: PositiveInt = 5  # measured handoffs of each shape
+    warmup: NotNegativeInt = 1  # before them, of each shape
     verify: bool = True  # compare the contents of those before, where memory has any
     # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
-    placement: str = "packed"
-    deadline: Seconds = 60.0  # assumed: of silence, after which a rank counts as gone
+    placement: Annotated[str, "one of packed, sides"] = "packed"
+    deadline: Annotated[Seconds, "> 0"] = 60.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
-        for name, allowed in (("paths", PATHS), ("metadata", tuple(METADATA))):
-            for value in getattr(self, name):
-                if value not in allowed:
-                    raise ValueError(f"experiment.{name} must be of {', '.join(allowed)}, got {value!r}")
-        if self.placement not in ("packed", "sides"):
-            raise ValueError(f"experiment.placement must be one of packed, sides, got {self.placement!r}")
         for text in self.tp:
             if [part.isdecimal() and int(part) > 0 for part in text.split("to")] != [True, True]:
                 raise ValueError(f"experiment.tp must be of pairs such as 1to2, got {text!r}")
-        least = {"tokens": min(self.tokens, default=0), "repeat": self.repeat, "warmup": self.warmup + 1}
-        for name, value in least.items():
-            if value < 1:
-                raise ValueError(f"experiment.{name} must be >= {int(name != 'warmup')}, got {getattr(self, name)}")
-        if not self.deadline > 0:
-            raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
+        if not self.tokens:
+            raise ValueError("experiment.tokens must have a value, got none")
 
     def ways(self) -> list[Way]:
         """Return the ways to hand over; ranks that keep equal heads have no second path."""

@@ -16,6 +16,7 @@ from experiments.reports import prompt_bursts as shared
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
+from pdsim.core.units import NotNegativeInt, PositiveInt
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
@@ -37,10 +38,10 @@ class IntranodeMetadataOptions(shared.PromptBurstOptions):
 
     name: str = "seed_intranode_metadata"
     tp: tuple[str, ...] = ("4to4",)  # ranks of prefill, ranks of decode
-    tokens: tuple[int, ...] = (128, 1024, 8192)  # of a handoff
-    repeat: int = 10  # measured handoffs of each shape
-    warmup: int = 2  # before them
-    prompts: tuple[int, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`
+    tokens: tuple[PositiveInt, ...] = (128, 1024, 8192)  # of a handoff
+    repeat: PositiveInt = 10  # measured handoffs of each shape
+    warmup: NotNegativeInt = 2  # before them
+    prompts: tuple[PositiveInt, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:

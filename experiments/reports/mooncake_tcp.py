@@ -18,7 +18,7 @@ from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds
+from pdsim.core.units import PositiveInt, Seconds
 from pdsim.hardware.costs import Engine
 from pdsim.kv.policy import Policy
 from pdsim.models.parallel import Parallel, Side
@@ -49,16 +49,13 @@ class MooncakeTcpOptions(ExperimentOptions):
     name: str = "seed_mooncake_tcp"
     tcp: Tcp  # the backend mooncake_tcp
     tp: tuple[str, ...] = ("1to1", "8to8")  # ranks of prefill, as many of decode, where there are GPUs for both
-    tokens: tuple[int, ...] = (512, 2048, 4096)  # of a handoff
-    repeat: int = 5  # of each
-    requests: int = 16  # at once
-    prompt: int = 2048  # tokens of each of them; assumed: the report has no benchmark
+    tokens: tuple[PositiveInt, ...] = (512, 2048, 4096)  # of a handoff
+    repeat: PositiveInt = 5  # of each
+    requests: PositiveInt = 16  # at once
+    prompt: PositiveInt = 2048  # tokens of each of them; assumed: the report has no benchmark
     deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
-        for name in ("repeat", "requests", "prompt"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
         if any(text.partition("to")[0] != text.partition("to")[2] for text in self.tp):
             raise ValueError(f"experiment.tp must be of equal pairs such as 8to8, got {', '.join(self.tp)}")
 

@@ -19,7 +19,7 @@ from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds
+from pdsim.core.units import PositiveInt, Seconds
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Parallel, Side
@@ -45,21 +45,14 @@ class MoriStateOptions(ExperimentOptions):
     name: str = "seed_mori_state"
     served: Llm  # under concurrency
     states: Mapping[str, Llm] = field(default_factory=dict)  # models that have state, by its kind
-    concurrency: tuple[int, ...] = (1, 32, 1024)  # requests that arrive at once
-    tokens: int = 1024  # of each; assumed: the input length at which MORI's send queues are known to fill
-    lengths: tuple[int, ...] = (512, 4096)  # tokens of single handoffs
-    workers: int = 1  # that block, before the change; assumed: the default of MORI's first version in SGLang
+    concurrency: tuple[PositiveInt, ...] = (1, 32, 1024)  # requests that arrive at once
+    tokens: PositiveInt = 1024  # of each; assumed: the input length at which MORI's send queues are known to fill
+    lengths: tuple[PositiveInt, ...] = (512, 4096)  # tokens of single handoffs
+    workers: PositiveInt = 1  # that block, before the change; assumed: the default of MORI's first version in SGLang
     handover: Seconds = 0.0  # until a worker begins a write: it waits for the lock that the scheduler holds
     tp: tuple[str, ...] = ("8to4", "8to2", "4to1")  # ranks of prefill, fewer ranks of decode
-    repeat: int = 5  # of each handoff
+    repeat: PositiveInt = 5  # of each handoff
     deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "tokens", "repeat"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
-        if min(self.concurrency, default=0) < 1:
-            raise ValueError(f"experiment.concurrency must be of numbers >= 1, got {self.concurrency}")
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:

@@ -18,7 +18,7 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds
+from pdsim.core.units import PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
@@ -60,8 +60,8 @@ class NixlStagingOptions(shared.PromptBurstOptions):
         "8to2",
         "8to4",
     )
-    tokens: tuple[int, ...] = (512, 8192)  # of a handoff
-    prompts: tuple[int, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
+    tokens: tuple[PositiveInt, ...] = (512, 8192)  # of a handoff
+    prompts: tuple[PositiveInt, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
     descriptor: Seconds = 1.05e-6  # across nodes: NIXL prepared none when the report was written; 0 is the backend's
 
     def __post_init__(self) -> None:

@@ -9,46 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, burst, value
 from pdsim.config import Config, ExperimentOptions
-from pdsim.core.units import Seconds
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 
 __all__ = ["PromptBurstOptions", "prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBurstOptions(ExperimentOptions):
-    """What is handed over and served; a seed says how much of it.
-
-    Raise a `ValueError` as `experiments.handoff.HandoffOptions` does, and for prompts or tokens
-    below 1.
-    """
+    """What is handed over and served; a seed says how much of it."""
 
     tp: tuple[str, ...]  # ranks of prefill, ranks of decode
-    tokens: tuple[int, ...]  # of a handoff
+    tokens: tuple[PositiveInt, ...]  # of a handoff
     # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
-    placement: str = "packed"
-    repeat: int = 3  # measured handoffs of each shape
-    warmup: int = 1  # before them
-    prompts: tuple[int, ...] = ()  # that arrive at once; () is none
-    prompt_tokens: int = 1024  # assumed: the reports name no load
-    output_tokens: int = 128  # assumed likewise
-    deadline: Seconds = 60.0  # assumed: of silence, after which a rank counts as gone
+    placement: Annotated[str, "one of packed, sides"] = "packed"
+    repeat: PositiveInt = 3  # measured handoffs of each shape
+    warmup: NotNegativeInt = 1  # before them
+    prompts: tuple[PositiveInt, ...] = ()  # that arrive at once; () is none
+    prompt_tokens: PositiveInt = 1024  # assumed: the reports name no load
+    output_tokens: PositiveInt = 128  # assumed likewise
+    deadline: Annotated[Seconds, "> 0"] = 60.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
         self.handoff()  # whose rules these are
         if not self.tp:
             raise ValueError("experiment.tp must have a value, got none")
-        for name, least in (
-            ("prompts", min(self.prompts, default=1)),
-            ("prompt_tokens", self.prompt_tokens),
-            ("output_tokens", self.output_tokens),
-        ):
-            if least < 1:
-                raise ValueError(f"experiment.{name} must be >= 1, got {least}")
 
     def handoff(self, path: str = "sliced") -> handoff.HandoffOptions:
         """Return the options of `experiments.handoff`; *path* is for ranks that keep other heads."""

@@ -115,20 +115,6 @@ def test_a_backend_without_a_staged_path_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tp": ("1-2",)}, "experiment.tp must be of pairs such as 1to2, got '1-2'"),
-        ({"paths": ("whole",)}, "experiment.paths must be of sliced, staged, got 'whole'"),
-        ({"tokens": ()}, "experiment.tokens must be >= 1"),
-        ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
-    ],
-)
-def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        HandoffOptions(**options)
-
-
-@pytest.mark.parametrize(
     "name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL]
 )
 def test_real_bytes_arrive_as_they_were_sent(name: str):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from experiments.reports.intranode_metadata import IntranodeMetadataOptions
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.results.record import Result
@@ -62,18 +59,3 @@ def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
     result = measure(seed("hw=2xh200", "experiment.tp=[4to4]", "experiment.placement=sides"))
     assert len(points(result, "handoff", "2xh200 mooncake_nvlink")) == 2
     assert "prompts are served by ranks with a GPU each, so here none are" in result.notes
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tp": ()}, "experiment.tp must have a value, got none"),
-        ({"tp": ("4",)}, "experiment.tp must be of pairs such as 1to2, got '4'"),
-        ({"placement": "spread"}, "experiment.placement must be one of packed, sides, got 'spread'"),
-        ({"prompts": (0,)}, "experiment.prompts must be >= 1, got 0"),
-        ({"output_tokens": 0}, "experiment.output_tokens must be >= 1, got 0"),
-    ],
-)
-def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        IntranodeMetadataOptions(**options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reports.mooncake_tcp import MooncakeTcpOptions, run
+from experiments.reports.mooncake_tcp import run
 from experiments.serve import ServeOptions, job
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
@@ -71,15 +71,3 @@ def test_the_alias_has_the_policy_of_mooncake():
     assert rdma.policy == tcp.policy
     jobs = [job(config, ServeOptions()) for config in (rdma, tcp)]
     assert jobs[0] == jobs[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tp": ("1to2",)}, "experiment.tp must be of equal pairs such as 8to8, got 1to2"),
-        ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        MooncakeTcpOptions(tcp=composed("experiment=seed_mooncake_tcp").experiment.tcp, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.reports.claims import as_rows
-from experiments.reports.mori_state import MoriStateOptions, run
+from experiments.reports.mori_state import run
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
@@ -65,15 +65,3 @@ def test_state_and_slices_arrive_intact_and_cost_time():
         "slices": 1,
     }
     assert min(row["times"] for row in as_rows(result, "What it costs")) > 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 0}, "experiment.workers must be >= 1, got 0"),
-        ({"concurrency": (0,)}, "experiment.concurrency must be of numbers >= 1"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        MoriStateOptions(served=composed("model=tiny").model, **options)

@@ -12,6 +12,7 @@ from experiments.reports import report_points as points
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from experiments.reports.report_points import ReportPoint, committed, keep
 from pdsim.config import ExperimentOptions
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
@@ -157,3 +158,27 @@ def test_kept_points_replace_those_of_the_same_machine_and_target(toy_file: Path
 def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):
     with pytest.raises(ConfigError, match=message):
         keep(runs)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "word", "message"),
+    [
+        ("handoff", "tp=[1-2]", "experiment.tp must be of pairs such as 1to2, got '1-2'"),
+        ("handoff", "tokens=[]", "experiment.tokens must have a value, got none"),
+        ("handoff", "repeat=0", "experiment.repeat must be > 0, got 0"),
+        ("seed_intranode_metadata", "tp=[]", "experiment.tp must have a value, got none"),
+        ("seed_intranode_metadata", "tp=['4']", "experiment.tp must be of pairs such as 1to2, got '4'"),
+        ("seed_intranode_metadata", "placement=spread", "experiment.placement must be one of packed, sides"),
+        (
+            "seed_nixl_staging",
+            "tp=[2to2]",
+            "experiment.tp must be of pairs of unlike sides such as 4to1, got '2to2'",
+        ),
+        ("seed_nixl_staging", "prompts=[0]", r"experiment.prompts\[0\] must be > 0, got 0"),
+        ("seed_mooncake_tcp", "tp=[1to2]", "experiment.tp must be of equal pairs such as 8to8, got 1to2"),
+        ("seed_mori_state", "workers=0", "experiment.workers must be > 0, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(experiment: str, word: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        compose([f"experiment={experiment}", f"experiment.{word}"])
