@@ -129,7 +129,6 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
         [*key, len(of_key), *(_range(values) for values in zip(*of_key, strict=True))]
         for key, of_key in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
     ]
-    yield ""
     yield "How many times less time, lowest to highest of all points."
     yield ""
     yield from _markdown(Table("Gains", columns, rows))
