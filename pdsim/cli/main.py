@@ -141,7 +141,7 @@ def _run(words: Sequence[str]) -> int:
         return _job_of_hydra(words)
     rest, asked = usage.parse("run", words)
     if "--multirun" in asked:
-        return _sweep([word for word in words if word not in ("-m", "--multirun")])
+        return _DO["sweep"]([word for word in words if word not in ("-m", "--multirun")])
     from pdsim.config import compose
     from pdsim.results import terminal
     from pdsim.run import run
@@ -209,13 +209,6 @@ def _job_of_hydra(words: Sequence[str]) -> int:
     begun()
     hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
     return 1 if failures else 0
-
-
-def _sweep(words: Sequence[str]) -> int:
-    from pdsim.cli.sweep import sweep
-
-    begun()
-    return sweep(words)
 
 
 def _validate(words: Sequence[str]) -> int:
@@ -347,14 +340,6 @@ def _folders(command: str, names: Sequence[str]) -> list[Path]:
     return folders
 
 
-def _calibrate(words: Sequence[str]) -> int:
-    _need_scipy("calibrate")
-    from pdsim.cli.calibrate import calibrate
-
-    begun()
-    return calibrate(words)
-
-
 def _refit(words: Sequence[str]) -> int:
     _need_scipy("refit")
     if not data().is_dir():
@@ -367,18 +352,17 @@ def _need_scipy(command: str) -> None:
         raise ConfigError(f"{command} needs scipy; pip install 'pdsim[calibrate]'")
 
 
-def _profile(words: Sequence[str]) -> int:
-    from pdsim.cli.profile import profile
+def _of_module(command: str) -> Callable[[Sequence[str]], int]:
+    # the command is the function of that name in a module of that name
 
-    begun()
-    return profile(words)
+    def act(words: Sequence[str]) -> int:
+        if command == "calibrate":
+            _need_scipy(command)
+        module = import_module(f"pdsim.cli.{command}")
+        begun()
+        return int(getattr(module, command)(words))
 
-
-def _observe(words: Sequence[str]) -> int:
-    from pdsim.cli.observe import observe
-
-    begun()
-    return observe(words)
+    return act
 
 
 def _list(words: Sequence[str]) -> int:
@@ -430,18 +414,18 @@ def _completion(words: Sequence[str]) -> int:
 
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
-    "sweep": _sweep,
+    "sweep": _of_module("sweep"),
     "best": _best,
     "explain": _explained,
     "show": _show,
     "report": _report,
     "timeline": _timeline,
     "compare": _compare,
-    "calibrate": _calibrate,
+    "calibrate": _of_module("calibrate"),
     "refit": _refit,
-    "profile": _profile,
+    "profile": _of_module("profile"),
     "validate": _validate,
-    "observe": _observe,
+    "observe": _of_module("observe"),
     "list": _list,
     "doctor": _doctor,
     "completion": _completion,
