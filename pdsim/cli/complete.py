@@ -70,15 +70,15 @@ def values(prefix: str, **_: Any) -> list[str]:
     key, equals, value = prefix.partition("=")
     if equals:
         done, comma, _last = value.rpartition(",")  # of a sweep
-        found = [f"{key}={done}{comma}{name}" for name in _choices(key)]
+        candidates = [f"{key}={done}{comma}{name}" for name in _choices(key)]
     else:
-        found = [f"{group}=" for group in plugins.groups()]
-        found += [f"{name}=" for name in ("target", "memory", "seed", "output")]
+        candidates = [f"{group}=" for group in plugins.groups()]
+        candidates += [f"{name}=" for name in ("target", "memory", "seed", "output")]
         if "." in prefix:
-            found += [f"{name}=" for name in _keys()]
+            candidates += [f"{name}=" for name in _keys()]
         else:
-            found += sorted({f"{name.split('.')[0]}." for name in _keys() if "." in name}) if prefix else []
-    return [word for word in found if word.startswith(prefix)]
+            candidates += sorted({f"{name.split('.')[0]}." for name in _keys() if "." in name}) if prefix else []
+    return [word for word in candidates if word.startswith(prefix)]
 
 
 def _choices(key: str) -> tuple[str, ...] | list[str]:

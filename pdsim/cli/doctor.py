@@ -86,14 +86,14 @@ def report(own: Sequence[Path] = ()) -> str:
 
 
 def _own(folders: Sequence[Path]) -> list[str]:
-    found = [
+    choices = [
         f"  {group}={name}: {describe(group, name, [folder])}"
         for folder in folders
         for group in groups(folders)
         for name in options(group, [folder])
         if (folder / group / f"{name}.yaml").is_file()
     ]
-    return [f"configuration of {', '.join(map(str, folders))}", *found, ""] if folders else []
+    return [f"configuration of {', '.join(map(str, folders))}", *choices, ""] if folders else []
 
 
 def host() -> str:
@@ -128,14 +128,14 @@ def _package(name: str) -> Diagnosis:
 
 
 def _server(engine: str) -> Diagnosis:
-    found = installed(engine)
-    if not found:
+    version = installed(engine)
+    if not version:
         remedy = f"install {engine}, or name the interpreter that has it with live.python"
         return Diagnosis(engine, works=False, reason="not installed for this Python", remedy=remedy)
-    if not gpu_count() and "cpu" not in found:
+    if not gpu_count() and "cpu" not in version:
         remedy = "name running servers with live.url, or live.prefill and live.decode"
-        return Diagnosis(engine, works=False, reason=f"{found} is here, but no NVIDIA GPU", remedy=remedy)
-    return Diagnosis(engine, works=True, version=found)
+        return Diagnosis(engine, works=False, reason=f"{version} is here, but no NVIDIA GPU", remedy=remedy)
+    return Diagnosis(engine, works=True, version=version)
 
 
 def _link() -> Diagnosis:
@@ -144,8 +144,8 @@ def _link() -> Diagnosis:
     return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
 
 
-def _table(found: Iterable[Diagnosis]) -> str:
-    every = list(found)
+def _table(diagnoses: Iterable[Diagnosis]) -> str:
+    every = list(diagnoses)
     width = max(16, *(len(one.name) for one in every))
     return "\n".join(_row(one, width) for one in every)
 

@@ -472,9 +472,9 @@ def _check_packages() -> None:
     home = Path(pdsim.__file__).resolve().parent.parent
     for name in ("conf", "backends", "experiments"):
         spec = find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
-        if found is None or found.parent != home:
-            what = found or "a folder of that name"
+        folder = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
+        if folder is None or folder.parent != home:
+            what = folder or "a folder of that name"
             raise ConfigError(
                 f"the package {name!r} of pdsim is hidden by {what}; use the command pdsim, or python -P -m pdsim, "
                 f"or run from another directory"

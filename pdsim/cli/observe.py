@@ -40,13 +40,13 @@ def observe(words: Sequence[str]) -> int:
     path, kind, to = Path(files[0]), asked.get("--format", ""), asked.get("--to", Path())
     if (tool := kind if kind in importers.SERVED else _of_transfers(path)) and kind in ("", tool):
         return _transfers(path, tool, to)
-    found = observed.read(path, kind)
+    requests = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
     with whole_file(trace, "--to") as file:
-        file.write(observed.trace(found).encode())
+        file.write(observed.trace(requests).encode())
     own = ["experiment=serve", "target=live", "live.url=http://observed", f"workload.trace={trace}"]
     config = compose([*overrides, *own])
-    measured = plugins.resolve(plugins.EXPERIMENTS, "serve").observed(config, found, path.name)
+    measured = plugins.resolve(plugins.EXPERIMENTS, "serve").observed(config, requests, path.name)
     with Run(config, command=["pdsim", "observe", path.name, *overrides], overrides=[*overrides, *own]) as run:
         folder = run.finish(measured)
     terminal.show(folder)
@@ -63,12 +63,12 @@ def _of_transfers(path: Path) -> str:
 
 
 def _transfers(path: Path, tool: str, to: Path) -> int:
-    found = importers.read(path, tool)
+    samples = importers.read(path, tool)
     file = make(to, "--to ") / f"{path.stem}.samples.csv"
     points.write(
-        file, replace(found, about={**found.about, "kind": "measured", "source": f"log of {tool}, {path.name}"})
+        file, replace(samples, about={**samples.about, "kind": "measured", "source": f"log of {tool}, {path.name}"})
     )
-    print(f"{len(found.rows)} kinds of transfers: {file}")  # noqa: T201
+    print(f"{len(samples.rows)} kinds of transfers: {file}")  # noqa: T201
     print(f"fit: pdsim calibrate --from {file} hw=... backend=...")  # noqa: T201
     print(f"predict: pdsim run experiment=transfer experiment.points={file} hw=... backend=...")  # noqa: T201
     return 0

@@ -185,8 +185,8 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
 
 
 def _release(folder: Path) -> str:
-    found = [each.name for parent in folder.parents for each in parent.glob("aiconfigurator_core-*.dist-info")]
-    return f" {found[0].split('-')[1].removesuffix('.dist')}" if found else ""
+    releases = [each.name for parent in folder.parents for each in parent.glob("aiconfigurator_core-*.dist-info")]
+    return f" {releases[0].split('-')[1].removesuffix('.dist')}" if releases else ""
 
 
 def errors(fit: fits.KernelFit) -> Table:
@@ -202,28 +202,28 @@ def errors(fit: fits.KernelFit) -> Table:
 
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:
-    overrides, found = parse("profile", words)
+    overrides, options = parse("profile", words)
     for name, parsed in (("--models", _models), ("--tables", _engine_and_version), ("--device", _device)):
         try:
-            found |= {name: parsed(found[name])} if name in found else {}
+            options |= {name: parsed(options[name])} if name in options else {}
         except ValueError as error:
-            raise ConfigError(f"{name} {found[name]}: {error}") from error
+            raise ConfigError(f"{name} {options[name]}: {error}") from error
     for name in ("--name", "--compact"):
-        plain_name(name, found.get(name, ""))
+        plain_name(name, options.get(name, ""))
     if models := [word[6:] for word in overrides if word.startswith("model=")]:
-        found.setdefault("--models", _models(models[-1]))
-    fields = {name.lstrip("-").replace("from", "source"): value for name, value in found.items()}
+        options.setdefault("--models", _models(models[-1]))
+    fields = {name.lstrip("-").replace("from", "source"): value for name, value in options.items()}
     return _ProfileCommand(overrides=tuple(word for word in overrides if not word.startswith("model=")), **fields)
 
 
 def _models(text: str) -> tuple[tuple[str, int, int], ...]:
-    found = []
+    models = []
     for word in text.split(","):
         match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?(?::(\d+))?", word)
         if match is None or match[2] == "0":
             raise ValueError("must be models as MODEL, MODEL:TP or MODEL:TP:LAYERS, with commas between them")
-        found.append((match[1], int(match[2] or 1), int(match[3] or 0)))
-    return tuple(found)
+        models.append((match[1], int(match[2] or 1), int(match[3] or 0)))
+    return tuple(models)
 
 
 def _engine_and_version(text: str) -> tuple[str, str]:
@@ -316,12 +316,12 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 # --- the configuration ---------------------------------------------------------------------------------------------
 
 
-def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -> str:
+def _yaml(name: str, title: str, models: Sequence[str], fit: fits.KernelFit) -> str:
     # Without *models* it holds for all that need only the operators that there are.
-    held = [f"{one.what} {100 * one.median:.1f}" for one in found.errors if not one.what.endswith(("to", "it"))]
+    held = [f"{one.what} {100 * one.median:.1f}" for one in fit.errors if not one.what.endswith(("to", "it"))]
     lines = [f"# {name}: times of operators, written by pdsim profile", "overhead: 0s"]
     lines += [f"measured_of: [{', '.join(models)}]"] * bool(models)
-    lines += ["kernels:", *_block(found.kernels)]
+    lines += ["kernels:", *_block(fit.kernels)]
     lines += ["source: >-", *_wrapped(f"{title}; medians of the error in %: {'; '.join(held)}")]
     return "\n".join(lines) + "\n"
 

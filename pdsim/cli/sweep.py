@@ -53,12 +53,12 @@ def sweep(words: Sequence[str]) -> int:
     json, quiet = "--json" in options, "--quiet" in options
     asked = _asked(rest, options)
     executor = executor_of(asked.executor, asked.line)
-    found = points(asked) if asked.search is None else _first(asked)
-    if not found:
+    asked_points = points(asked) if asked.search is None else _first(asked)
+    if not asked_points:
         raise ConfigError("a key has no value; see pdsim sweep --help")
-    if all(point.config is None for point in found) and asked.search is None:
-        raise ConfigError(found[0].refusal)
-    folder = _folder(found, asked)
+    if all(point.config is None for point in asked_points) and asked.search is None:
+        raise ConfigError(asked_points[0].refusal)
+    folder = _folder(asked_points, asked)
     resumed = (folder / LEDGER).is_file()
     with only_json(json) as out:
         if resumed and not (json or quiet):
@@ -68,7 +68,7 @@ def sweep(words: Sequence[str]) -> int:
             with terminal.Progress("sweep", at_once=True) as bar:
                 shown = silent if quiet or json else bar
                 if asked.search is None:
-                    rows = driver.sweep(folder, found, executor, shown)
+                    rows = driver.sweep(folder, asked_points, executor, shown)
                 else:
                     rows = _searched(asked, folder, executor, shown)
         except KeyboardInterrupt:
@@ -150,13 +150,13 @@ def points(asked: Asked) -> list[Point]:
     space = _space(asked)
     if space.intervals:
         raise ConfigError(f"{next(iter(space.intervals))}=interval(...) has no list of values; add --search optuna")
-    found: dict[str, Point] = {}
+    by_name: dict[str, Point] = {}
     with compose.initialized(asked.line):
         composer = _Composer(asked.line, space.fixed, space.keys)
         for choice in combinations(space.axes):
             point = composer.point(choice)
-            found.setdefault(point.name, point)
-    return list(found.values())
+            by_name.setdefault(point.name, point)
+    return list(by_name.values())
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,10 @@ class _Composer:
         # They are those of the composition of the groups with the swept values set in it, if that is certain to be
         # the same as what Hydra would do with all the words.
         base = self._base(choice)
-        found = [self._setting(f"{key}={choice[key]}") for key in self._values]
-        if base is None or not self._apart or any(_complex(value) for _, value in found):
+        settings = [self._setting(f"{key}={choice[key]}") for key in self._values]
+        if base is None or not self._apart or any(_complex(value) for _, value in settings):
             return compose.plain(self._line, words)
-        for key, value in found:
+        for key, value in settings:
             base = _set(base, key.split("."), value)
         return base
 
@@ -285,10 +285,10 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
 # --- where and by what ---------------------------------------------------------------------------------------------
 
 
-def _folder(found: Sequence[Point], asked: Asked) -> Path:
+def _folder(every: Sequence[Point], asked: Asked) -> Path:
     # Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points
     # would lie in several folders.
-    outputs = {point.config.output for point in found if point.config is not None} or {"results"}
+    outputs = {point.config.output for point in every if point.config is not None} or {"results"}
     if len(outputs) > 1:
         raise ConfigError(f"output={','.join(sorted(outputs))}: a sweep has one folder; give output one value")
     said = [word for word in asked.line.words if not word.startswith("output=")]
@@ -310,8 +310,8 @@ def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
     compose.ready([f"executor={name}"], line.folders)
     settings = [word for word in words if not word.startswith("executor=")]
     with compose.initialized(line):
-        found = hydra.compose(f"executor/{name}", compose.ready(settings, line.folders))
-    values = compose.resolved(found)["executor"]
+        composed = hydra.compose(f"executor/{name}", compose.ready(settings, line.folders))
+    values = compose.resolved(composed)["executor"]
     kind = values.pop("name", name)
     built: Executor = build(plugins.resolve(plugins.EXECUTORS, kind), values, "executor")
     return built

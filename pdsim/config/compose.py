@@ -170,12 +170,12 @@ def raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
 
 def places(line: CommandLine) -> list[str]:
     """Return the override that tells Hydra where groups are beside the primary configuration; none if nowhere."""
-    found = [f"file://{folder.resolve()}" for folder in line.folders if folder.resolve() != line.home]
-    found += [
+    urls = [f"file://{folder.resolve()}" for folder in line.folders if folder.resolve() != line.home]
+    urls += [
         f"pkg://{package}" for package in plugins.folders() if package != "conf" or (line.home and not line.path)
     ]
-    quoted = ("'{}'".format(place.replace("\\", "\\\\").replace("'", "\\'")) for place in found)
-    return [f"hydra.searchpath=[{','.join(quoted)}]"] if found else []
+    quoted = ("'{}'".format(place.replace("\\", "\\\\").replace("'", "\\'")) for place in urls)
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if urls else []
 
 
 def resolved(values: DictConfig) -> dict[str, Any]:
@@ -243,12 +243,12 @@ def leaves(overrides: Iterable[str]) -> list[str]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     chosen = set(plugins.groups())
-    found: list[str] = []
+    keys: list[str] = []
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
         value = OverridesParser.create().parse_override(text).value() if "={" in text else None
-        found += _below(key, value) if isinstance(value, Mapping) else [key] if key not in chosen else []
-    return found
+        keys += _below(key, value) if isinstance(value, Mapping) else [key] if key not in chosen else []
+    return keys
 
 
 def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:

@@ -172,9 +172,9 @@ def _engine(backend: Engine) -> Iterator[str]:
     from backends import registry
 
     if backend.name in registry.backends():
-        found = registry.diagnose(backend.name)
-        if not found.works:
-            yield f"backend={backend.name} does not work on this machine: {found.reason}; {found.remedy}"
+        diagnosis = registry.diagnose(backend.name)
+        if not diagnosis.works:
+            yield f"backend={backend.name} does not work on this machine: {diagnosis.reason}; {diagnosis.remedy}"
     elif backend.implementation not in registry.names():
         yield (
             f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
@@ -552,8 +552,8 @@ def check_quantities(config: Config, values: Mapping[str, Any], typed: Iterable[
             line = _beyond(quantity, _written(values, quantity.key))
         if line:
             problems[covers(keys, _without_places(quantity.key))].append(line)
-    if found := problems[True] or problems[False]:  # what was typed may be why others are beyond their bounds
-        raise ConfigError("\n".join(found))
+    if lines := problems[True] or problems[False]:  # what was typed may be why others are beyond their bounds
+        raise ConfigError("\n".join(lines))
 
 
 def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...]) -> str:
