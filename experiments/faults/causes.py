@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
-from experiments.faults.description import Scenario
+from experiments.faults.circumstances import Scenario
 from pdsim.hardware.costs import EngineModel
 from pdsim.serving.deployment import ROUTER, instance_of
 from pdsim.sim.faults import Pause, Silence

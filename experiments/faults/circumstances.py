@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is served, and on what, in scenarios of `experiment=faults` that are not plain: layouts, lengths, pools.
 
-Each function returns what it was given with one of `experiments.faults.kinds.KINDS` applied, drawn from a stream of
-the seed.
+`Scenario` is a job, its requests, and everything that happens to it.  Each function returns what it was given with
+one of `experiments.faults.kinds.KINDS` applied, drawn from a stream of the seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import inf
 
 import numpy as np
@@ -22,26 +22,8 @@ from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import Request
-from pdsim.sim.faults import Pause, Silence
-
-__all__ = [
-    "another_engine",
-    "edge_lengths",
-    "full_queue",
-    "growing",
-    "hasty",
-    "hosted",
-    "limited",
-    "other_policy",
-    "pauses",
-    "pulled",
-    "routed",
-    "silences",
-    "slow_scatter",
-    "tiny",
-    "two_nodes",
-    "wider",
-]
+from pdsim.sim.faults import Faults, Pause, Silence
+from pdsim.transfer.job import RankSpec
 
 _SIDES = (  # prefill and decode
     (Side(tp=1, pp=2, cp=2), Side(tp=1)),
@@ -64,6 +46,24 @@ _POLICIES = (
 _ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 _OUTPUTS = 1, 1, 2
 """Tokens, one of which is drawn: a request of one token is over when its KV is there."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is served, and what goes wrong meanwhile."""
+
+    seed: int
+    job: Deployment
+    specs: list[RankSpec]
+    requests: list[Request]
+    cancels: Mapping[int, float]
+    faults: Faults
+    kill: Mapping[str, float]
+    restart: Mapping[str, float]
+    limit: float
+    machine: Machine
+    engine: Engine
+    text: str  # what it is, in one line
 
 
 def wider(config: Config, random: np.random.Generator) -> Config:

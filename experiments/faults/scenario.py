@@ -22,6 +22,7 @@ import numpy as np
 from experiments import serve
 from experiments.faults.causes import Causes
 from experiments.faults.circumstances import (
+    Scenario,
     another_engine,
     edge_lengths,
     full_queue,
@@ -39,7 +40,6 @@ from experiments.faults.circumstances import (
     two_nodes,
     wider,
 )
-from experiments.faults.description import Scenario
 from experiments.faults.kinds import KINDS, RARE
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
