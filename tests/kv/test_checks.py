@@ -11,6 +11,7 @@ import pytest
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.peers import REGION
+from pdsim.kv.push import KvSender
 from pdsim.transfer import Batch, Region
 from pdsim.verify.computed import ComputedChecker
 from pdsim.verify.leaks import LeakChecker
@@ -106,7 +107,8 @@ def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(
 
 def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     owners = ownership(found)
-    sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
+    sender: Any = object.__new__(KvSender)  # of which only this is asked
+    sender.layout, sender._gather = LAYOUT, lambda state, batch: None
     mover = SimpleNamespace(layout=LAYOUT, sender=sender)
     prefill = member("prefill0.0", incarnation="prefill0@1", mover=mover, scheduler=scheduling())
     prefill.scheduler.pages.pool.allocate(7, 1)
