@@ -52,8 +52,9 @@ class OwnershipChecker:
         self._members[name] = member
         if getattr(member, "scheduler", None) is not None:
             self._leaders.setdefault(name, []).append(member)
-        sender: Any = getattr(getattr(member, "mover", None), "sender", None)
-        if isinstance(sender, KvSender):
+        mover: Any = getattr(member, "mover", None)
+        if isinstance(getattr(mover, "sender", None), KvSender):
+            sender = mover.sender
             sender._gather = self._watched(sender._gather)
 
     def read(self, batch: Batch, label: str) -> None:
