@@ -19,6 +19,7 @@ from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
+from pdsim.testing.cases import COLLECTIVE
 from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT
 from tests.support.serving import GQA, ONE, POOL, configured
@@ -64,7 +65,7 @@ def serve(
             arguments["leaves"] = [list(leave) for leave in leaves]
         arguments["job"] = {**arguments["job"], **change.get(spec.name, {})}
         ranks.append(replace(spec, arguments=arguments))
-    model = Model(config.hw, config.backend, memory="tracked", limit=60.0)
+    model = Model(config.hw, config.backend, memory="tracked", limit=60.0, collective=config.collective)
     return model.run(ranks, kill, restarts)
 
 
@@ -133,6 +134,24 @@ def test_an_instance_that_starts_again_serves_again(instance: str, later: float)
     assert found[:9] == ["ok"] * 9
     assert found[-10:] == ["ok"] * 10  # served by the new incarnation
     assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_context_parallel_ranks_gather_again_after_a_restart():
+    # prefill0.1 is lost in a forward, so prefill0.0 waits in the gather that follows until the loss is detected
+    requests = [Request(0.05 * number, 100, 4) for number in range(20)]
+    restarts = {"prefill0.0": 0.7, "prefill0.1": 0.7}
+    sides = {"prefill": Side(tp=1, cp=2), "collective": COLLECTIVE}
+    outcome = serve(requests, {"prefill0.1": 0.5003}, restarts, **sides)
+    lost = ["PeerLost: prefill0.0 was started again"] * 4 + ["PeerLost: no connected instance is left"]
+    assert statuses(outcome) == ["ok"] * 10 + lost + ["ok"] * 5
+    gathers = [row for row in outcome.ranks["prefill0.0"].transfers if row.operation == "all_gather"]
+    # each incarnation meets once at its start, then gathers once a request
+    assert [row.status for row in gathers] == ["ok"] * 11 + ["PeerLost"] + ["ok"] * 6
+    assert gathers[11].completed == pytest.approx(0.5003 + DETECTION, abs=1e-12)
+    assert gathers[12].submitted == 0.7
+    before, after = gathers[10], gathers[-1]
+    assert after.completed - after.submitted == pytest.approx(before.completed - before.submitted, abs=1e-12)
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
