@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/validation.md and of the READMEs of its data, and both figures.
+"""Write the generated parts of docs/validation.md and of its data, and both figures.
 
     python -m tools.validation                 # writes them, docs/accuracy.svg and docs/live.svg
     python -m tools.validation predictions     # prints what is predicted for machines not yet measured
@@ -30,7 +30,7 @@ from tools.live_data import DATA, METRICS
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
-LIVE = DATA / "README.md"
+CAMPAIGNS = DATA / "campaigns.csv"
 LIST = STORED / "README.md"
 CHANGES = (("sliced", "staged"), ("metadata control", "metadata data"), ("default", "symmetric"))
 """Words of labels: what is before a change of the reports, and what is after it."""
@@ -44,7 +44,7 @@ POOLS = {
     "**SGLang, blind, 4 hosts**": ("blind/sglang", "third/sglang", "fourth/sglang", "fifth/sglang"),
     "SGLang, blind, by `engine=vllm`": tuple(f"{name}/sglang-as-vllm" for name in ("blind", "fourth", "fifth")),
 }
-"""Blind predictions that are one row of the page; all others are in the README of the data."""
+"""Blind predictions that are one row of the page; `CAMPAIGNS` has all."""
 
 HANDOFFS = ("vllm", "vllm-1to2", "vllm-2to1", "sglang", "sglang-1to2", "sglang-2to1")
 """Variants of the fourth campaign whose single requests are shown."""
@@ -210,11 +210,13 @@ def serving() -> Iterator[str]:
         yield f"| `{name}` | " + " | ".join(cells) + " |"
 
 
-def campaigns() -> Iterator[str]:
-    """Yield the lines about every blind prediction: a row each."""
-    yield from _header(["prediction", "loads", *NAMES.values(), "within bound", "within repeats", "missed"])
+def campaigns() -> str:
+    """Return the text of `CAMPAIGNS`: a row for every blind prediction, with the columns of the page's table."""
+    lines = [",".join(["prediction", "loads", *NAMES.values(), "within bound", "within repeats", "missed"])]
     for name, (path, folder) in live_data.blind().items():
-        yield _pool(f"`{name}`", "sglang" if "sglang" in folder.name else "vllm", [_errors(path, folder)])
+        row = _pool(name, "sglang" if "sglang" in folder.name else "vllm", [_errors(path, folder)])
+        lines.append(row.strip("| ").replace(" | ", ","))
+    return "\n".join(lines) + "\n"
 
 
 def _errors(path: Path, folder: Path) -> dict[str, list[tuple[str, float]]]:
@@ -297,7 +299,6 @@ def blocks() -> Iterator[tuple[Path, str, Iterable[str]]]:
     yield PAGE, "transfers", [*reached(done), *gains(done)]
     yield PAGE, "serving engines", serving()
     yield LIST, "list", provenance(stored)
-    yield LIVE, "campaigns", campaigns()
 
 
 def rewritten(path: Path, block: str, lines: Iterable[str]) -> str:
@@ -320,6 +321,7 @@ def main(words: Sequence[str]) -> None:
         return
     for path, block, lines in blocks():
         path.write_text(rewritten(path, block, lines), encoding="utf-8")
+    CAMPAIGNS.write_text(campaigns(), encoding="utf-8")
     for figure in (accuracy(), live()):
         (PAGE.parent / f"{figure.name}.svg").write_bytes(drawing.image(figure, "svg", titled=False))
 

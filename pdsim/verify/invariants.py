@@ -38,23 +38,21 @@ from pdsim.verify.ownership import OwnershipChecker
 __all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
 
 INVARIANTS = {
-    "I1": "A room ends once on each rank; what has failed never succeeds.",
-    "I2": "A room holds at decode, on every rank, exactly what prefill computed: every byte is compared when it has "
-    "arrived, when decoding begins and when it ends, and windows by a formula that writers do not share.",
-    "I3": "Nothing is read from, or lands on, a page or state row that is not its room's at that moment.",
-    "I4": "Nothing is written outside the staging slot of its room, writer and chunk; slots never overlap.",
-    "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that "
-    "lost one, fell silent or paused, or of a job whose router is lost.",
-    "I6": "First-token metadata is read from, and lands in, the slot of its room; when the scheduler reads it, the "
-    "slot is the room's and holds it.",
-    "I7": "The ranks of a group take up the same chunks of the same rooms, and pages, in one order.",
-    "I8": "At the end nothing is left: no pages, slots, ring bytes, memory regions or outstanding tokens; no "
-    "container has grown.",
+    "I1": "A room ends once on each rank; a failed room never succeeds.",
+    "I2": "On every decode rank a room holds exactly what prefill computed. Every byte is compared on arrival, and "
+    "when decoding begins and ends.",
+    "I3": "A read or a write touches only pages and state rows that belong to its room at that moment.",
+    "I4": "Writes to a staging slot belong to its room, writer and chunk; slots never overlap.",
+    "I5": "Every request ends, and each failure follows a fault that reached the request. Only ranks of faulted "
+    "instances, or of a job without router, end.",
+    "I6": "First-token metadata is read from, lands in, and is taken from the slot of its room.",
+    "I7": "The ranks of a group process the same chunks and pages in one order.",
+    "I8": "At the end nothing is left: pages, slots, ring bytes, memory regions, outstanding tokens; no container "
+    "has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
-    "I10": "What is read of a room at prefill (pages, state, metadata) was computed there by forwards that have "
-    "ended; bytes carry the chunk that computed them.",
+    "I10": "Prefill sends only pages, state and metadata that finished forwards have computed.",
 }
-"""What is checked, by name; `docs/faults.md` has the table."""
+"""The checked invariants, by name; `docs/faults.md` has the table."""
 
 
 class Violation(NamedTuple):

@@ -11,6 +11,7 @@ from tools import live_data, validation
 def test_the_pages_are_what_the_committed_files_say():
     for path, block, lines in validation.blocks():
         assert validation.rewritten(path, block, lines) == path.read_text(encoding="utf-8"), block
+    assert validation.campaigns() == validation.CAMPAIGNS.read_text(encoding="utf-8")
 
 
 def test_predictions_made_ahead_are_printed_by_machine_and_class(tmp_path: Path):

@@ -1,32 +1,32 @@
-"""Catch every mutant and write the table of `docs/faults.md`: ``python -m tests.mutants``."""
+"""Catch every mutant and write `data/benchmarks/mutants.csv`: ``python -m tests.mutants``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import csv
 from pathlib import Path
 
-from tests.mutants.catalog import MUTANTS, Caught
+from tests.mutants.catalog import MUTANTS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
-BEGIN, END = "<!-- mutants -->\n", "<!-- end of mutants -->\n"
+RECORD = Path(__file__).parents[2] / "data" / "benchmarks" / "mutants.csv"
+COLUMNS = ("hazard", "change", "invariant", "seeds", "run")
+"""``seeds`` were needed until the invariant caught the change; ``run`` of them had scenarios where it can show."""
 
 
-def table(caught: Mapping[str, Caught | None] | None) -> Iterator[str]:
-    """Yield the lines of the table, without figures if *caught* is None."""
-    for mutant in MUTANTS:
-        found = caught[mutant.hazard] if caught else None
-        figures = f"{found.seeds} | {found.run}" if found else "not caught | -"
-        yield f"| {mutant.hazard} | {mutant.what} | {mutant.invariant} | {figures} |"
+def recorded() -> dict[tuple[str, str, str], int]:
+    """Return the seeds that each mutant needed, by hazard, change and invariant."""
+    with RECORD.open(encoding="utf-8", newline="") as file:
+        return {(row["hazard"], row["change"], row["invariant"]): int(row["seeds"]) for row in csv.DictReader(file)}
 
 
 def main() -> None:
-    """Write the table between the two marks."""
-    caught = {mutant.hazard: mutant.catch() for mutant in MUTANTS}
-    head = ["| hazard | what is changed | caught by | seeds needed | of these run |", "|---|---|---|---|---|"]
-    lines = [*head, *table(caught)]
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
+    """Write the record."""
+    caught = [(mutant, mutant.catch()) for mutant in MUTANTS]
+    with RECORD.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for mutant, seeds in caught:
+            figures = ("not caught", "-") if seeds is None else (seeds.seeds, seeds.run)
+            writer.writerow([mutant.hazard, mutant.what, mutant.invariant, *figures])
 
 
 if __name__ == "__main__":
