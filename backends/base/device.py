@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
+from pdsim.core.arena import Arena
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
@@ -31,7 +31,6 @@ from pdsim.transfer.group import SYMMETRIC
 
 __all__ = [
     "POOLS",
-    "Arena",
     "Cut",
     "HostBuffer",
     "HostDevice",
@@ -219,46 +218,6 @@ class RealDevice(ABC):
 
 Cut = Callable[[int, int, Callable[[], None]], Any]
 """``cut(offset, size, give_back)`` returns a buffer of a part of a segment, which calls *give_back* at its end."""
-
-
-class Arena:
-    """Offsets of a piece of memory of *size* bytes.
-
-    Invariant: gaps are ascending, do not overlap and do not touch, and their bytes and those taken add up to *size*.
-
-    >>> arena = Arena(100)
-    >>> arena.take(60), arena.take(60), arena.take(40)
-    (0, None, 60)
-    >>> arena.give(0, 60); arena.give(60, 40); arena.take(100)
-    0
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._gaps = [(0, size)]  # offset and size, ascending, never touching
-
-    @property
-    def free(self) -> int:
-        """Bytes of all gaps."""
-        return sum(size for _, size in self._gaps)
-
-    def take(self, size: int) -> int | None:
-        """Return the first offset with room for *size* bytes, or None."""
-        for index, (offset, room) in enumerate(self._gaps):
-            if room >= size:
-                self._gaps[index : index + 1] = [(offset + size, room - size)] if room > size else []
-                return offset
-        return None
-
-    def give(self, offset: int, size: int) -> None:
-        """Undo a `take`."""
-        insort(self._gaps, (offset, size))
-        merged: list[tuple[int, int]] = []
-        for start, room in self._gaps:
-            if merged and sum(merged[-1]) == start:
-                start, room = merged[-1][0], merged.pop()[1] + room
-            merged.append((start, room))
-        self._gaps = merged
 
 
 class ReservedPool:

@@ -11,7 +11,6 @@ where it is, and counts as used, until the last hold is released.
 from __future__ import annotations
 
 import mmap
-from bisect import insort
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
+from pdsim.core.arena import Arena
 from pdsim.core.clock import Clock, fire
 from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
@@ -171,7 +171,7 @@ class DeviceMemory:
         self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
         self._pool_used = dict.fromkeys(POOLS, 0)
         self._peak = dict.fromkeys(POOLS, 0)
-        self._gaps: list[tuple[int, int]] = [(base, capacity)]  # address and size, ascending, never touching
+        self._arena = Arena(capacity, base)
         self._buffers: dict[int, SimBuffer] = {}  # by address
 
     def allocate(self, size: int, pool: str) -> SimBuffer:
@@ -198,13 +198,7 @@ class DeviceMemory:
         buffer.forget()
         self.used -= buffer.size
         self._pool_used[buffer.pool] -= buffer.size
-        insort(self._gaps, (buffer.address, buffer.size))
-        merged: list[tuple[int, int]] = []
-        for address, size in self._gaps:
-            if merged and sum(merged[-1]) == address:
-                address, size = merged[-1][0], merged.pop()[1] + size
-            merged.append((address, size))
-        self._gaps = merged
+        self._arena.give(buffer.address, buffer.size)
 
     def at(self, address: int) -> SimBuffer | None:
         """Return the buffer that starts at *address*, if any."""
@@ -220,15 +214,13 @@ class DeviceMemory:
         return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
 
     def _take(self, size: int) -> int:
-        for index, (address, room) in enumerate(self._gaps):
-            if room >= size:
-                self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
-                return address
-        largest = max((room for _, room in self._gaps), default=0)
+        address = self._arena.take(size)
+        if address is not None:
+            return address
         raise OutOfMemory(
             f"{format_size(size)} do not fit on {self.name}: "
             f"{format_size(self.used)} of {format_size(self.capacity)} "
-            f"are in use and the largest gap has {format_size(largest)}; free some or take less"
+            f"are in use and the largest gap has {format_size(self._arena.largest_gap)}; free some or take less"
         )
 
 
