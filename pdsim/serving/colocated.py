@@ -191,7 +191,6 @@ class ColocatedEngine:
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
-        self.preemptions = 0
         self._finished = finished
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
         self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
@@ -365,7 +364,6 @@ class ColocatedEngine:
         self._batch.leave(lambda other: other == number)
         self.pages.release(number)
         one.has_pages = False
-        self.preemptions += 1
         if self.job.engine.preemption == "retract":
             self._moving[0] += member.context
             self._retracted.append((one, member))

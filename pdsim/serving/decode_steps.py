@@ -24,7 +24,7 @@ from pdsim.kv.rooms import Consensus, QuarantineStall
 from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.rank_process import EngineRank, Mover
-from pdsim.serving.scheduler_host import StepVariation
+from pdsim.serving.scheduler_host import StepVariation, iteration_seconds
 from pdsim.serving.seams import Running, Scheduler
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
@@ -364,10 +364,7 @@ class RunningBatch:
         return DecodeSpan(start, base, cost, batch, context, self._variation, self._step, before)
 
     def _iteration(self, forward: float) -> float:
-        # Launching the kernels bounds the forward from below.  With overlap the host prepares the next step
-        # meanwhile.
-        forward = max(forward, self._host.launch)
-        return max(forward, self._host.step) if self._overlap else forward + self._host.step
+        return iteration_seconds(forward, self._host.launch, self._host.step, self._overlap)
 
 
 class GrowingMemory:

@@ -18,8 +18,9 @@ from math import isfinite
 from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import Request, RequestTable, stream
+from pdsim.serving.scheduler_host import iteration_seconds
 from pdsim.serving.seams import handoff_of
-from pdsim.serving.settings import HostCosts, Workload
+from pdsim.serving.settings import Workload
 
 __all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
 
@@ -121,7 +122,7 @@ def prefill_iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[floa
 
     The host's time is included, with or without overlap as the engine has it.
     """
-    host = job.engine.prefill
+    host, overlap = job.engine.prefill, job.engine.overlap
     pieces: list[tuple[int, int]] = []
     budget, held_up = job.chunk, 0.0
     for prompt in prompts:
@@ -133,15 +134,10 @@ def prefill_iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[floa
             done += tokens
             budget -= tokens
             if not budget or len(pieces) == job.prefill_batch:
-                yield _with_host(job.prefill_seconds(pieces), host, job.engine.overlap) + held_up
+                yield iteration_seconds(job.prefill_seconds(pieces), host.launch, host.step, overlap) + held_up
                 pieces, budget, held_up = [], job.chunk, 0.0
     if pieces:
-        yield _with_host(job.prefill_seconds(pieces), host, job.engine.overlap) + held_up
-
-
-def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:
-    forward = max(forward, host.launch)
-    return max(forward, host.step) if overlap else forward + host.step
+        yield iteration_seconds(job.prefill_seconds(pieces), host.launch, host.step, overlap) + held_up
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,8 @@ class _Decoding:
         return cls(steps, tokens, pages, before, held_up)
 
     def step(self, job: Deployment, batch: int) -> float:
-        base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
+        host = job.engine.decode
+        base = iteration_seconds(job.decode_time.step(batch), host.launch, host.step, job.engine.overlap)
         context = self.tokens / self.steps
         return base + max(job.decode_time.context_of(batch) * batch * context, job.decode_time.sequence * context)
 

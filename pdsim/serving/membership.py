@@ -30,7 +30,7 @@ from pdsim.kv.messages import (
     RoomReply,
 )
 from pdsim.kv.rooms import ExpiringMap
-from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, incarnation_name, instance_of, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, incarnation_name, index_of, instance_of, rank_name
 from pdsim.serving.rank_process import EngineRank, Handler, RankProcess
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
@@ -513,31 +513,36 @@ class PeerFence:
 
 
 class FenceCount:
-    """The fences that a leader waits for: the rooms of each, and which of its *ranks* lack the proof.
+    """The fences that the leader of an instance, *process*, waits for; *proof* is that of its own rank.
 
-    Numbers follow *first*, so an answer to an earlier process of the leader is none to this one.  Life of a fence:
-    `begin` returns the message to send, `count` takes the answers, and the last one returns the rooms.
+    *free* is called with each room of a fence once every rank has answered it.  Numbers follow the start of the
+    process, so an answer to an earlier process of the leader is none to this one.
     """
 
-    def __init__(self, first: int, ranks: int) -> None:
-        self._number = first
-        self._ranks = ranks
+    def __init__(self, process: EngineRank, proof: PeerFence, free: Callable[[int], None]) -> None:
+        self._process = process
+        self._proof = proof
+        self._free = free
+        self._number = process.started
         self._open: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        process.handlers[Fenced] = self._fenced
 
-    def begin(self, incarnation: str, rooms: list[int]) -> Fence:
-        """Return the question to every rank about *incarnation*, whose proof *rooms* wait for."""
+    def begin(self, incarnation: str, rooms: list[int]) -> None:
+        """Ask every rank for the proof about *incarnation*, for which *rooms* wait."""
         self._number += 1
-        self._open[self._number] = rooms, set(range(self._ranks))
-        return Fence(self._number, incarnation)
+        self._open[self._number] = rooms, set(range(len(self._process.followers) + 1))
+        fence = Fence(self._number, incarnation)
+        self._process.send(self._process.followers, fence)
+        self._proof.prove(fence)
 
-    def count(self, rank: int, message: Fenced) -> list[int] | None:
-        """Count the proof of *rank*; return the rooms that waited for it alone, None if no fence has that number."""
+    def _fenced(self, sender: str, message: Fenced) -> None:
         fence = self._open.get(message.number)
         if fence is None:
-            return None
+            self._process.ignore()
+            return
         rooms, missing = fence
-        missing.discard(rank)
-        if missing:
-            return []
-        del self._open[message.number]
-        return rooms
+        missing.discard(index_of(sender))
+        if not missing:
+            del self._open[message.number]
+            for room in rooms:
+                self._free(room)

@@ -35,7 +35,7 @@ from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
 from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker
 from pdsim.serving.rank_process import EngineRank, Handler
-from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.scheduler_host import SchedulerHost, iteration_seconds
 from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
@@ -574,8 +574,8 @@ class PrefillScheduler:
 
     def iteration_seconds(self, pieces: list[tuple[int, int]]) -> float:
         """Return how long an iteration over *pieces* takes, the host's share included."""
-        forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
-        return max(forward, step) if self.job.engine.overlap else forward + step
+        forward = self.job.prefill_time.prefill(pieces)
+        return iteration_seconds(forward, self.host.costs.launch, self.host.step(), self.job.engine.overlap)
 
     def launching(self, forward: float) -> float:
         """Return for how long the end of a *forward* is not seen to, as the host launches the next one.

@@ -16,12 +16,21 @@ import numpy.typing as npt
 from pdsim.serving.requests import stream
 from pdsim.serving.settings import HostCosts
 
-__all__ = ["PostingHost", "SchedulerHost", "StepVariation"]
+__all__ = ["PostingHost", "SchedulerHost", "StepVariation", "iteration_seconds"]
 
 BUSY = 0.25
 """Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
 _DRAWS = 1024  # at a time
 _AHEAD = 64  # at a time, of the others
+
+
+def iteration_seconds(forward: float, launch: float, step: float, overlap: bool) -> float:
+    """Return the seconds of an iteration: launching its kernels bounds the *forward* from below.
+
+    The host takes *step* seconds after it or, with *overlap*, meanwhile for the next one.
+    """
+    forward = max(forward, launch)
+    return max(forward, step) if overlap else forward + step
 
 
 class SchedulerHost:

@@ -279,7 +279,7 @@ SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
 def gives_back_with_the_lease(original: Any, self: PullPrefillLeader, number: int) -> None:
     original(self, number)
     if number in self._lent:
-        self._return(self._lent[number])
+        self._return(number)
 
 
 def forgets_at_once(self: KvReader, number: int) -> None:

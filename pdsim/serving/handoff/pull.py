@@ -2,10 +2,10 @@
 """Pull: prefill computes, answers and keeps the KV under a lease; decode reads it when it has been asked (vLLM).
 
 =====================  =====================================================================================
-`PrefillDone`                 prefill leader to router: computed, here are the pages
-`Submit`          router to decode leader, which allocates pages and has its ranks read (`ReadRequest`)
+`PrefillDone`          prefill leader to router: computed, here are the pages
+`Submit`               router to decode leader, which allocates pages and has its ranks read (`ReadRequest`)
 `Renew`                decode leader to prefill leader, every heartbeat: these rooms are still wanted
-`ReadDone`            decode leader to prefill leader: nothing of the room is read any more
+`ReadDone`             decode leader to prefill leader: nothing of the room is read any more
 `Revoked`              prefill leader to decode leader: the lease is over, or the request; `ReadDone` follows
 =====================  =====================================================================================
 
@@ -25,7 +25,6 @@ from pdsim.kv.messages import (
     Arrival,
     Chunk,
     Destination,
-    Fenced,
     Forward,
     KvMessage,
     PrefillDone,
@@ -167,16 +166,14 @@ class PullPrefillLeader:
     def __init__(self, scheduler: PrefillScheduler, mover: PullPrefill) -> None:
         engine = scheduler.engine
         self._scheduler = scheduler
-        self._mover = mover
         self._engine = engine
         self._lent: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
         self._moved: list[ReadDone] = []  # what decode hears with the next look
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
-        self._fences = FenceCount(engine.started, scheduler.job.prefill.size)
+        self._fences = FenceCount(engine, mover.proof, self._return)
         handlers: dict[type[KvMessage], Handler] = {
             ReadDone: self._collected,
             Renew: self._renew,
-            Fenced: lambda sender, message: self._fenced(index_of(sender), message),
         }
         engine.handlers |= handlers
 
@@ -193,14 +190,14 @@ class PullPrefillLeader:
         rooms = [number for number, room in self._lent.items() if room.request.decode == incarnation]
         for number in rooms:
             self._end_lease(number)
-        self._begin_fence(incarnation, rooms)
+        self._fences.begin(incarnation, rooms)
         self._scheduler.wake()
 
     def stop(self) -> None:
         """Wait for the proof about revoked rooms: a reader may end before it answers."""
         revoked = {number: room.request.decode for number, room in self._lent.items() if room.state == "revoked"}
         for incarnation in dict.fromkeys(revoked.values()):
-            self._begin_fence(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
+            self._fences.begin(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
 
     def accept(self, room: PrefillRequest) -> None:
         """Have *room* wait for its first forward."""
@@ -311,27 +308,13 @@ class PullPrefillLeader:
         if self._scheduler.job.engine.noticed == "prefill":
             self._moved.append(ReadDone(room.request.decode, message.room, message.nbytes))
             self._scheduler.wake()
-        self._return(room)
+        self._return(message.room)
 
-    def _begin_fence(self, incarnation: str, rooms: list[int]) -> None:
-        fence = self._fences.begin(incarnation, rooms)
-        self._engine.send(self._engine.followers, fence)
-        self._mover.proof.prove(fence)
-
-    def _fenced(self, rank: int, message: Fenced) -> None:
-        rooms = self._fences.count(rank, message)
-        if rooms is None:
-            self._engine.ignore()
-            return
-        for number in rooms:
-            if number in self._lent:
-                self._return(self._lent[number])
-
-    def _return(self, room: PrefillRequest) -> None:
-        number = room.request.room
-        del self._lent[number]
-        self._leases.drop(number)
-        self._scheduler.forget(room)
+    def _return(self, number: int) -> None:
+        room = self._lent.pop(number, None)
+        if room is not None:
+            self._leases.drop(number)
+            self._scheduler.forget(room)
 
 
 class PullDecode:
@@ -413,8 +396,7 @@ class PullDecodeLeader:
 
     States of a room: `Submit` from the router (prefill has answered); pages, and a `ReadRequest` to all ranks;
     `TransferDone` from every rank; `ReadDone` to prefill, which may then reuse its pages.  Until then its
-    lease is renewed by
-    heartbeats.
+    lease is renewed by heartbeats.
     """
 
     def __init__(self, scheduler: DecodeScheduler, mover: PullDecode) -> None:

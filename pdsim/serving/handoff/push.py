@@ -5,7 +5,7 @@
 `Submit`               router to both leaders; rooms meet by their number, whichever side hears first
 `Destination`          decode leader to prefill leader: here are the pages, and a row for metadata
 `Arrival`              with each write, prefill rank to decode rank; `TransferDone` goes to the decode leader
-`TransferDone`            prefill leader to router: all of it is written
+`TransferDone`         prefill leader to router: all of it is written
 `Abort`, `Released`    decode leader to prefill leader: give it up; and back: nothing of it moves any more
 =====================  =====================================================================================
 
@@ -28,7 +28,6 @@ from pdsim.kv.messages import (
     Arrival,
     Chunk,
     Destination,
-    Fenced,
     Forward,
     KvMessage,
     Ready,
@@ -54,13 +53,6 @@ from pdsim.serving.prefill import PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, Handler
 
 __all__ = ["PATIENCE", "RETRY", "Push", "RoomLookup"]
-
-RETRY = 0.01
-"""Seconds after which a room is asked for again that the service did not know.
-
-Assumed: about an iteration of a decode scheduler, which is when SGLang's asks again.
-"""
-
 
 RETRY = 0.01
 """Seconds after which a room is asked for again that the service did not know.
@@ -501,13 +493,12 @@ class PushDecodeLeader:
         self._scheduler = scheduler
         self._mover = mover
         self._engine = engine
-        self._fences = FenceCount(engine.started, scheduler.job.decode.size)
+        self._fences = FenceCount(engine, mover.proof, self._release)
         self._lookup = RoomLookup(engine.clock, self._ask_where, scheduler.queue, self._unknown)
         mover.receiver.report = self._arrived_here
         handlers: dict[type[KvMessage], Handler] = {
             TransferDone: lambda sender, message: self._count(index_of(sender), message, None),
             Released: self._released,
-            Fenced: lambda sender, message: self._fenced(index_of(sender), message),
             RoomReply: self._located,
         }
         engine.handlers |= handlers
@@ -535,15 +526,17 @@ class PushDecodeLeader:
                 reason = f"PeerLost: {incarnation} is gone before all of its KV was known to be here"
                 self._engine.send(ROUTER, TransferDone(number, reason=reason))
             scheduler.timers.drop(number)
-        self._begin_fence(incarnation, [room.request.room for room in rooms])
+        self._fences.begin(incarnation, [room.request.room for room in rooms])
+        scheduler.wake()
 
     def stop(self) -> None:
         """Ask for the proof about rooms that failed: their prefill leader may end before it answers."""
         rooms = self._scheduler.rooms
         for incarnation in dict.fromkeys(room.request.prefill for room in rooms.values() if room.failed):
-            self._begin_fence(
+            self._fences.begin(
                 incarnation, [number for number, room in rooms.items() if room.request.prefill == incarnation]
             )
+            self._scheduler.wake()
 
     def submitted(self, request: Submit) -> bool:  # noqa: ARG002 a protocol
         """Return True: its KV comes by itself."""
@@ -630,20 +623,6 @@ class PushDecodeLeader:
             self._scheduler.timers.drop(number)
             self._engine.send(self._engine.followers, Abort(number))
             self._mover.forget(number)
-
-    def _begin_fence(self, incarnation: str, rooms: list[int]) -> None:
-        fence = self._fences.begin(incarnation, rooms)
-        self._engine.send(self._engine.followers, fence)
-        self._mover.proof.prove(fence)
-        self._scheduler.wake()
-
-    def _fenced(self, rank: int, message: Fenced) -> None:
-        rooms = self._fences.count(rank, message)
-        if rooms is None:
-            self._engine.ignore()
-            return
-        for number in rooms:
-            self._release(number)
 
     def _ask_where(self, rooms: tuple[int, ...]) -> None:
         self._engine.send(ROUTER, RoomQuery(rooms, self._engine.incarnation))
