@@ -230,10 +230,11 @@ def _row(key: Key) -> str:
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:
-    yield "| column | unit | definition |"
-    yield "|---|---|---|"
+    yield "| column (unit) | definition |"
+    yield "|---|---|"
     for column in of:
-        yield f"| `{column.name}` | {column.unit} | {column.definition} |"
+        unit = f" ({column.unit})" if column.unit else ""
+        yield f"| `{column.name}`{unit} | {column.definition} |"
     yield ""
 
 

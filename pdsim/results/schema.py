@@ -79,51 +79,49 @@ class Column(NamedTuple):
 
 
 TRANSFERS = (
-    Column("engine", "string", "", "what moved the bytes, as the engine reports it"),
+    Column("engine", "string", "", "transport, as the engine reports it"),
     Column("operation", "string", "", "write, read, all_gather or reserve"),
-    Column("source", "string", "", "rank whose memory the bytes came from"),
-    Column("target", "string", "", "rank whose memory the bytes went to"),
-    Column("label", "string", "", "the caller's name for it, such as its point or request"),
+    Column("source", "string", "", "rank that the bytes came from"),
+    Column("target", "string", "", "rank that the bytes went to"),
+    Column("label", "string", "", "its point or request"),
     Column("status", "string", "", "ok, or the class of its error"),
     Column("nbytes", "int64", "B", "bytes of all descriptors"),
     Column("batch_size", "int64", "", "descriptors of the transfer"),
     Column("block_size", "float64", "B", "mean bytes of a descriptor: nbytes / batch_size"),
-    Column("submitted", "float64", "s", "when the program asked for it, on the initiator's clock"),
+    Column("submitted", "float64", "s", "when the program called, on the initiator's clock"),
     Column("prepared", "float64", "s", "when the engine's descriptor lists were built"),
-    Column("posted", "float64", "s", "when the engine had taken all descriptors"),
-    Column("completed", "float64", "s", "when the bytes were at the target, as the engine tells"),
+    Column("posted", "float64", "s", "when all descriptors were posted"),
+    Column("completed", "float64", "s", "when the bytes were at the target, by the engine"),
     Column("seen", "float64", "s", "when the initiator saw the completion"),
     Column("prep_us", "float64", "us", "prepared - submitted"),
     Column("post_us", "float64", "us", "posted - prepared"),
     Column("tx_us", "float64", "us", "seen - posted, polling included"),
-    Column("poll_us", "float64", "us", "seen - completed: what polling adds"),
+    Column("poll_us", "float64", "us", "seen - completed"),
     Column("latency_us", "float64", "us", "seen - submitted, of the whole batch"),
-    Column("bw_gbs", "float64", "GB/s", "nbytes / latency, 1 GB = 1e9 bytes; null unless status is ok"),
+    Column("bw_gbs", "float64", "GB/s", "nbytes / latency; null unless status is ok"),
 )
 
 REQUESTS = (
-    Column("id", "int64", "", "its place in the workload, from 0"),
-    Column("arrival", "float64", "s", "when it arrived, from the start of the workload"),
+    Column("id", "int64", "", "place in the workload, from 0"),
+    Column("arrival", "float64", "s", "since the start of the workload"),
     Column("input", "int64", "tokens", "length of the prompt"),
-    Column("output", "int64", "tokens", "tokens that were asked for"),
-    Column("patience", "float64", "s", "from arrival until its user leaves (workload.aborts); null: stays"),
-    Column("prefill", "string", "", "prefill instance that it was sent to"),
-    Column("decode", "string", "", "decode instance that it was sent to"),
+    Column("output", "int64", "tokens", "tokens wanted"),
+    Column("patience", "float64", "s", "arrival until its user leaves (workload.aborts); null: stays"),
+    Column("prefill", "string", "", "prefill instance"),
+    Column("decode", "string", "", "decode instance"),
     Column("nbytes", "int64", "B", "KV and metadata transferred to all decode ranks"),
-    Column("status", "string", "", "ok, or why it did not get all its tokens"),
-    Column("path", "string", "", "of its KV: grouped, sliced, staged, joined by +"),
-    Column("ttft", "float64", "s", "from arrival to the first token at decode"),
-    Column("tpot", "float64", "s", "from the first token to the last, over output - 1; null for one token"),
-    Column("e2e", "float64", "s", "from arrival to the last token"),
+    Column("status", "string", "", "ok, or why tokens are missing"),
+    Column("path", "string", "", "grouped, sliced, staged, joined by +"),
+    Column("ttft", "float64", "s", "arrival to first token at decode"),
+    Column("tpot", "float64", "s", "first token to last, over output - 1; null for one token"),
+    Column("e2e", "float64", "s", "arrival to last token"),
     Column(
         "queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"
     ),
-    Column(
-        "compute", "float64", "s", "from its first to the end of its last prefill forward, and in the decode batch"
-    ),
-    Column("handshake", "float64", "s", "from decode pages reserved to the prefill scheduler having their numbers"),
-    Column("transfer", "float64", "s", "from the end of its last prefill forward to its KV and metadata in place"),
-    Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
+    Column("compute", "float64", "s", "first prefill forward to the end of the last, and in the decode batch"),
+    Column("handshake", "float64", "s", "decode pages reserved until the prefill scheduler has their numbers"),
+    Column("transfer", "float64", "s", "end of the last prefill forward until KV and metadata are in place"),
+    Column("polling", "float64", "s", "from there until the decode scheduler looks"),
 )
 
 INSTANTS = (
@@ -148,14 +146,14 @@ OPTIONAL = (
 
 LIVE = (
     Column("sent", "float64", "s", "the client sends it"),
-    Column("tokens", "int64", "tokens", "output tokens that the client got"),
-    Column("prefilled", "float64", "s", "from arrival to the prefill server's answer, as a proxy sees it"),
-    Column("handoff", "float64", "s", "from the prefill server's answer to the first token from decode"),
-    Column("itl_p50", "float64", "s", "median time from one streamed chunk with tokens to the next"),
+    Column("tokens", "int64", "tokens", "output tokens received"),
+    Column("prefilled", "float64", "s", "arrival to the prefill server's answer"),
+    Column("handoff", "float64", "s", "prefill server's answer to first token from decode"),
+    Column("itl_p50", "float64", "s", "median time between streamed chunks with tokens"),
     Column("itl_p99", "float64", "s", "99th percentile of that; needs 100 chunks"),
     Column("itl_max", "float64", "s", "longest of that"),
-    Column("finish", "string", "", "why generation ended, as the server says"),
-    Column("reported", "string", "", "what the servers report: a JSON object"),
+    Column("finish", "string", "", "why generation ended"),
+    Column("reported", "string", "", "the servers' report: a JSON object"),
 )
 """Columns of requests that only a run with `target=live` has."""
 
@@ -164,9 +162,9 @@ SAMPLES = (
     Column(
         "kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"
     ),
-    Column("name", "string", "", "which of them"),
-    Column("time", "float64", "s", "since the start of the job; `start` in summary.json is that of the workload"),
-    Column("value", "float64", "", "share in use, 0 to 1; of a link the mean since the sample before"),
+    Column("name", "string", "", "its name"),
+    Column("time", "float64", "s", "since the start of the job (`start` in summary.json: of the workload)"),
+    Column("value", "float64", "", "share in use, 0 to 1; for a link the mean since the last sample"),
 )
 """Columns of ``samples.parquet``, which only a modelled run with ``samples`` has."""
 
