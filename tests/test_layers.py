@@ -15,7 +15,7 @@ sim: pdsim.sim > waist
 kv: pdsim.kv > waist
 models: pdsim.models > waist
 compute: pdsim.compute > kv models waist
-verify: pdsim.verify > kv waist
+verify: pdsim.verify > serving kv waist
 serving: pdsim.serving > kv compute models waist
 records: pdsim.results.(record|statistics|environment|schema) > waist face
 calibration: pdsim.calibration > records compute models waist

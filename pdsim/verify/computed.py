@@ -26,6 +26,8 @@ import numpy.typing as npt
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import PageTable
 from pdsim.kv.pages import Pages
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.router import Router
 
 __all__ = ["ComputedChecker", "touched"]
 
@@ -50,12 +52,12 @@ class ComputedChecker:
 
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""
-        mover = getattr(member, "mover", None)
-        part = getattr(mover, "sender", getattr(mover, "receiver", None))
-        contents: Contents | None = getattr(part, "contents", None)
-        if contents is not None:
-            contents.marks = self._marks
-        if contents is None or not hasattr(member.worker, "compute"):
+        if isinstance(member, Router):
+            return
+        prefill = isinstance(member.worker, PrefillWorker)
+        contents: Contents = (member.mover.sender if prefill else member.mover.receiver).contents
+        contents.marks = self._marks
+        if not prefill:
             return
         name, worker, scheduler = member.rank.name, member.worker, member.scheduler
         self._done[name] = {}

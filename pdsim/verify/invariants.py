@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from pdsim.core.errors import MessageError
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import (
+    Chunk,
     Destination,
     Finished,
     KvMessage,
@@ -28,7 +29,12 @@ from pdsim.kv.messages import (
     decode,
 )
 from pdsim.kv.pages import Pages
+from pdsim.kv.pull import KvReader, KvSource
+from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
+from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
 from pdsim.verify.computed import ComputedChecker, window_differs
@@ -53,6 +59,14 @@ INVARIANTS = {
     "I10": "Prefill sends only pages, state and metadata that finished forwards have computed.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
+
+_ORDERED: dict[type, tuple[str, ...]] = {
+    KvSender: ("send",),
+    KvReceiver: ("reserve", "forget"),
+    KvSource: ("send",),
+    KvReader: ("read", "forget"),
+}
+"""Methods with which a rank takes up a room; the ranks of a group call them in one order (I7)."""
 
 
 class Violation(NamedTuple):
@@ -113,25 +127,22 @@ class InvariantChecker:
         self._gone.discard(member.rank.name)
         self._owners.joined(member)
         self._computed.joined(member)
-        scheduler: Any = getattr(member, "scheduler", None)
-        mover = getattr(member, "mover", None)
-        if hasattr(scheduler, "batch"):
+        self._leftovers.joined(member)
+        if isinstance(member, Router):
+            return
+        scheduler: Any = member.scheduler
+        if isinstance(member.scheduler, DecodeScheduler):
             if isinstance(member.mover.receiver, KvReceiver):
                 scheduler.poll = partial(self._polled, member, scheduler.poll)
             scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
             preemption = scheduler.preemption
             preemption.preempt = partial(_note, self._preempted, preemption.preempt)
-        self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
-        if hasattr(member, "incarnation"):
-            self._orders.append((member, order))
-        for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
-            part = getattr(mover, name, None)
-            if part is not None:
-                part.report = self._watched(member.rank.name, isinstance(part, KvReceiver), part.report)
-                for action in actions:
-                    if hasattr(part, action):
-                        self._ordered(order, part, action)
+        self._orders.append((member, order))
+        part = member.mover.sender if isinstance(member.worker, PrefillWorker) else member.mover.receiver
+        part.report = self._watched(member.rank.name, isinstance(part, KvReceiver), part.report)
+        for action in _ORDERED[type(part)]:
+            self._ordered(order, part, action)
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
         """Look at a control message."""
@@ -281,9 +292,9 @@ class InvariantChecker:
         original: Callable[[Any], None] = getattr(part, action)
 
         def watch(what: Any) -> None:
-            number = getattr(what, "room", what)
+            number = what if isinstance(what, int) else what.room
             if action != "forget" or any(number == room for _, room, _ in order):
-                order.append((action, number, getattr(what, "index", 0)))
+                order.append((action, number, what.index if isinstance(what, Chunk) else 0))
             if isinstance(what, ReadRequest):
                 self._targets[what.room] = what
             original(what)
@@ -322,7 +333,7 @@ class InvariantChecker:
 
 def _in_incarnation(members: Mapping[str, Any], incarnation: str) -> Iterator[tuple[str, Any]]:
     for name, member in members.items():
-        if getattr(member, "incarnation", "") == incarnation:
+        if not isinstance(member, Router) and member.incarnation == incarnation:
             yield name, member
 
 

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 from pdsim.core.errors import MessageError
 from pdsim.kv.messages import Finished, Submit, decode
+from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.prefill import PrefillScheduler
+from pdsim.serving.router import Router
 from pdsim.transfer import Batch, TransferRecord
 from pdsim.transfer.job import Outcome
 from pdsim.verify import refuse_compiled
@@ -84,15 +87,18 @@ class LawChecker:
 
     def joined(self, member: Any) -> None:
         """Watch *member*, a rank's program; a router is the first of a new job, whose rooms are numbered anew."""
-        if hasattr(member, "registry"):
+        if isinstance(member, Router):
             self._rooms, self._computed, self._members = {}, {}, {}
-            self._network = member.rank.device.network
+            device: Any = member.rank.device  # the model's
+            self._network = device.network
             self._since, self._carried = member.rank.clock.now, self._network.carried()
         self._members[member.rank.name] = member
-        scheduler: Any = getattr(member, "scheduler", None)
-        if hasattr(scheduler, "next_forward"):
+        if isinstance(member, Router):
+            return
+        scheduler: Any = member.scheduler
+        if isinstance(member.scheduler, PrefillScheduler):
             scheduler.next_forward = partial(self._planned, scheduler.next_forward, self._pieces_of(scheduler))
-        if hasattr(scheduler, "batch"):
+        elif isinstance(member.scheduler, DecodeScheduler):
             scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
@@ -198,7 +204,7 @@ class LawChecker:
             if one > other:
                 self._report("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
         for name, member in self._members.items():
-            scheduler = getattr(member, "scheduler", None)
+            scheduler = None if isinstance(member, Router) else member.scheduler
             pool = None if scheduler is None else scheduler.pages.pool
             if pool is not None and not pool.is_whole():
                 owned = sum(count for runs in pool.owners.values() for _, count in runs)

@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.router import Router
+
 __all__ = ["LeakChecker"]
 
 _NOT_STATE = frozenset(
@@ -68,13 +71,14 @@ class LeakChecker:
         """Count what all have, before the first request."""
         if not self._began:
             self._began = True
-            for registry in (member.registry for member in self._members.values() if hasattr(member, "registry")):
+            for registry in (member.registry for member in self._members.values() if isinstance(member, Router)):
                 pairs = product(registry.prefills.names, registry.decodes.names)
                 self._lost |= not all(registry.linked(*pair) for pair in pairs)
                 others = registry.decodes.names
-                workers = {name: getattr(each, "worker", None) for name, each in self._members.items()}
-                connected = {name: len(getattr(worker, "peers", others)) for name, worker in workers.items()}
-                self._late = {name for name, count in connected.items() if count < len(others)}
+                engines = {name: each for name, each in self._members.items() if not isinstance(each, Router)}
+                workers = {name: each.worker for name, each in engines.items()}
+                prefill = {name: worker for name, worker in workers.items() if isinstance(worker, PrefillWorker)}
+                self._late = {name for name, worker in prefill.items() if len(worker.peers) < len(others)}
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
@@ -118,19 +122,17 @@ class LeakChecker:
             self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
 
     def _check_pool(self, name: str, member: Any) -> None:
-        scheduler = getattr(member, "scheduler", None)
-        if scheduler is None:
+        if isinstance(member, Router) or member.scheduler is None:
             return
-        pool = scheduler.pages.pool
+        pool = member.scheduler.pages.pool
         if not pool.is_whole():
             owned = sum(count for pages in pool.owners.values() for _, count in pages)
             self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _check_load(self, name: str, member: Any) -> None:
-        registry = getattr(member, "registry", None)
-        if registry is None:
+        if not isinstance(member, Router):
             return
-        for instance, tokens in {**registry.prefills.load, **registry.decodes.load}.items():
+        for instance, tokens in {**member.registry.prefills.load, **member.registry.decodes.load}.items():
             if tokens:
                 self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
 

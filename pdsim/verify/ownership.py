@@ -18,6 +18,9 @@ from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.pages import PagePool, Pages
 from pdsim.kv.peers import REGION, STAGING
 from pdsim.kv.push import KvSender
+from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker
 
@@ -50,11 +53,12 @@ class OwnershipChecker:
         """Watch *member*, a rank's program, in place of an earlier incarnation of that rank."""
         name = member.rank.name
         self._members[name] = member
-        if getattr(member, "scheduler", None) is not None:
+        if isinstance(member, Router):
+            return
+        if member.scheduler is not None:
             self._leaders.setdefault(name, []).append(member)
-        mover: Any = getattr(member, "mover", None)
-        if isinstance(getattr(mover, "sender", None), KvSender):
-            sender = mover.sender
+        if isinstance(member.worker, PrefillWorker) and isinstance(member.mover.sender, KvSender):
+            sender: Any = member.mover.sender  # of any type, for mypy: a method of it is replaced
             sender._gather = self._watched(sender._gather)
 
     def read(self, batch: Batch, label: str) -> None:
@@ -102,7 +106,7 @@ class OwnershipChecker:
         if leader is None:
             self._report("I3", f"room {room} {verb} {rank}, which is in no incarnation of its instance")
             return
-        if hasattr(leader.mover, "sender"):
+        if isinstance(leader.worker, PrefillWorker):
             self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
         for table in layout.tables:
             inside = (offsets >= table.start) & (offsets < table.end)
@@ -134,8 +138,10 @@ class OwnershipChecker:
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
-        slots = getattr(leader.scheduler.handoff, "slots", None)  # none where no metadata moves
-        foreign = _slots(layout, inside) - ({slots.owners.get(room)} if slots is not None else set())
+        handoff, owned = leader.scheduler.handoff, set()  # nothing where no metadata moves
+        if isinstance(handoff, PushPrefillLeader | PushDecodeLeader):
+            owned = {handoff.slots.owners.get(room)}
+        foreign = _slots(layout, inside) - owned
         if foreign:
             self._report("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 

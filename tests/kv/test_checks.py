@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pdsim
+from experiments.faults.kinds import KINDS
+from experiments.faults.scenario import Scenario, draw
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.peers import REGION
 from pdsim.kv.push import KvSender
+from pdsim.serving.handoff.push import PushDecodeLeader
+from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
+from pdsim.verify import leaks
 from pdsim.verify.computed import ComputedChecker
+from pdsim.verify.invariants import InvariantChecker
+from pdsim.verify.laws import LawChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
 
+PDSIM = Path(pdsim.__file__).parent
 LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, pages=8, slots=2)
 
 
 def member(name: str, **state: Any) -> Any:
-    return SimpleNamespace(rank=SimpleNamespace(name=name, endpoint=SimpleNamespace(regions={})), **state)
+    rank = SimpleNamespace(name=name, endpoint=SimpleNamespace(regions={}))
+    return SimpleNamespace(**{"rank": rank, "scheduler": None, "worker": None} | state)
 
 
 def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
@@ -37,7 +49,8 @@ def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
 
 
 def scheduling() -> Any:
-    pages, handoff = SimpleNamespace(pool=PagePool(8)), SimpleNamespace(slots=SlotPool(2))
+    pages, handoff = SimpleNamespace(pool=PagePool(8)), object.__new__(PushDecodeLeader)
+    handoff.slots = SlotPool(2)
     return SimpleNamespace(pages=pages, handoff=handoff, rooms={})
 
 
@@ -110,7 +123,8 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     sender: Any = object.__new__(KvSender)  # of which only this is asked
     sender.layout, sender._gather = LAYOUT, lambda state, batch: None
     mover = SimpleNamespace(layout=LAYOUT, sender=sender)
-    prefill = member("prefill0.0", incarnation="prefill0@1", mover=mover, scheduler=scheduling())
+    worker = object.__new__(PrefillWorker)
+    prefill = member("prefill0.0", incarnation="prefill0@1", mover=mover, worker=worker, scheduler=scheduling())
     prefill.scheduler.pages.pool.allocate(7, 1)
     owners.joined(prefill)
     pool, block = (
@@ -173,3 +187,46 @@ def test_what_a_rank_had_when_requests_began_it_may_keep():
     leftovers.joined(member("prefill0.0", sizes=[1, 2, 3], times=np.zeros(3)))
     leftovers.begin()
     leftovers.check("prefill0.0")
+
+
+# --- what is watched -----------------------------------------------------------------------------------------------
+
+
+def replaced(scenario: Scenario) -> set[str]:
+    """Return the methods that the checkers replace on the objects of ranks in a run of *scenario*."""
+    checker = InvariantChecker(lambda *_: False)
+    model = Model(scenario.machine, scenario.engine, memory="tracked", seed=1, limit=100.0, observer=checker)
+    model.run(scenario.specs)
+    laws = LawChecker()
+    parts: list[Any] = []
+    for rank in checker._members.values():
+        laws.joined(rank)
+        if rank.rank.name != "router":
+            scheduler = rank.scheduler
+            parts += [rank.worker, rank.mover, scheduler, *vars(rank.mover).values()]
+            parts += [] if scheduler is None else vars(scheduler).values()
+    names = {(type(part), name) for part in parts for name in getattr(part, "__dict__", {})}
+    return {f"{kind.__name__}.{name}" for kind, name in names if callable(getattr(kind, name, None))}
+
+
+BOTH = {
+    "DecodeScheduler.poll",
+    "Preemption.preempt",
+    "PrefillScheduler.iteration_seconds",
+    "PrefillScheduler.next_forward",
+    "PrefillWorker.compute",
+    "RunningBatch.join",
+}
+PUSH = BOTH | {"KvReceiver.forget", "KvReceiver.reserve", "KvSender._gather", "KvSender.send"}
+PULL = BOTH - {"DecodeScheduler.poll"} | {"KvReader.forget", "KvReader.read", "KvSource.send"}
+
+
+@pytest.mark.parametrize(("kind", "methods"), [("delays", PUSH), ("pulls", PULL)])
+def test_checkers_replace_each_method_that_they_watch(kind: str, methods: set[str]):
+    assert replaced(draw(0, 2, 1.0, frozenset(KINDS) - {kind})) == methods
+
+
+def test_attributes_that_are_not_counted_exist():
+    source = "".join(path.read_text() for room in ("kv", "serving") for path in (PDSIM / room).rglob("*.py"))
+    names = leaks._NOT_STATE | leaks._POOLS | leaks._NUMBERED
+    assert [name for name in sorted(names) if f"self.{name}" not in source and f"\n    {name}: " not in source] == []
