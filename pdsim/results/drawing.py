@@ -181,6 +181,8 @@ def plotly_panel(panel: Panel) -> dict[str, Any]:
 def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
     # Names run from left to right, and from top to bottom.
     axis: dict[str, Any] = {"title": {"text": scale.title}, "type": "log" if scale.log else "linear"}
+    if scale.log and direction > 0:
+        axis["nticks"] = 3  # more would overlap in a narrow panel
     if scale.unit in ("s", "B", "B/s"):
         axis |= {"tickformat": "~s", "ticksuffix": scale.unit, "hoverformat": ".4~s"}
     elif scale.unit == "%":
@@ -188,9 +190,10 @@ def _plotly_axis(scale: Scale, direction: int) -> dict[str, Any]:
     if scale.labels:
         axis |= {"tickmode": "array", "tickvals": list(range(len(scale.labels))), "ticktext": list(scale.labels)}
         axis |= {"range": [-0.5, len(scale.labels) - 0.5][::direction], "showgrid": False, "ticks": ""}
-    elif scale.low is not None or scale.high is not None:
-        ends = (scale.low, scale.high)
-        axis["range"] = [math.log10(end) if end and scale.log else end for end in ends]
+    elif scale.low is not None and scale.high is not None:
+        axis["range"] = [math.log10(end) if end and scale.log else end for end in (scale.low, scale.high)]
+    elif scale.low is not None:
+        axis["autorangeoptions"] = {"minallowed": scale.low}
     return axis
 
 

@@ -123,7 +123,10 @@ def _text(source: str) -> str:
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
-    return {f"{owner}.{name.strip()}": text for names, text in sources.items() for name in names.split(",")}
+    # without a name, it is of all others of *owner*
+    return {
+        f"{owner}.{name.strip()}".rstrip("."): text for names, text in sources.items() for name in names.split(",")
+    }
 
 
 def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:

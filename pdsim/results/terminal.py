@@ -386,7 +386,7 @@ _BOUND = {
     "polling": "decode looks between two steps only: shorter steps",
 }
 _PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
-_RESTS_ON = {"transfer": ("backend.", "collective."), "polling": ("engine.",), "handshake": ("engine.", "hw.")}
+_RESTS_ON = {"transfer": ("backend", "collective"), "polling": ("engine",), "handshake": ("engine", "hw")}
 """Parameters that a phase depends on most, by how they begin; next, and of other phases, it is ``compute``."""
 _TRUST = {
     "measured": "every number rests on measurements",
@@ -524,7 +524,7 @@ def _evidence(proof: Evidence, most: str) -> str:
     # that was measured elsewhere: it says the most.
     keys = proof.kinds[proof.weakest]
     borrowed = [key for key in keys if proof.sources[key].partition(": ")[2].startswith("measured on ")]
-    begins = (*_RESTS_ON.get(most, ()), "compute", "backend.intra", "backend.")
+    begins = (*_RESTS_ON.get(most, ()), "compute", "backend.intra", "backend")
     key = next((key for begin in begins for key in (*borrowed, *keys) if key.startswith(begin)), keys[0])
     text = proof.sources[key].partition(":")[2].strip()
     text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom

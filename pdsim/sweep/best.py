@@ -92,7 +92,7 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     without evidence are left out.  Reads ``requests.parquet`` of every point.
     """
     rows = collect.points(folder)
-    swept = _swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
+    swept = collect.swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
     rankable = [
         _ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)
     ]
@@ -177,15 +177,6 @@ def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[s
 
 def _serves(row: Mapping[str, Any]) -> bool:
     return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
-
-
-def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
-    keys = [
-        field.name
-        for field in schema
-        if field.metadata[b"part"] == b"override" or field.name in ("hw", "backend", "target", "seed")
-    ]
-    return [key for key in keys if len({str(row[key]) for row in rows}) > 1]
 
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:

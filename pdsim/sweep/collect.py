@@ -35,6 +35,7 @@ __all__ = [
     "read_ledger",
     "short",
     "show",
+    "swept",
     "table",
     "write",
 ]
@@ -211,6 +212,19 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 def _varies(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
+
+
+def swept(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> list[str]:
+    """Return the keys whose value differs among *rows* of the table `points`, which has *schema*."""
+    keys = []
+    for field in schema:
+        override = field.metadata[b"part"] == b"override"
+        if override or field.name in ("hw", "backend", "target", "seed"):
+            values = [row[field.name] for row in rows]
+            # only a point that cannot be run has no hw, backend, target or seed
+            if len({str(value) for value in values if override or value is not None}) > 1:
+                keys.append(field.name)
+    return keys
 
 
 def short(keys: Iterable[str]) -> list[str]:

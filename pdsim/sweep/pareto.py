@@ -65,7 +65,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         warnings.append(f"{len(refused)} points cannot be run, such as {refused[0]}")
     return Content(
         over="pdsim report of a sweep",
-        title=f"Sweep of {', '.join(_swept(rows)) or 'one point'}",
+        title=f"Sweep of {', '.join(collect.swept(rows.to_pylist(), rows.schema)) or 'one point'}",
         facts={
             "points": ", ".join(f"{count} {state}" for state, count in counts.items()),
             "evidence": ", ".join(evidence),
@@ -84,14 +84,6 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
 
 def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
     return list(zip(*(table[name].to_pylist() for name in names), strict=True))
-
-
-def _swept(rows: Any) -> list[str]:
-    return [
-        f.name
-        for f in rows.schema
-        if f.metadata[b"part"] == b"override" and len(set(map(str, rows[f.name].to_pylist()))) > 1
-    ]
 
 
 def _choice(each: Ranked) -> str:
@@ -192,7 +184,8 @@ def _metrics(folder: Path) -> Figure:
     names = [f.name for f in rows.schema if f.metadata[b"part"] == b"metric"]
     varied = [name for name in names if len({row[name] for row in done if row[name] is not None}) > 1][:2]
     panels = []
-    for key in _swept(rows)[: _AXES // 2]:
+    keys = [key for key in collect.swept(done, rows.schema) if key != "seed"]
+    for key in keys[: _AXES // 2]:
         for name in varied:
             points = [
                 (row[key], row[name], f"{name} {row[name]:.4g}<br>{row['point']}")

@@ -57,6 +57,11 @@ def test_one_text_may_stand_for_several_numbers(tmp_path):
     assert {"hw.nodes", "hw.gpus"} <= set(gather(make_config(tmp_path, hw=hw), serving=False).sources)
 
 
+def test_the_text_of_all_others_has_the_name_of_their_owner(tmp_path):
+    hw = replace(MACHINE, sources={"": "assumed: as asked"})
+    assert "hw" in gather(make_config(tmp_path, hw=hw), serving=False).sources
+
+
 def test_a_source_of_no_kind_is_refused():
     with pytest.raises(ValueError, match=r"hw\.x: source 'a friend' must begin with one of measured"):
         _ = Evidence({"hw.x": "a friend"}).kinds

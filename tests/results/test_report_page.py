@@ -154,6 +154,19 @@ class TestInChromium:
         assert browser.complaints == []
         assert browser.requests == []
 
+    def test_an_axis_begins_where_its_scale_does(self, browser, pages):
+        browser.open(pages["sweep"])
+        assert browser.evaluate("document.querySelector('.plot')._fullLayout.yaxis.range[0]") == 0
+
+    def test_every_label_of_a_logarithmic_axis_has_its_unit(self, browser, pages):
+        browser.open(pages["run"])
+        labels = browser.evaluate(
+            "[...document.querySelectorAll('.plot')].filter((each) => each._fullLayout.xaxis.type === 'log')"
+            ".flatMap((each) => [...each.querySelectorAll('.xtick text')].map((label) => label.textContent))"
+        )
+        assert len(labels) > 8
+        assert {label[-1] for label in labels} == {"s", "B"}
+
     def test_it_fits_a_phone(self, browser, pages):
         browser.open(pages["run"], width=390)
         assert browser.evaluate("document.documentElement.scrollWidth") == 390

@@ -8,6 +8,7 @@ from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
 from pdsim.sweep.collect import short
+from pdsim.sweep.pareto import content
 
 
 def ranked(point, speed, throughput, goodput=1.0, gpus=2, **choice):
@@ -75,6 +76,10 @@ def test_goodput_under_the_runs_own_slo_is_that_of_the_runs(swept):
         assert each.latencies["ttft_p99"] == kept[each.point]["metrics"]["ttft_p99_s"]["value"]
         assert set(each.choice) == {"hw", "workload.rate"}
     assert [each.value for each in found] == sorted((each.value for each in found), reverse=True)
+
+
+def test_a_report_names_every_swept_key(swept):
+    assert content(swept).title == "Sweep of hw, workload.rate"
 
 
 def test_a_stricter_slo_is_met_less_often(swept):

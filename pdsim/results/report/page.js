@@ -19,8 +19,20 @@
     if (value === null || typeof value !== "object") return value;
     return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, themed(each, style)]));
   };
+  const labels = (unit) => {  // plotly leaves out the unit between powers of ten
+    const all = {};
+    for (const power of [0.01, 0.1, 1, 10, 100])
+      for (let digit = 1; digit < 10; digit++)
+        for (const prefix of ["n", "µ", "m", "", "k", "M", "G", "T"]) {
+          const label = +(digit * power).toPrecision(1) + prefix;
+          all[label] = label + unit;
+        }
+    return all;
+  };
   const draw = (place) => {
     const { data, layout } = themed(panels[place.dataset.panel], getComputedStyle(root));
+    for (const each of [layout.xaxis, layout.yaxis])
+      if (each.type === "log" && each.ticksuffix) each.labelalias = labels(each.ticksuffix);
     layout.template = { layout: themed(shared, getComputedStyle(root)) };
     if (coarse) layout.dragmode = false;
     const first = !drawn.has(place);
