@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pyarrow.parquet as pq
+import pytest
 
 from pdsim.results.store import FILES, INCOMPLETE, load
 
@@ -37,6 +38,7 @@ for moment in range({MOMENTS}):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_no_folder_that_looks_complete_and_is_not(tmp_path):
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=100)
     folders = sorted(tmp_path.glob("*/*"))

@@ -61,6 +61,7 @@ def test_points_whose_worker_dies_again_and_again_have_failed(ray):
     assert row["error"].startswith("its worker of Ray ended (")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("executor", ["ray", "slurm"])
 def test_a_sweep_has_the_same_table_whatever_runs_it(executor, tmp_path, request, monkeypatch):

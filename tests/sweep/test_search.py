@@ -26,18 +26,6 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-class InThisProcess:
-    """An executor that spares the test the start of processes for every batch."""
-
-    def run(self, measure, points):
-        yield from map(measure, points)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr("pdsim.cli.sweep.executor_of", lambda words, line: InThisProcess())
-
-
 def searched(trials, folder):
     status = main(["sweep", *QUICK, *SPACE, "--trials", str(trials), f"output={folder}", "-q"])
     (found,) = folder.glob("sweep-*")
@@ -99,6 +87,6 @@ def test_a_metric_that_there_is_none_of_is_refused_with_the_nearest():
         OptunaSearch(metric="ttft_p5_s").of(row)
 
 
-def test_json_has_the_rows_of_a_search(tmp_path, capfd):
+def test_json_has_the_rows_of_a_search(in_this_process, capfd):
     assert main(["sweep", *QUICK, *SPACE, "--trials", "2", "--json"]) == 0
     assert len(json.loads(capfd.readouterr().out)["rows"]) == 2

@@ -38,7 +38,7 @@ def test_a_sweep_ends_in_one_table_and_file(pdsim_says, tmp_path):
     assert (folder / points[0]["folder"] / "summary.json").is_file()
 
 
-def test_run_with_m_is_the_same(pdsim_says, tmp_path):
+def test_run_with_m_is_the_same(pdsim_says, tmp_path, in_this_process):
     pdsim_says("sweep", *QUICK, "seed=1,2", "output=a")
     pdsim_says("run", "-m", *QUICK, "seed=1,2", "output=b")
     (a,), (b,) = tmp_path.glob("a/*"), tmp_path.glob("b/*")
@@ -47,7 +47,7 @@ def test_run_with_m_is_the_same(pdsim_says, tmp_path):
     assert first.equals(second)
 
 
-def test_the_same_command_does_nothing_again(pdsim_says, tmp_path):
+def test_the_same_command_does_nothing_again(pdsim_says, tmp_path, in_this_process):
     words = ("sweep", *QUICK, "seed=1,2,3", "--json")
     first = json.loads(pdsim_says(*words)[1])
     before = {path: path.stat().st_mtime_ns for path in only(tmp_path).glob("*/run.json")}
@@ -81,6 +81,7 @@ def test_a_sweep_without_a_point_is_refused(pdsim_says, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_only_points_in_progress(tmp_path):
     words = ("sweep", *QUICK, "seed=range(300)", "executor.workers=1")
     process = started(*words, cwd=tmp_path)
