@@ -25,7 +25,7 @@ __all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
 class Diagnosis:
     """The state of an engine or a device on this machine: works, or a reason and a remedy.
 
-    *version* is filled in whether it works or not; *reason* and *remedy* are empty if it works.
+    *version* is empty if it is not known; *reason* and *remedy* are empty if it works.
     """
 
     name: str

@@ -127,9 +127,10 @@ def diagnose(backend: str) -> Diagnosis:
         hosts = ", ".join(on_hosts()) or "none is installed"
         others = f"use target=model, or a backend that moves host memory: {hosts}"
         missing.append((" and ".join(device.reason for device in needed), others))
-    versions = " ".join(filter(None, map(installed, _libraries(ways)))) or _provider(implementation)
+    libraries = _libraries(ways)
+    versions = " ".join(filter(None, map(installed, libraries))) if libraries else _provider(implementation)
     if not missing:
-        return Diagnosis(backend, works=True, version=versions)
+        return Diagnosis(backend, works=True, version=versions or "version unknown")
     reasons, remedies = zip(*missing, strict=True)
     return Diagnosis(
         backend, works=False, version=versions, reason=", and ".join(reasons), remedy="; ".join(remedies)

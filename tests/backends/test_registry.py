@@ -41,6 +41,13 @@ def test_every_engine_works_or_says_why_not_and_what_to_do(name):
     assert found.works or (found.reason and found.remedy)
 
 
+def test_a_library_without_metadata_has_an_unknown_version(monkeypatch):
+    monkeypatch.setattr(registry, "error_of", lambda probe: "")  # the library imports, from a folder of its own
+    monkeypatch.setattr(registry, "installed", lambda library: "")
+    found = registry.diagnose.__wrapped__("mooncake_tcp")
+    assert (found.works, found.version) == (True, "version unknown")
+
+
 def test_devices_work_or_say_why_not():
     found = devices()
     assert [device.name for device in found] == ["gpu", "rdma", "shm", "cma"]
