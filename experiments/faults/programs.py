@@ -36,7 +36,7 @@ def router(
     *,
     job: Mapping[str, Any],
     requests: Sequence[Sequence[float]],
-    leaves: Sequence[Sequence[float]],
+    leaves: Sequence[Sequence[float]] = (),
     calm: float,
     linger: float = LINGER,
     expected: Sequence[str] = (),
