@@ -15,11 +15,9 @@ from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankResult
 from tests.support.composed import composed
 from tests.support.engines import make_target
-from tools.faults_real import trial
-from tools.faults_real.__main__ import main
-from tools.faults_real.plan import KINDS, Plan, draw
-from tools.faults_real.table import read, table
-from tools.faults_real.trial import PAGE, Check
+from tools import faults_trial
+from tools.faults_real import main, read, table
+from tools.faults_trial import KINDS, PAGE, Check, Plan, draw
 
 FREE = {"pages": 320, "free_pages": 320, "used_pages": 0, "quarantined_pages": 0, "open_rooms": 0}
 BYTES = 2 * PAGE * (1 << 14)
@@ -133,7 +131,7 @@ def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytes
             notice(self, notification)
 
     monkeypatch.setattr(KvReceiver, "notice", lost_with_prefill)
-    target, specs = trial.job(job)
+    target, specs = faults_trial.job(job)
     pauses = tuple(Pause(name, *span) for name, spans in job.pause.items() for span in spans)
     model = Model(composed("hw=loopback").hw, target.engine, "timing", limit=100.0, faults=Faults(pauses=pauses))
     rows = model.run(specs, job.kill, job.restart).ranks["router"].value["rows"]

@@ -42,9 +42,8 @@ from pdsim.kv.policy import Policy
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
-from tools import faults_model
+from tools import faults_model, faults_real
 from tools.big_models import CAUSES
-from tools.faults_real import table as faults_real
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("time", "size", "rate")

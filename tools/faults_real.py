@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults injected into real serving jobs: Mooncake and NIXL over TCP, at random moments that follow from a seed.
+
+    python -m tools.faults_real run --seeds 0:40 [--to data/benchmarks/faults_real.csv]
+    python -m tools.faults_real table [FILE ...]
+
+Each seed is one job of `experiment=serve`.  `tools.faults_trial` draws its requests and faults, runs it, and checks
+how each request and each rank ended, pages, and what is left on the machine; a row of a CSV file holds the counts.
+Seeds that a file has are not run again, and the rows of several files add up.  A link takes root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pdsim.core.units import format_size
+from tools.faults_trial import CHECKS, KINDS, JobReport, Plan, attempt, draw
+
+__all__ = ["COLUMNS", "NUMBERS", "STORED", "main", "read", "run", "table"]
+
+STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_real.csv"
+NUMBERS = ("ok", "failed", "nbytes", "probes", "quarantined", "suspected", "engine")
+_JOB = ("seed", "engine_name", "handoff", "link", "prefill", "decode")
+COLUMNS = (*_JOB, *KINDS, "requests", *NUMBERS, *CHECKS, "seconds", "details")
+
+
+def row(plan: Plan, outcome: JobReport) -> dict[str, object]:
+    """Return what *outcome* says of *plan* as a row of the file, with `COLUMNS`."""
+    return {
+        "seed": plan.seed,
+        "engine_name": plan.engine,
+        "handoff": plan.handoff,
+        "link": int(plan.link),
+        "prefill": plan.prefill,
+        "decode": plan.decode,
+        **{kind: outcome.injected[kind] for kind in KINDS},
+        "requests": len(plan.requests),
+        **{name: getattr(outcome, name) for name in NUMBERS},
+        **{check: outcome.counts[check] for check in CHECKS},
+        "seconds": round(outcome.seconds, 1),
+        "details": " | ".join(outcome.details),
+    }
+
+
+def run(seeds: range, to: Path) -> int:
+    """Run the jobs of *seeds* that *to* has not, append their rows, and return how many show what must not be."""
+    done = {int(each["seed"]) for each in read([to])} if to.exists() else set()
+    bad = 0
+    for seed in seeds:
+        if seed in done:
+            continue
+        plan = draw(seed)
+        outcome = attempt(plan)
+        new = not to.exists()
+        with to.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row(plan, outcome))
+        bad += bool(outcome.counts)
+        said = "; ".join(outcome.details) or "clean"
+        print(
+            f"seed {seed}: {outcome.injected.total()} faults, {outcome.ok} ok, {outcome.failed} failed: {said}",
+            flush=True,
+        )
+    return bad
+
+
+def read(files: Sequence[Path]) -> list[dict[str, str]]:
+    """Return the rows of *files*, each seed once, the last row of it."""
+    rows: dict[str, dict[str, str]] = {}
+    for path in files:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows |= {each["seed"]: each for each in csv.DictReader(file)}
+    return list(rows.values())
+
+
+def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
+    """Yield the lines of the table of docs/reliability.md: a column for each engine."""
+    rows = read(files)
+    engines = sorted({each["engine_name"] for each in rows})
+    sums = {name: Counter[str]() for name in engines}
+    for each in rows:
+        for key in (*KINDS, "requests", *NUMBERS, *CHECKS):
+            sums[each["engine_name"]][key] += int(each[key])
+        sums[each["engine_name"]]["jobs"] += 1
+        sums[each["engine_name"]]["seconds"] += round(float(each["seconds"]))
+    yield "| | " + " | ".join(f"`{name}`" for name in engines) + " | all |"
+    yield "|---|" + "---|" * (len(engines) + 1)
+    columns = [*sums.values(), sum(sums.values(), Counter[str]())]
+    yield _line("jobs", [each["jobs"] for each in columns])
+    yield _line("hours", [f"{each['seconds'] / 3600:.2f}" for each in columns])
+    yield _line("**faults injected**", [sum(each[kind] for kind in KINDS) for each in columns])
+    yield _line("requests", [each["requests"] for each in columns])
+    yield _line("requests served", [each["ok"] for each in columns])
+    yield _line("requests failed, explained by a fault", [each["failed"] - each["suspected"] for each in columns])
+    yield _line("KV compared", [format_size(each["nbytes"]) for each in columns])
+    yield _line("probes served", [each["probes"] for each in columns])
+    yield _line("pages in quarantine at the end", [each["quarantined"] for each in columns])
+    checks = ", ".join(check.replace("_", " ") for check in CHECKS)
+    yield _line(f"**{checks}**", [sum(each[check] for check in CHECKS) for each in columns])
+
+
+def _line(name: str, values: Sequence[object]) -> str:
+    return f"| {name} | " + " | ".join(map(str, values)) + " |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what *arguments* ask for; return 1 if a job shows what must not be."""
+    parser = argparse.ArgumentParser(prog="python -m tools.faults_real")
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="inject faults, and append what was found to a file")
+    running.add_argument("--seeds", required=True, help="FIRST:END, without END")
+    running.add_argument("--to", type=Path, default=STORED)
+    printing = commands.add_parser("table", help="print the table of files that were written so")
+    printing.add_argument("files", type=Path, nargs="*", default=[STORED])
+    asked = parser.parse_args(arguments)
+    if asked.command == "table":
+        print("\n".join(table(asked.files)))
+        return 0
+    first, _, end = asked.seeds.partition(":")
+    return int(run(range(int(first), int(end)), asked.to) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
