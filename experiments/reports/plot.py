@@ -1,42 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...``, folders of runs.
+"""Draw the figures of docs/reports.md from `data/reports`: ``python -m experiments.reports.plot [FOLDER]``.
 
-Every claim is a row: simulated at the left, measured at the right (`pdsim.results.report.before_after`).
+Every claim is a row: simulated at the left, measured at the right (`pdsim.results.report.before_after`). FOLDER is
+by default docs/reports. ``pdsim report RUN --figure claims --format svg`` draws the points of a run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
+from experiments.reports.claims import Claim
+from experiments.reports.report_points import committed
 from pdsim.results import drawing
 from pdsim.results.report import before_after
-from pdsim.results.store import load
 
-__all__ = ["draw"]
+__all__ = ["FIGURES", "figure"]
+
+FIGURES: dict[str, tuple[Claim, ...]] = {
+    "nixl_staging": (nixl_staging.HANDOFF, nixl_staging.TTFT),
+    "intranode_metadata": (intranode_metadata.HANDOFF, intranode_metadata.TTFT),
+    "symmetric_allgather": (symmetric_allgather.EQUAL, symmetric_allgather.PADDED),
+    "mori_state": (mori_state.THROUGHPUT, mori_state.TOLD),
+    "mooncake_tcp": (mooncake_tcp.HANDOFF, mooncake_tcp.TTFT),
+}
+"""The claims that docs/reports/NAME.svg shows, of the seed of that name."""
 
 
-def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
-    """Draw the points of *claims* in *runs* into *figure*.
-
-    Claims are names, runs folders of seeds; the figure's ending says whether it is SVG, PDF or PNG.
-
-    Needs matplotlib, the extra ``report`` of pdsim.  Raise a `ConfigError` if a folder is no complete run.
-    """
-    texts: dict[str, str] = {}
-    points: dict[tuple[Any, ...], dict[str, Any]] = {}  # a point that several runs read from a file is one
-    for run in map(load, runs):
-        tables = {table["title"]: table for table in run["tables"]}
-        texts |= {row[0]: row[1] for row in tables["Claims"]["rows"]}
-        for row in tables["Points"]["rows"]:
-            points.setdefault(tuple(row[:4]), dict(zip(tables["Points"]["columns"], row, strict=True)))
-    chart = before_after.figure(texts, points.values(), claims)
-    figure.write_bytes(drawing.image(chart, figure.suffix.lstrip("."), width=11.0, titled=False))
+def figure(name: str) -> bytes:
+    """Return the SVG of *name*, one of `FIGURES`.  Needs matplotlib, the extra ``report`` of pdsim."""
+    claims = {claim.name: claim for claim in FIGURES[name]}
+    points = [point for point in committed(f"seed_{name}") if point.claim in claims]
+    rows = [asdict(point) | {"unit": claims[point.claim].unit} for point in points]
+    chart = before_after.figure({claim.name: claim.text for claim in FIGURES[name]}, rows, list(claims))
+    return drawing.image(chart, "svg", width=11.0, titled=False)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        raise SystemExit("usage: python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...")
-    draw(Path(sys.argv[1]), sys.argv[2].split(","), [Path(folder) for folder in sys.argv[3:]])
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reports")
+    for each in FIGURES:
+        (folder / f"{each}.svg").write_bytes(figure(each))

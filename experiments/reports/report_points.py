@@ -24,7 +24,7 @@ from typing import Any
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 
-__all__ = ["ReportPoint", "committed", "keep"]
+__all__ = ["ReportPoint", "committed", "keep", "loaded"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join([*when, f"commit {commit}", *parts, *many, f"pdsim run {' '.join(words)}"])
 
 
-def _loaded(folder: Path) -> dict[str, Any]:
+def loaded(folder: Path) -> dict[str, Any]:
+    """Return the run in *folder* as `keep` takes it.  Raise a `ConfigError` if that is no complete run."""
     from omegaconf import OmegaConf
 
     from pdsim.results.store import load
@@ -167,7 +168,7 @@ def _loaded(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for seed, text in keep(_loaded(Path(folder)) for folder in sys.argv[1:]).items():
+    for seed, text in keep(loaded(Path(folder)) for folder in sys.argv[1:]).items():
         path = data("reports", f"{seed}.csv")
         path.write_text(text, encoding="utf-8")
         sys.stdout.write(f"{path}\n")
