@@ -11,7 +11,7 @@ plain ratios: whether a difference means anything is for the intervals among the
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -57,7 +57,7 @@ def tables(folders: Sequence[Path]) -> list[Table]:
     runs = _runs(folders)
     names = ascii_uppercase[: len(runs)]
     titles = {name: run["folder"] for name, run in zip(names, runs, strict=True)}
-    differences = [[key, *(_told(key, value) for value in values)] for key, values in _differences(runs)]
+    differences = [[key, *(_text(key, value) for value in values)] for key, values in _differences(runs)]
     ratios = {f"{name}/A": "" for name in names[1:]}
     metrics = [
         [name, *(_measured(name, value) for value in values), *_multiples(values), text]
@@ -149,10 +149,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _told(key: str, value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if value is None:
         return "-"
-    if _is_list(value):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(str, value))
     show = _shown_as(key)
     return show(value) if show is not None and _is_number(value) else str(value)
@@ -188,7 +188,3 @@ _OF_METRICS: tuple[tuple[str, Callable[[float], str]], ...] = (
 def _measured(name: str, value: Any) -> Any:
     show = next((show for pattern, show in _OF_METRICS if fnmatchcase(name, pattern)), None)
     return show(value) if show is not None and _is_number(value) and not name.endswith("_per_s") else value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | Mapping)

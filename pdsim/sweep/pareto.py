@@ -34,7 +34,8 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
     be read there.
     """
     rows = collect.points(folder)
-    states = rows["status"].to_pylist()
+    points = rows.to_pylist()
+    states = [point["status"] for point in points]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     tables = [collect.table(folder)]
     ranked: list[Ranked] = []
@@ -53,9 +54,9 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
             Tile("requests within the SLO there", f"{100 * first.attainment:.3g} %"),
             Tile("points on the Pareto front", str(len(best.front(ranked)))),
         ]
-    drawn = [_pareto(ranked), _keys(ranked)] if ranked else [_metrics(folder)]
-    evidence = sorted({str(kind) for kind in rows["evidence"].to_pylist() if kind})
-    reasons = [(status, f"{point}: {error}") for point, status, error in _rows(rows, "point", "status", "error")]
+    drawn = [_pareto(ranked), _keys(ranked)] if ranked else [_metrics(points, rows.schema)]
+    evidence = sorted({point["evidence"] for point in points if point["evidence"]})
+    reasons = [(point["status"], f"{point['point']}: {point['error']}") for point in points]
     errors = [text for status, text in reasons if status in ("failed", "partial")]
     refused = [text for status, text in reasons if status == "infeasible"]
     warnings = errors[:5]
@@ -65,7 +66,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         warnings.append(f"{len(refused)} points cannot be run, such as {refused[0]}")
     return Content(
         over="pdsim report of a sweep",
-        title=f"Sweep of {', '.join(collect.swept(rows.to_pylist(), rows.schema)) or 'one point'}",
+        title=f"Sweep of {', '.join(collect.swept(points, rows.schema)) or 'one point'}",
         facts={
             "points": ", ".join(f"{count} {state}" for state, count in counts.items()),
             "evidence": ", ".join(evidence),
@@ -80,10 +81,6 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         shown=1,
         provenance={"folder": str(folder), "points": collect.POINTS},
     )
-
-
-def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
-    return list(zip(*(table[name].to_pylist() for name in names), strict=True))
 
 
 def _choice(each: Ranked) -> str:
@@ -106,7 +103,8 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
     ):
         series = []
         if attribute == "throughput" and len(front) > 1:
-            series.append(_line(front))
+            x, y = [each.speed or 0.0 for each in front], [each.throughput for each in front]
+            series.append(Marks("line", x, y, "Pareto front", 7))
         for colour, value in enumerate(values):
             mine = [each for each in able if not key or str(each.choice[key]) == value]
             texts = [_hover(each) for each in mine]
@@ -120,10 +118,6 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
         "unless the SLO, in the right panel, says otherwise."
     )
     return Figure("pareto", "Pareto front", reading, panels)
-
-
-def _line(front: Sequence[Ranked]) -> Marks:
-    return Marks("line", [e.speed or 0.0 for e in front], [e.throughput for e in front], "Pareto front", 7)
 
 
 def _telling(able: Sequence[Ranked]) -> str:
@@ -174,25 +168,19 @@ def _key_panel(key: str, points: Sequence[tuple[Any, float, str]], unit: str) ->
     return Panel(x, Scale(unit, low=0), series, key)
 
 
-def _metrics(folder: Path) -> Figure:
-    rows = collect.points(folder)
-    done = [
-        row
-        for row in rows.to_pylist()
-        if row["status"] in ("ok", "partial") and row["evidence"] not in (None, "none")
-    ]
-    names = [f.name for f in rows.schema if f.metadata[b"part"] == b"metric"]
+def _metrics(points: Sequence[Mapping[str, Any]], schema: Any) -> Figure:
+    done = [row for row in points if row["status"] in ("ok", "partial") and row["evidence"] not in (None, "none")]
+    names = [field.name for field in schema if field.metadata[b"part"] == b"metric"]
     varied = [name for name in names if len({row[name] for row in done if row[name] is not None}) > 1][:2]
     panels = []
-    keys = [key for key in collect.swept(done, rows.schema) if key != "seed"]
+    keys = [key for key in collect.swept(done, schema) if key != "seed"]
     for key in keys[: _AXES // 2]:
         for name in varied:
-            points = [
+            heights = [
                 (row[key], row[name], f"{name} {row[name]:.4g}<br>{row['point']}")
                 for row in done
                 if row[name] is not None
             ]
-            if points:
-                panels.append(_key_panel(key, points, name))
+            panels.append(_key_panel(key, heights, name))
     reading = "Points at one value differ in the other keys; the line joins the largest of each value."
     return Figure("keys", "What each swept key does", reading, panels)
