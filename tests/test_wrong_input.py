@@ -56,7 +56,10 @@ WRONG = [
         "workload.rate: '2Gbps' is not a number a second; write something like 4",
     ),
     ("kv.staging=maybe", "kv.staging must be true or false, got 'maybe'"),
-    ("launch.silence=5s", "launch is about processes, which target=model has none of; set target=real or leave"),
+    (
+        "launch.silence=5s",
+        "launch sets options of processes, and target=model starts none; set target=real or",
+    ),
     ("host_factor=11", "host_factor must be >= 0.1 and <= 10, got 11.0"),
     ("cache.eviction=lru", "cache.eviction must be one of block, radix, got 'lru'"),
     ("backend.policy.pool=link", "backend.policy.pool must be one of default, nvlink, intra_node_nvlink, got"),
@@ -95,18 +98,18 @@ NONSENSE = [
     ("backend.intra.descriptor=2s", "did you mean 2us?"),
     ("hw.nic.rate=1bps", "did you mean 1Gbps?"),
     ("hw.interconnect.rate=450kbps", "did you mean 450Gbps?"),
-    ("hw.nic.latency=1e-30s", "from 0.1 ns to 1 s is; correct it, or set"),
-    (("collective=nccl", "collective.timeout=3e9s"), "from 1 us to 720 h is; correct it, or set"),
-    ("hw.interconnect.latency=5s", "hw.interconnect.latency=5 s is not plausible, from 0.1 ns to 10 ms is;"),
-    ("hw.gpu.memory=96", "hw.gpu.memory=96 B is not plausible, from 64 MiB to 16 TiB is; did you mean 96GiB?"),
+    ("hw.nic.latency=1e-30s", "expected 0.1 ns to 1 s; correct it, or set"),
+    (("collective=nccl", "collective.timeout=3e9s"), "expected 1 us to 720 h; correct it, or set"),
+    ("hw.interconnect.latency=5s", "hw.interconnect.latency=5 s is not plausible, expected 0.1 ns to 10 ms;"),
+    ("hw.gpu.memory=96", "hw.gpu.memory=96 B is not plausible, expected 64 MiB to 16 TiB; did you mean 96GiB?"),
     ("hw.nic.rate=400bps", "hw.nic.rate=50 B/s is not plausible"),
-    ("hw.gpus=100000", "hw.gpus=100,000 is not plausible, from 1 to 1,024 is"),
-    ("workload.load=50", "workload.load=50 is not plausible, from"),
-    ("model.parameters=7", "model.parameters=7 is not plausible, from 1e+04 to 1e+15 is; did you mean 7B?"),
-    ("kv.pool=20", "kv.pool=20 B is not plausible, from 1 KiB to 16 TiB is; did you mean 20GiB?"),
+    ("hw.gpus=100000", "hw.gpus=100,000 is not plausible, expected 1 to 1,024"),
+    ("workload.load=50", "workload.load=50 is not plausible, expected"),
+    ("model.parameters=7", "model.parameters=7 is not plausible, expected 1e+04 to 1e+15; did you mean 7B?"),
+    ("kv.pool=20", "kv.pool=20 B is not plausible, expected 1 KiB to 16 TiB; did you mean 20GiB?"),
     (
         ("workload=poisson", "workload.count=1e9"),
-        "workload.count=1,000,000,000 is not plausible, from 1 to 10,000,000",
+        "workload.count=1,000,000,000 is not plausible, expected 1 to 10,000,000",
     ),
     (("workload=poisson", "workload.rate=1e-9"), "workload.rate=1e-09 is not plausible"),
     ((LINK, "hw.link.delay=1h"), "hw.link.delay=1 h is not plausible"),
@@ -207,7 +210,7 @@ def test_a_kept_configuration_has_bare_numbers_and_runs_again(capfd, tmp_path):
 
 def test_ignored_options_of_the_engine_are_named(capfd):
     main(["run", *QUICK, "backend.options.threads=4"])
-    note = "backend.options.threads has no effect on target=model: options are for the real engine, target=real"
+    note = "backend.options.threads has no effect on target=model: only the real engine reads options (target=real)"
     assert note in capfd.readouterr().out
     main(["run", *QUICK])
     assert "has no effect" not in capfd.readouterr().out

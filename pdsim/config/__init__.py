@@ -391,15 +391,15 @@ def gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
     sources: dict[str, Any] = {}
 
     def without(values: Mapping[str, Any], at: str) -> dict[str, Any]:
-        found = {}
+        kept = {}
         for key, value in values.items():
             if key == SOURCE:
                 for names, text in value.items() if isinstance(value, Mapping) else ((OTHERS, value),):
                     keys = [at if name == OTHERS else join(at, name) for name in split_keys(str(names))]
                     sources[", ".join(keys)] = text
             else:
-                found[key] = without(value, join(at, str(key))) if isinstance(value, Mapping) else value
-        return found
+                kept[key] = without(value, join(at, str(key))) if isinstance(value, Mapping) else value
+        return kept
 
     plain = without(part, "")
     return {**plain, SOURCES: {**part.get(SOURCES, {}), **sources}} if sources else plain

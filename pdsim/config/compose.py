@@ -84,7 +84,7 @@ def compose(words: Sequence[str]) -> Config:
     """Return the typed configuration that *words*, overrides only, ask for.
 
     It is checked, so it can be run.  Raise a `ConfigError` for an option, an unknown key or choice, a value of the
-    wrong type, and whatever `pdsim.config.rules` refuses.
+    wrong type, and violations of the rules in `pdsim.config.rules`.
     """
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]} is no KEY=VALUE and no option of this command; see pdsim --help")
@@ -212,7 +212,7 @@ def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
     A key gets ``++``, so that Hydra adds what it does not know and `pdsim.config` refuses it in its own words;
     names of files and text in other alphabets get quotes. The choices of a group may be those of the folders *own*.
 
-    Raise a `ConfigError` for what is no override, with the one that is meant where it can be guessed.
+    Raise a `ConfigError` for an argument that is not an override, with a suggestion where there is one.
     """
     known = {group: plugins.options(group, own) for group in plugins.groups(own)} if own else _installed()
     return [_override(word, known) for word in words]
@@ -326,8 +326,8 @@ def explain(error: BaseException) -> str | None:
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return None
     text = " ".join(str(error).split())
-    if found := re.search(r"Ambiguous value for argument '(.*?)' 1\. To use", text):
-        return f"{found[1].lstrip('+')} names several values; pdsim sweep runs one point for each"
+    if match := re.search(r"Ambiguous value for argument '(.*?)' 1\. To use", text):
+        return f"{match[1].lstrip('+')} names several values; pdsim sweep runs one point for each"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {text}; correct it"
     cause = " ".join(str(error.__cause__).split()) if error.__cause__ is not None else ""

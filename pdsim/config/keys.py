@@ -110,9 +110,9 @@ def _kind(field: Field[Any]) -> str:
 
 def _rule(hint: Any) -> str:
     # the rule of a rate, a time or a size that may be 0 is no news
-    found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
+    texts = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
     inner = next((rule for each in typing.get_args(hint)[:1] if (rule := _rule(each))), "")
-    rule = found[-1] if found else inner
+    rule = texts[-1] if texts else inner
     return "" if rule == ">= 0" and any(map(callable, getattr(hint, "__metadata__", ()))) else rule
 
 

@@ -141,11 +141,11 @@ def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     # It is written with the engine, which need not know it.
     if "policy" in values:
         raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
-    found, backend = dict(values), values.get("backend")
+    rest, backend = dict(values), values.get("backend")
     if not isinstance(backend, Mapping):
-        return found, {}
-    found["backend"] = {key: value for key, value in backend.items() if key != "policy"}
-    return found, backend.get("policy", {})
+        return rest, {}
+    rest["backend"] = {key: value for key, value in backend.items() if key != "policy"}
+    return rest, backend.get("policy", {})
 
 
 def _varied(
@@ -177,11 +177,11 @@ def _varied(
         moved: dict[str, Any] = {at: replace(varied, **kept), "modelled": tuple(sorted(known_options))}
         backend = replace(backend, **moved)
         if chosen is not None:
-            told = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
-            sources |= {f"backend.{at}.{name}": text for name, text in told.items() if name != "by_option"}
+            evidence = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
+            sources |= {f"backend.{at}.{name}": text for name, text in evidence.items() if name != "by_option"}
             errors |= chosen.errors
             spans |= {
-                f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in told
+                f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in evidence
             }
     return backend, sources, spans, errors
 
@@ -264,8 +264,8 @@ def sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
     last = _last.get(at)
     if last is None or last[0] != instance or last[1] != named:
         last = _last[at] = instance, named, _sourced(instance, at, dict(named))
-    found: Sourced = last[2]
-    return found
+    same: Sourced = last[2]
+    return same
 
 
 _last: dict[str, tuple[Any, dict[str, str], Any]] = {}
@@ -273,8 +273,8 @@ _last: dict[str, tuple[Any, dict[str, str], Any]] = {}
 
 
 def _sourced(instance: Sourced, at: str, named: dict[str, str]) -> Sourced:
-    found = list(numbers(instance))
-    named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}
+    every = list(numbers(instance))
+    named = {key: text for key, text in named.items() if any(covers([key], number) for number in every)}
     sources: dict[str, str] = {}
     for keys, text in instance.sources.items():
         if text.partition(":")[0] not in EVIDENCE:
@@ -285,7 +285,7 @@ def _sourced(instance: Sourced, at: str, named: dict[str, str]) -> Sourced:
         sources |= {", ".join(left): text} if left else {}
     sources |= named
     said = [key for keys in sources for key in split_keys(keys)]
-    sources |= {number: UNSAID for number in found if not covers(said, number)}
+    sources |= {number: UNSAID for number in every if not covers(said, number)}
     return replace(instance, sources=sources)
 
 
@@ -321,7 +321,7 @@ _written: dict[str, _Part] = {}
 
 
 def _parts(config: Config) -> dict[str, _Part]:
-    found: dict[str, _Part] = {}
+    parts: dict[str, _Part] = {}
     for field in dataclasses.fields(config):
         key, value = field.name, getattr(config, field.name)
         if key == "policy" or value == math.inf:
@@ -332,8 +332,8 @@ def _parts(config: Config) -> dict[str, _Part]:
         if known is None or not (known.value is value or _alike(known.value, value)):
             data = plain(value) if key != "backend" else {**plain(value[0]), "policy": plain(value[1])}
             known = _written[key] = _Part(value, data)
-        found[key] = known
-    return found
+        parts[key] = known
+    return parts
 
 
 def _alike(one: Any, other: Any) -> bool:

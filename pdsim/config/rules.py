@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place where a configuration is refused: combinations that cannot run, and quantities that nothing has.
+"""Refuse configurations: combinations that cannot run, and quantities that are not plausible.
 
 `check` applies the rules between parts of a configuration and those about this machine.  A rule is a function that
 yields one line for each violation: the value, the rule, the way out.  All rules apply, so that a user sees every
-line at once, before anything is started or written.  A part refuses by itself what is wrong within it (its
-``__post_init__``); experiments that place ranks in their own way have a ``check`` of their own.
+line at once, before anything is started or written.  A part checks its own values (``__post_init__``); experiments
+that place ranks in their own way have a ``check`` of their own.
 
-`check_quantities` finds slips of the keyboard: ``hw.nic.rate=400`` is 400 bytes a second to the code and 400 Gbps to
-whoever wrote it.  Numbers of files are in base units; `BOUNDS` hold wherever a value comes from.  Annotations of the
+`check_quantities` finds typing mistakes: ``hw.nic.rate=400`` means 400 bytes a second to the code and 400 Gbps to
+its author.  Numbers of files are in base units; `BOUNDS` hold wherever a value comes from.  Annotations of the
 dataclasses (`pdsim.core.units.Rate` and so on) say which numbers are rates, times or sizes, so a new key needs a row
 of `BOUNDS` only for its plausible range.
 """
@@ -69,7 +69,7 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     if not options:
         return []
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
-    return [f"{named} has no effect on target=model: options are for the real engine, target=real"]
+    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)"]
 
 
 def _general(config: Config, experiment: Any) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
     if config.target not in able:
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "model" and config.launch != Launch():
-        yield "launch is about processes, which target=model has none of; set target=real or leave it"
+        yield "launch sets options of processes, and target=model starts none; set target=real or leave launch out"
     if not config.output:
         yield "output must name a folder, got ''"
     if config.target == "live":
@@ -131,7 +131,7 @@ def _paths(config: Config) -> Iterator[str]:
     models = (backend.intra,) if hw.nodes == 1 else (backend.intra, backend.inter)
     for path in sorted({model.path for model in models if model is not None}):
         if path == "nvlink" and (not hw.gpus or hw.interconnect.kind == "none"):
-            lack = "has no GPUs" if not hw.gpus else "joins its GPUs by nothing (hw.interconnect.kind=none)"
+            lack = "has no GPUs" if not hw.gpus else "has no link between GPUs (hw.interconnect.kind=none)"
         elif path == "rdma" and not hw.nic.count:
             lack = "has no network cards (hw.nic.count=0)"
         else:
@@ -152,7 +152,7 @@ def _real(config: Config) -> Iterator[str]:
     # a machine with `guest` is emulated, and needs the emulator instead of the engine's library
     hw, backend = config.hw, config.backend
     if config.memory != "timing":
-        yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
+        yield f"memory={config.memory} applies to target=model; real memory always has contents; leave memory out"
     yield from _own_rules(backend)
     yield from _guest(config) if hw.guest else _engine(backend)
     yield from _options(backend)
@@ -208,8 +208,8 @@ def _options(backend: Engine) -> Iterator[str]:
     for name in backend.options:
         if name not in own and not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
             yield (
-                f"backend.options.{name} is not an option of backend={backend.name}; {near(name, own)}there are "
-                f"{', '.join((*own, 'environment variables'))}, whose names are capitals"
+                f"backend.options.{name} is not an option of backend={backend.name}; {near(name, own)}choose one of "
+                f"{', '.join((*own, 'environment variables'))} (in capitals)"
             )
 
 
@@ -289,7 +289,7 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
     instances = [where[first : first + together] for first in range(0, side.gpus, together)]
     if side.ep > hw.gpus and side.ep % hw.gpus:
         yield (
-            f"parallel.{name}.ep={side.ep} leaves a node of hw={hw.name} ({hw.gpus} GPUs each) in part to others; "
+            f"parallel.{name}.ep={side.ep} fills a node of hw={hw.name} ({hw.gpus} GPUs each) in part; "
             "choose a multiple of its GPUs"
         )
     if any(len({place.node for place in instance}) > 1 for instance in instances):
@@ -344,8 +344,8 @@ def _serving_engine(config: Config) -> Iterator[str]:
             return
     if config.kv.staging and engine.page_order == "heads":
         yield (
-            "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), slices "
-            "of which are one piece a page; leave kv.staging out"
+            "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "
+            "a slice is one descriptor a page; leave kv.staging out"
         )
     if not handoff_of(engine).serial:
         return
@@ -398,7 +398,7 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
         yield (
             f"kv.pool={format_size(config.kv.pool)} and {format_size(share)} of weights exceed the "
             f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={side.tp}; lower kv.pool, or leave it "
-            f"out for what is left"
+            f"out to use all remaining memory"
         )
 
 
@@ -406,7 +406,7 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
 
 _DAY = 86400.0
 _MONTH = 30 * _DAY
-_FEW, _MANY = 1, 10**5  # of what is counted in a machine or a model
+_FEW, _MANY = 1, 10**5  # counts in a machine or a model
 _LOOK = "or set check.plausible=false to take it as it is"
 
 BOUNDS: tuple[tuple[str, float, float, float], ...] = (
@@ -509,7 +509,7 @@ class Quantity(NamedTuple):
     """
 
     key: str
-    kind: str  # of `_UNITS`, or "" for what is counted
+    kind: str  # of `_UNITS`, or "" for a count
     value: float
 
 
@@ -535,7 +535,7 @@ _BASE = {
     "time": ("seconds", "s"),
     "computation": ("operations a second", "FLOPS"),
 }
-"""The kinds of which a number without a unit is refused: a size without one is bytes to everybody."""
+"""Kinds that need a unit; a size without one is in bytes."""
 
 
 def check_quantities(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> None:
@@ -581,7 +581,7 @@ def _beyond(quantity: Quantity, text: str = "") -> str:
     show = _BY_KIND[kind][1] if kind else _counted
     meant = _meant(_without_places(key), kind, text) if kind else ""
     hint = f"did you mean {meant}? Correct it, " if meant else "correct it, "
-    return f"{key}={show(value)} is not plausible, from {show(row[1])} to {show(row[3])} is; {hint}{_LOOK}"
+    return f"{key}={show(value)} is not plausible, expected {show(row[1])} to {show(row[3])}; {hint}{_LOOK}"
 
 
 def _counted(number: float) -> str:
@@ -674,11 +674,11 @@ def _meant(key: str, kind: str, text: str) -> str:
     if row is None:
         return f"{number:.12g}{_UNITS[kind][0]}"
     _, least, usual, most = row
-    found = []
+    readings = []
     for unit in _UNITS[kind]:
         value = float(parse(f"{number:.12g}{unit}"))
         if least <= value <= most:
             other = unit in ("min", "h") or (kind == "rate" and unit[-3:] != match[2][-3:] != "")
-            found.append((other, abs(math.log(value / usual)), f"{number:.12g}{unit}"))
-    nearest = min(found, default=(False, 0.0, ""))[2]
+            readings.append((other, abs(math.log(value / usual)), f"{number:.12g}{unit}"))
+    nearest = min(readings, default=(False, 0.0, ""))[2]
     return "" if nearest == text else nearest

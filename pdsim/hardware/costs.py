@@ -446,10 +446,10 @@ class CollectiveModel:
         quickest line, but at most at *rate*, after what the line of that size takes longer.  Pauses and growths of
         pools cost nothing there.
         """
-        found = replace(self, after_pause=0.0, grown=0.0)
+        steady = replace(self, after_pause=0.0, grown=0.0)
         if not self.device:
-            return found
-        return replace(found, stream=True, rate=min(self.rate, max(line.rate for line in self.device)))
+            return steady
+        return replace(steady, stream=True, rate=min(self.rate, max(line.rate for line in self.device)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,8 +73,8 @@ class Split:
         >>> [column.tolist() for column in zigzag([3], cp=2).order()]
         [[0, 2, 3], [0, 1, 2], [1, 1, 1]]
         """
-        found = list(self._order())
-        gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*found, strict=True))
+        ordering = list(self._order())
+        gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*ordering, strict=True))
         return gathered, ordered, rows
 
     def _order(self) -> Iterator[tuple[int, int, int]]:

@@ -147,12 +147,12 @@ class Contents:
             parts = list(self._pieces(table, offset, expected))
             reads = [self._buffer.read(start, part.size) for start, part in parts]
             if any(have != part.tobytes() for have, (_, part) in zip(reads, parts, strict=True)):
-                found = np.empty_like(expected)
-                for have, (_, part) in zip(reads, self._pieces(table, offset, found), strict=True):
+                actual = np.empty_like(expected)
+                for have, (_, part) in zip(reads, self._pieces(table, offset, actual), strict=True):
                     part[:] = np.frombuffer(have, np.uint8).reshape(part.shape)
-                row = int(np.argmax((found != expected).any(axis=1)))
-                byte = int(np.argmax(found[row] != expected[row]))
-                what = _describe(found[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
+                row = int(np.argmax((actual != expected).any(axis=1)))
+                byte = int(np.argmax(actual[row] != expected[row]))
+                what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
                 return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
         return ""
 

@@ -208,19 +208,19 @@ class KvLayout:
     def tables(self) -> tuple[PageTable, ...]:
         """Keys and values first, then the tables of each component of the state."""
         state, size = self.shape.state, self.page_size
-        found = [PageTable("kv", self._planes("a"), 0, self.pages, self.item, size)]
-        start = found[0].end + self.slots * AUX_BYTES
+        regions = [PageTable("kv", self._planes("a"), 0, self.pages, self.item, size)]
+        start = regions[0].end + self.slots * AUX_BYTES
         mamba = state.layers("m", self.layers)
         for tensor in state.mamba:
-            found.append(PageTable("mamba", mamba, start, self.state_slots, tensor.nbytes(self.tp), 1, tensor))
-            start = found[-1].end
+            regions.append(PageTable("mamba", mamba, start, self.state_slots, tensor.nbytes(self.tp), 1, tensor))
+            start = regions[-1].end
         if state.window:
-            found.append(PageTable("window", self._planes("w"), start, self.window_pages, self.item, size))
-            start = found[-1].end
+            regions.append(PageTable("window", self._planes("w"), start, self.window_pages, self.item, size))
+            start = regions[-1].end
         if state.index_bytes:
             layers = state.layers("a", self.layers)
-            found.append(PageTable("index", layers, start, self.pages, state.index_bytes * size, size))
-        return tuple(found)
+            regions.append(PageTable("index", layers, start, self.pages, state.index_bytes * size, size))
+        return tuple(regions)
 
     def row_bytes(self, component: str) -> int:
         """Return the bytes of one row of *component* (`PageTable.component`): a page, a slot."""

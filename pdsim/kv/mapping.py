@@ -236,8 +236,8 @@ class RankMap:
         stages = range(self.prefill.pp) if self.decode.pp == 1 else (pp,)
         blocks = range(self.prefill.cp if self.all_cp_ranks else 1)
         ranks = tp_writers(self.prefill.tp, self.decode.tp, tp)
-        found = (self.prefill.rank(writer, stage, cp) for stage in stages for cp in blocks for writer in ranks)
-        return tuple(writer for writer in found if self.part(writer, reader))
+        candidates = (self.prefill.rank(writer, stage, cp) for stage in stages for cp in blocks for writer in ranks)
+        return tuple(writer for writer in candidates if self.part(writer, reader))
 
     def readers(self, writer: int) -> tuple[int, ...]:
         """Return the decode ranks that *writer* may write to: the inverse of `writers`, possibly empty."""

@@ -127,16 +127,16 @@ class Planner:
         return (descriptors, nbytes) if descriptors else None
 
     def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
-        found = [section.offsets(runs) for section in self._kv] if runs else []
+        parts = [section.offsets(runs) for section in self._kv] if runs else []
         if slots is not None and self._aux:
             source, target = self._layouts
-            found.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), _AUX_SIZES))
+            parts.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), _AUX_SIZES))
         if state:
             for sections, rows in zip(self._state, state, strict=True):
-                found += [section.offsets(rows) for section in sections]
-        source_offset, target_offset, size = found[0] if found else _NOTHING
-        if len(found) > 1:
-            source_offset, target_offset, size = (np.concatenate(column) for column in zip(*found, strict=True))
+                parts += [section.offsets(rows) for section in sections]
+        source_offset, target_offset, size = parts[0] if parts else _NOTHING
+        if len(parts) > 1:
+            source_offset, target_offset, size = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Batch(self._source, self._target, source_offset, target_offset, size)
 
 

@@ -98,17 +98,17 @@ class PrefixPagePool(PagePool):
         Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
         are too few.  Raise a `ValueError` as `allocate` does, and unless *count* exceeds the number of *keys* found.
         """
-        found, self.loaded = self.match(keys), 0
-        back = next((n for n, key in enumerate(keys[found:]) if key not in self._host), len(keys) - found)
-        if not found + back:
+        hits, self.loaded = self.match(keys), 0
+        back = next((n for n, key in enumerate(keys[hits:]) if key not in self._host), len(keys) - hits)
+        if not hits + back:
             pages = self.allocate(owner, count)
             return None if pages is None else (pages, 0)
         if owner in self.owners:
             raise ValueError(f"owner {owner} has pages already: release them first")
-        if not found + back < count:
-            raise ValueError(f"{found + back} cached pages of {count}: at least one must be computed")
-        every, keys = keys[: found + back], keys[:found]
-        if count - found > self.free - (found - self.in_use(keys)):
+        if not hits + back < count:
+            raise ValueError(f"{hits + back} cached pages of {count}: at least one must be computed")
+        every, keys = keys[: hits + back], keys[:hits]
+        if count - hits > self.free - (hits - self.in_use(keys)):
             return None
         for key in keys:
             self._idle.pop(key, None)
@@ -116,10 +116,10 @@ class PrefixPagePool(PagePool):
         if self._radix and keys:
             self._split(keys[-1])
         self._keys[owner] = list(keys)
-        self.owners[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - found))
+        self.owners[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - hits))
         self.commit(owner, every)  # what comes back is known again
         self.loaded = back
-        return self.owners[owner], found + back
+        return self.owners[owner], hits + back
 
     def commit(self, owner: int, keys: Sequence[int]) -> int:
         """Make the first pages of *owner* known by *keys*, one each: their tokens are computed.
@@ -215,10 +215,10 @@ def _from(runs: Pages, skip: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pages: Iterator[int] | Sequence[int]) -> Pages:
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for page in pages:
-        if found and page == sum(found[-1]):
-            found[-1] = found[-1][0], found[-1][1] + 1
+        if runs and page == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:
-            found.append((page, 1))
-    return tuple(found)
+            runs.append((page, 1))
+    return tuple(runs)

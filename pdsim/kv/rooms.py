@@ -199,8 +199,8 @@ class ExpiringMap(Generic[Value]):
 
     def __contains__(self, room: int) -> bool:
         """Return whether *room* is remembered."""
-        found = self._values.get(room)
-        return found is not None and self._clock.now < found[0]
+        entry = self._values.get(room)
+        return entry is not None and self._clock.now < entry[0]
 
     def set(self, room: int, value: Value) -> None:
         """Remember *value* for *room* from now on, and forget what is too old."""
@@ -216,8 +216,8 @@ class ExpiringMap(Generic[Value]):
     def pop(self, room: int) -> Value | None:
         """Return what is remembered for *room* and forget it; None if nothing is."""
         known = room in self
-        found = self._values.pop(room, None)
-        return found[1] if found is not None and known else None
+        entry = self._values.pop(room, None)
+        return entry[1] if entry is not None and known else None
 
 
 class QuarantineStall:

@@ -100,16 +100,16 @@ class _Service:
             if number not in self.closed:
                 self.clock.call_at(self.start + arrival, self._arrive, number)
         yield self.all_done
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "start": self.start,
             "rows": [self._row(number) for number in range(len(self.requests))],
         }
         if self.closed:
-            found["arrivals"] = self.arrivals
+            report["arrivals"] = self.arrivals
         if self.job.cache.prefill:
-            found["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
-            found["host_hits"] = {number + 1: one.loaded for number, one in self.ended.items() if one.loaded}
-        return found
+            report["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
+            report["host_hits"] = {number + 1: one.loaded for number, one in self.ended.items() if one.loaded}
+        return report
 
     def _arrive(self, number: int) -> None:
         given, wanted = int(self.requests.input[number]), int(self.requests.output[number])
@@ -375,13 +375,13 @@ class ColocatedEngine:
         # Prefixes go, and come back before the next step, at the rate of the links.
         rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
-        kept, found = self.pages.moves()
+        kept, loaded = self.pages.moves()
         if kept:
             self._offload(kept * self.job.page_size)
         for tokens, returns, most in (
             (out, False, rate),
             (back, True, rate),
-            (found * self.job.page_size, True, math.inf),
+            (loaded * self.job.page_size, True, math.inf),
         ):
             if tokens:
                 yield self._offload(tokens, returns, most)

@@ -188,12 +188,12 @@ class DecodeScheduler:
     def report(self) -> dict[str, Any]:
         """Return the account of pages, what is not over on this side, and how many messages came too late."""
         waiting = len(self.timers) + len(self._coming) + len(self._queue) + self.handoff.open_rooms
-        found: dict[str, Any] = self.pages.report() | {
+        counts: dict[str, Any] = self.pages.report() | {
             "open_rooms": len(self.rooms) + len(self.mover) + waiting,
             "ignored": self.engine.ignored + self.mover.ignored,
         }
-        found |= {"hits": self.hits} if self.job.cache.decode else {}
-        return found | ({"preemptions": self.preemption.count} if self.preemption.count else {})
+        counts |= {"hits": self.hits} if self.job.cache.decode else {}
+        return counts | ({"preemptions": self.preemption.count} if self.preemption.count else {})
 
     def working(self) -> bool:
         """Return whether it waits for what ends by itself: pages in quarantine, and KV that is retracted."""

@@ -252,11 +252,11 @@ class PrefillScheduler:
 
     def report(self) -> dict[str, Any]:
         """Return the account of pages, what is not over on this side, and how many messages came too late."""
-        found = self.pages.report() | {
+        counts = self.pages.report() | {
             "open_rooms": len(self.rooms) + len(self.mover) + self.handoff.open_rooms,
             "ignored": self.engine.ignored,
         }
-        return found | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
+        return counts | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
 
     def working(self) -> bool:
         """Return whether its queue waits for pages in quarantine: they come back, or it gives up."""

@@ -116,12 +116,12 @@ class PostingHost(SchedulerHost):
             return []
         while self._turns and self._turns[0] <= now:
             self._turns.popleft()
-        found: list[float] = []
+        starts: list[float] = []
         for _ in range(requests if self.costs.send_next else 1):
             last = max(last + (self._drawn(self.costs.send_next) if self.costs.send_next else 0.0), now + seconds)
-            found.append(last)
-        self._turns.extend(found)
-        return found
+            starts.append(last)
+        self._turns.extend(starts)
+        return starts
 
     def due(self, now: float) -> int:
         """Return how many posts are still to come at the time *now*."""

@@ -123,8 +123,8 @@ _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 
 
 def _mooncake(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
-    found = _decode_mooncake(line.text)
-    return found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids
+    row = _decode_mooncake(line.text)
+    return row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids
 
 
 _AZURE_ORIGIN = datetime(2020, 1, 1)

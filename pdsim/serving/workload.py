@@ -78,23 +78,23 @@ def draw(
     """
     requests, notes = _all(workload, seed, context, progress)
     if isinstance(requests, RequestTable):
-        found = _cut(requests, workload)
+        table = _cut(requests, workload)
     else:
         if workload.skip:
             requests = _after(requests, workload.skip)
         if workload.seconds:
             requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
-        found = RequestTable.of(islice(requests, workload.count))
+        table = RequestTable.of(islice(requests, workload.count))
     if workload.trace is not None or workload.arrivals == "embedded":
-        found = found.but(arrival=found.arrival / workload.speed)
-    found = _impatient(found, workload, seed)
+        table = table.but(arrival=table.arrival / workload.speed)
+    table = _impatient(table, workload, seed)
     if workload.priority:
-        chances = stream(seed, "workload.priority").random(len(found))
-        found = found.but(priority=(chances < workload.priority).astype(np.int64))
-    if not found:
+        chances = stream(seed, "workload.priority").random(len(table))
+        table = table.but(priority=(chances < workload.priority).astype(np.int64))
+    if not table:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
         raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
-    return GeneratedRequests(found, notes)
+    return GeneratedRequests(table, notes)
 
 
 def _all(
@@ -247,12 +247,12 @@ def _blocks(count: int) -> Iterator[int]:
 
 
 def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
-    found = np.empty(count)
+    values = np.empty(count)
     start = 0
     for size in _blocks(count):
-        found[start : start + size] = draw(size)
+        values[start : start + size] = draw(size)
         start += size
-    return found
+    return values
 
 
 def _gaps(workload: Workload, seed: int, count: int) -> Floats:
@@ -308,7 +308,7 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
     thinks = stream(seed, "workload.think").exponential(workload.think, count).tolist() if workload.think else [0.0]
     users = workload.users or math.ceil(count / workload.turns)
     turn, said, session = [0] * users, [0] * users, list(range(users))
-    found: list[Request] = []
+    requests: list[Request] = []
     for number in range(count):
         # users take turns, or those of one session follow one another
         user, back = (number % users, users) if workload.users else (number // workload.turns, 1)
@@ -321,9 +321,9 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
         answer = min(answers[number], context - prompt)
         arrival = starts[user] if first else thinks[number % len(thinks)]
         blocks = tuple(_block(session[user], index, workload.shared) for index in range(-(-prompt // HASHED)))
-        found.append(Request(arrival, prompt, answer, None, blocks, -1 if first else number - back))
+        requests.append(Request(arrival, prompt, answer, None, blocks, -1 if first else number - back))
         turn[user], said[user] = turn[user] + 1, prompt + answer
-    return found
+    return requests
 
 
 def _block(session: int, index: int, shared: int) -> int:

@@ -284,8 +284,8 @@ class _Core:
             self._finish(call, error)
 
     def _disagreement(self, call: _Call) -> TransferError | None:
-        found = {(request.kind, request.size, request.times) for request in call.requests.values()}
-        if len(found) == 1:
+        signatures = {(request.kind, request.size, request.times) for request in call.requests.values()}
+        if len(signatures) == 1:
             return None
         said = ", ".join(f"{name} {r.kind} of {r.size} bytes" for name, r in sorted(call.requests.items()))
         return InvalidBatch(f"the ranks of a group must call alike, got {said}; pad to the longest")

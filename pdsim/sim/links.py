@@ -299,10 +299,10 @@ class Path:
 
     def find_rest(self) -> None:
         """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
-        rest, found = [], False
+        rest, passed = [], False
         for link in self.live:
-            if link is self.limit and not found:
-                found = True
+            if link is self.limit and not passed:
+                passed = True
             else:
                 rest.append(link)
         self.rest = tuple(rest)

@@ -282,8 +282,8 @@ class SymmetricPool:
 
     def at(self, address: int) -> SimBuffer | None:
         """Return the buffer that starts at *address*, if any."""
-        found = (segment.at(address) for segment in self._segments)
-        return next((buffer for buffer in found if buffer is not None), None)
+        buffers = (segment.at(address) for segment in self._segments)
+        return next((buffer for buffer in buffers if buffer is not None), None)
 
     def close(self) -> None:
         """Give the segments back, each as soon as nothing holds any of it."""
@@ -559,8 +559,8 @@ class RegionTable:
 
     def find(self, region: Region) -> Registration | None:
         """Return what is registered here as *region*; None if nothing is, or another region of that name."""
-        found = self._by_name.get(region.name)
-        return found if found is not None and (found.region is region or found.region == region) else None
+        known = self._by_name.get(region.name)
+        return known if known is not None and (known.region is region or known.region == region) else None
 
     def local(self, region: Region) -> Registration:
         """Return what is registered as *region*.  Raise a `RegistrationError` if it is not, or not any more."""

@@ -189,7 +189,7 @@ class Network:
         """
         if self._resized:
             return None
-        now, found = self.clock.now, []
+        now, limits = self.clock.now, []
         active: dict[Path, None] = {}
         for link in links:
             if link.active:
@@ -199,27 +199,27 @@ class Network:
                 continue
             if path.flows != 1 or not self._waterfill.is_alone(path):
                 return None
-            found.append((path, path.limit.eta))
+            limits.append((path, path.limit.eta))
         for path in self._changed:
             if path.flows and not set(links).isdisjoint(path.live):
                 return None
-        return found
+        return limits
 
     def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
         """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
 
         `on_end` says who is told of their ends.  None of them has ended by now.
         """
-        found = []
+        ended = []
         for path, size in flows:
             flow = Flow(path, size, _nobody, None)
             self._flows += 1
             path.flows += 1
             heappush(path.ahead, (size, self._flows, flow))
-            found.append(flow)
+            ended.append(flow)
         self._waterfill.solve([path for path, _ in flows], (), begin)
         self._arm()
-        return found
+        return ended
 
     def on_end(self, flow: Flow, done: Callable[[Any], None], tag: Any) -> None:
         """Have ``done(tag)`` called at the end of *flow*."""
@@ -511,11 +511,11 @@ class Foreseen:
         return True
 
     def _beside(self, links: Sequence[Link]) -> dict[Plan, None]:
-        found: dict[Plan, None] = {}
+        crossing: dict[Plan, None] = {}
         for link in links:
             if plans := self._plans.get(link):
-                found |= plans
-        return found
+                crossing |= plans
+        return crossing
 
     def _join(self, plan: Plan, group: list[Plan]) -> bool:
         alike = all(
@@ -559,15 +559,15 @@ class Foreseen:
     def carried(self) -> dict[Link, float]:
         """Return the bytes that plans have carried over each link until now, which the paths do not count yet."""
         now = self._network.clock.now
-        found: dict[Link, float] = {}
+        demand: dict[Link, float] = {}
         for plan in self._all:
             done = int(np.searchsorted(plan.ends, now, side="right"))
             nbytes = done * plan.size
             if done < len(plan.begins) and plan.begins[done] < now:
                 nbytes += plan.size * float((now - plan.begins[done]) / (plan.ends[done] - plan.begins[done]))
             for link in plan.path.links:
-                found[link] = found.get(link, 0.0) + nbytes
-        return found
+                demand[link] = demand.get(link, 0.0) + nbytes
+        return demand
 
     def interrupt(self, path: Path, size: float) -> None:
         """Cut the plans that will share a link with a flow of *size* bytes that starts now over *path*."""
@@ -584,7 +584,7 @@ class Foreseen:
             else:
                 end = now + size / level
                 affected |= {plan: None for plan in plans if _hits(plan, end, now)}
-                self._guests = {other: found for other, found in self._guests.items() if other.flows}
+                self._guests = {other: flows for other, flows in self._guests.items() if other.flows}
                 self._guests[path] = list(plans)
         self.cut(affected)
 

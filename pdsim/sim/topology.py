@@ -323,9 +323,9 @@ class SideTraffic:
     @classmethod
     def at(cls, site: Site, clock: Clock, network: Network, topology: Topology) -> SideTraffic:
         """Return what the GPU, or host, at *site* puts on the links of *topology*."""
-        found = cls(clock, network, topology.offload(site), topology.exchange(site))
-        found.topology = topology
-        return found
+        fabric = cls(clock, network, topology.offload(site), topology.exchange(site))
+        fabric.topology = topology
+        return fabric
 
     def of(self, place: Place) -> SideTraffic:
         """Return what another GPU puts there: for a rank that stands for an engine of many.

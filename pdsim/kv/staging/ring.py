@@ -238,10 +238,10 @@ class BlockPlan:
 
 @lru_cache(maxsize=8)
 def _even(count: int, size: int) -> tuple[Int64s, Int64s]:
-    found = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
-    for array in found:
+    arrays = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
+    for array in arrays:
         array.flags.writeable = False
-    return found
+    return arrays
 
 
 def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice) -> tuple[BlockPlan, BlockPlan]:

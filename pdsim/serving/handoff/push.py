@@ -67,7 +67,7 @@ PATIENCE = 15.0
 class RoomLookup:
     """Requests whose prefill instance is not known yet.
 
-    *ask* is called with all rooms that have come since the last question, once that is answered; *found* with a
+    *ask* is called with all rooms that have come since the last question, once that is answered; *located* with a
     request that names its instance, *lost* with one that the service has not known for `PATIENCE` seconds.
 
     One question is under way at a time; rooms that come meanwhile are in the next.  Used where ``query_dp`` leaves
@@ -78,12 +78,12 @@ class RoomLookup:
         self,
         clock: Clock,
         ask: Callable[[tuple[int, ...]], None],
-        found: Callable[[Submit], None],
+        located: Callable[[Submit], None],
         lost: Callable[[Submit], None],
     ) -> None:
         self._clock = clock
         self._ask = ask
-        self._found = found
+        self._located = located
         self._lost = lost
         self._open: dict[int, Submit] = {}
         self._until: dict[int, float] = {}  # when to give up
@@ -95,7 +95,7 @@ class RoomLookup:
         return len(self._open)
 
     def add(self, request: Submit) -> None:
-        """Find out where *request* went; *found* or *lost* is called with it, unless it is dropped before."""
+        """Find out where *request* went; *located* or *lost* is called with it, unless it is dropped before."""
         self._open[request.room] = request
         self._until[request.room] = self._clock.now + PATIENCE
         self._again(request.room)
@@ -119,7 +119,7 @@ class RoomLookup:
                 continue
             if room in incarnations:
                 self.drop(room)
-                self._found(replace(request, prefill=incarnations[room]))
+                self._located(replace(request, prefill=incarnations[room]))
             elif self._clock.now >= self._until[room]:
                 self.drop(room)
                 self._lost(request)
