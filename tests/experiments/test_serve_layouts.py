@@ -11,7 +11,7 @@ from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.settings import Kv
 from tests.experiments.test_serve import quarantined
-from tests.support.configs import EIGHT
+from tests.support.configs import EIGHT, LLM
 from tests.support.serving import GENERATED, GQA, MLA, POOL, configured, serve
 
 SIXTEEN = replace(EIGHT, gpus=16)
@@ -21,7 +21,7 @@ STATE = Hybrid(
 )
 HYBRID = replace(GQA, layers=7, hybrid=STATE)
 HYBRID_MLA = replace(MLA, layers=5, hybrid=replace(STATE, pattern="am"))
-MODELS = {"gqa": GQA, "mla": MLA, "hybrid": HYBRID, "hybrid mla": HYBRID_MLA}
+MODELS = {"gqa": GQA, "two heads": LLM, "mla": MLA, "hybrid": HYBRID, "hybrid mla": HYBRID_MLA}
 SIDES = {
     "pp 2 to 1": (Side(tp=2, pp=2), Side(tp=1)),
     "pp 2 to 2": (Side(tp=1, pp=2), Side(tp=2, pp=2)),
@@ -31,6 +31,8 @@ SIDES = {
     "dp 2 to 1": (Side(tp=2, dp=2), Side(tp=4)),
     "tp 4 to 1": (Side(tp=4), Side(tp=1)),
     "tp 1 to 4": (Side(tp=1), Side(tp=4, instances=2)),
+    "tp 4 to 2": (Side(tp=4), Side(tp=2)),
+    "tp 2 to 4": (Side(tp=2), Side(tp=4)),
 }
 
 

@@ -66,13 +66,6 @@ def test_a_prompt_that_comes_while_another_decodes_shares_its_steps():
     assert one["e2e"] == pytest.approx(boundary + both + last + rest, rel=1e-9)
 
 
-def test_a_chunk_makes_the_steps_of_decode_longer():
-    alone, _ = served([Request(0.0, 100, 20)])
-    (beside, _), _ = served([Request(0.0, 100, 20), Request(1e-3, 2000, 1)])
-    assert beside["tpot"] > alone[0]["tpot"]
-    assert beside["ttft"] == alone[0]["ttft"]
-
-
 def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     config = configured(options=TOGETHER, kv=Kv(page_size=16))

@@ -279,12 +279,6 @@ def enroll(instance: str, index: int, started: int = 0, page_size: int = 16) -> 
     return RegisterRank(instance, index, started, KvSpec(page_size, "bf16"))
 
 
-def test_an_instance_is_formed_when_every_place_is_taken():
-    table = Bootstrap({"prefill0": 2})
-    assert [table.enroll(enroll("prefill0", 0)), table.epoch("prefill0")] == [False, 0]
-    assert [table.enroll(enroll("prefill0", 1)), table.epoch("prefill0")] == [True, 1]
-
-
 def test_a_newer_incarnation_replaces_and_an_older_does_not():
     table = Bootstrap({"prefill0": 1})
     table.enroll(enroll("prefill0", 0, 5))

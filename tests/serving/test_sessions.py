@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,12 +145,3 @@ def test_a_router_that_does_not_know_outputs_takes_those_of_others():
     unknown = [row[1] for row in outcome(requests, {"output_known": False}, **two)]
     assert known == ["decode0", "decode1", "decode1", "decode1"]
     assert unknown == ["decode0", "decode1", "decode0", "decode1"]
-
-
-def test_arrivals_of_one_user_follow_each_other():
-    requests = load(replace(SESSIONS, users=1, count=6), 0, MODEL.context)
-    assert [request.after for request in requests] == [-1, 0, 1, 2, 3, 4]
-    ends = [
-        (row["arrival"], row["arrival"] + row["e2e"]) for row in rows(serve(replace(SESSIONS, users=1, count=6)))
-    ]
-    assert all(end <= arrival for (_, end), (arrival, _) in pairwise(ends))

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.serve import ServeOptions, job
-from pdsim.models.parallel import Side
 from pdsim.serving.decode_steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import SchedulerLimits, Workload
@@ -88,6 +87,3 @@ def test_the_engine_gives_the_times_of_stepping_token_by_token(rate: float, batc
     expected = one_by_one(job(config, ServeOptions()), arrivals)
     for number, row in enumerate(rows):
         assert row[9:] == pytest.approx(expected[number], rel=1e-12)
-
-
-ONE = Side(tp=1)
