@@ -63,46 +63,47 @@ def names(events, what):
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in of(events, "M") if e["name"] == what}
 
 
-@pytest.mark.parametrize("runs", [("pushed",), ("pulled",), ("live",), ("pushed", "pulled", "live")], ids="+".join)
+@pytest.fixture(scope="module")
+def side_by_side(folders, tmp_path_factory):
+    return drawn(folders, tmp_path_factory.mktemp("trace"), "pushed", "pulled", "live")
+
+
 class TestTheFormat:
-    def test_every_event_has_what_its_kind_needs(self, folders, tmp_path, runs):
-        events = drawn(folders, tmp_path, *runs)
+    def test_every_event_has_what_its_kind_needs(self, side_by_side):
         needs = {"M": {"args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"ts", "id", "tid"}}
         needs |= {"t": needs["s"], "f": needs["s"] | {"bp"}}
-        assert {event["ph"] for event in events} <= set(needs)
-        assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in events)
-        assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M")
+        assert {event["ph"] for event in side_by_side} <= set(needs)
+        assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in side_by_side)
+        assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in side_by_side if event["ph"] != "M")
 
-    def test_time_does_not_go_back(self, folders, tmp_path, runs):
-        times = [event["ts"] for event in drawn(folders, tmp_path, *runs) if event["ph"] != "M"]
+    def test_time_does_not_go_back(self, side_by_side):
+        times = [event["ts"] for event in side_by_side if event["ph"] != "M"]
         assert times == sorted(times)
 
-    def test_slices_of_a_track_do_not_overlap(self, folders, tmp_path, runs):
+    def test_slices_of_a_track_do_not_overlap(self, side_by_side):
         tracks: dict = {}
-        for event in of(drawn(folders, tmp_path, *runs), "X"):
+        for event in of(side_by_side, "X"):
             tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
         for spans in tracks.values():
             assert all(end <= begin + 1e-4 for (_, end), (begin, _) in pairwise(sorted(spans)))
 
-    def test_every_track_and_counter_has_a_name_and_a_process(self, folders, tmp_path, runs):
-        events = drawn(folders, tmp_path, *runs)
-        processes = {pid for pid, _ in names(events, "process_name")}
-        assert {(e["pid"], e["tid"]) for e in of(events, "X")} == set(names(events, "thread_name"))
-        assert {e["pid"] for e in events} == processes
+    def test_every_track_and_counter_has_a_name_and_a_process(self, side_by_side):
+        processes = {pid for pid, _ in names(side_by_side, "process_name")}
+        assert {(e["pid"], e["tid"]) for e in of(side_by_side, "X")} == set(names(side_by_side, "thread_name"))
+        assert {e["pid"] for e in side_by_side} == processes
 
-    def test_an_arrow_begins_and_ends_once_within_slices(self, folders, tmp_path, runs):
-        events = drawn(folders, tmp_path, *runs)
-        begins, ends = (Counter(e["id"] for e in of(events, kind)) for kind in "sf")
+    def test_an_arrow_begins_and_ends_once_within_slices(self, side_by_side):
+        begins, ends = (Counter(e["id"] for e in of(side_by_side, kind)) for kind in "sf")
         assert begins == ends
         assert set(begins.values()) == {1}
         slices: dict = {}
-        for e in of(events, "X"):
+        for e in of(side_by_side, "X"):
             slices.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-        for e in [*of(events, "s"), *of(events, "t"), *of(events, "f")]:
+        for e in [*of(side_by_side, "s"), *of(side_by_side, "t"), *of(side_by_side, "f")]:
             assert any(begin <= e["ts"] <= end for begin, end in slices[e["pid"], e["tid"]])
 
-    def test_counters_never_fall_below_nothing(self, folders, tmp_path, runs):
-        assert all(e["args"]["value"] >= 0 for e in of(drawn(folders, tmp_path, *runs), "C"))
+    def test_counters_never_fall_below_nothing(self, side_by_side):
+        assert all(e["args"]["value"] >= 0 for e in of(side_by_side, "C"))
 
 
 @pytest.mark.parametrize("name", ["pushed", "pulled"])
