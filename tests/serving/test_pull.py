@@ -19,7 +19,7 @@ from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
-from tests.serving.test_faults import CRAWLING, SLOW, at_rest, rows, statuses
+from tests.serving.test_faults import CRAWLING, SLOW, TWO, at_rest, rows, statuses
 from tests.support.serving import GQA, MLA, ONE, configured
 
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=0.4, heartbeat=0.1)
@@ -128,6 +128,19 @@ def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_a_lost_reader_come_back_and_others_are_served():
+    requests = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
+    outcome = serve(
+        requests, {"decode0.0": 0.1}, hw=SLOW, decode=TWO, options={"router": "round_robin"}, engine=PATIENT
+    )
+    first, second = rows(outcome)
+    assert first["status"].startswith("PeerLost")
+    assert second["status"] == "ok"
+    # the silence is noticed by the fourth ping, and the proof is there by then
+    assert second["started"] == pytest.approx(0.5 * 4 / 3, abs=1e-2)
+    assert at_rest(outcome, "prefill0.0", "decode1.0")
 
 
 @pytest.mark.parametrize("instance", ["prefill0", "decode0"])
