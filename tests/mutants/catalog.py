@@ -357,7 +357,8 @@ def sliced_after_all(original: Any, self: KvSender, write: Any, queue: int) -> A
 
 def releases_at_once(original: Any, self: Any, room: Any) -> None:
     original(self, room)
-    self.handoff._release(room.request.room)
+    if isinstance(self.handoff, PushDecodeLeader):  # what is pulled is this side's own to give back
+        self.handoff._release(room.request.room)
 
 
 def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
