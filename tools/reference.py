@@ -121,6 +121,22 @@ def claims() -> Iterator[str]:
                 yield f"| {name} | {claim.name} | {'<br>'.join(cells)} |"
 
 
+def inline() -> Iterator[str]:
+    """Yield the table of docs/reports.md of inline against queued posting over loopback, predicted and measured."""
+    yield "| backend, requests | throughput: predicted; measured | completion seen later: predicted; measured |"
+    yield "|---|---|---|"
+    points = [point for point in committed("seed_mori_state") if point.machine.startswith("loopback ")]
+    claims = (mori_state.THROUGHPUT, mori_state.TOLD)
+    found = {(point.machine, point.at, point.claim, point.target): point for point in points}
+    for machine, at in dict.fromkeys((point.machine, point.at) for point in points if point.claim == claims[0].name):
+        cells = [f"{machine.partition(' ')[2]}, {at.partition(' ')[0]}"]
+        for claim in claims:
+            model, real = (found[machine, at, claim.name, target] for target in ("model", "real"))
+            spread = f"({real.low:.3g} to {real.high:.3g})"
+            cells.append(f"{claim.effect(model):.3g}; {claim.effect(real):.3g} {spread}")
+        yield f"| {' | '.join(cells)} |"
+
+
 def figures() -> Iterator[str]:
     """Yield the lines of the table of docs/reports.md, and why its figures are missed."""
     yield "| figure, a factor | reported | simulated (interval), verdict |"
@@ -178,6 +194,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "laws": ("docs/reliability.md", laws),
     "columns": ("docs/results.md", columns),
     "claims": ("docs/reports.md", claims),
+    "inline": ("docs/reports.md", inline),
     "figures": ("docs/reports.md", figures),
     "big models": ("docs/reports.md", big_models),
     "output": ("README.md", output),
