@@ -142,7 +142,7 @@ def main() -> None:
 
     Exit code 1 is a failure to start or to close.  The supervisor has the program's own errors in ``Done``.
     """
-    _nap_as_told()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
     keep_memory()
     _die_with(os.getppid())
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -190,10 +190,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
-
-
-def _nap_as_told() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
 
 
 def keep_memory() -> None:

@@ -218,7 +218,8 @@ def _sglang(
         else:
             arguments += [f"--enable-{'nsa-' if sparse else ''}prefill-context-parallel"]
     if config.kv.pool:
-        arguments += _flags(max_total_tokens=_pool_tokens(config, side))
+        token_bytes = kv_shape(config.model).token_bytes(side.attention_tp) / side.pp
+        arguments += _flags(max_total_tokens=int(config.kv.pool // token_bytes))
     if config.kv.state_slots:
         arguments += _flags(max_mamba_cache_size=config.kv.state_slots * side.dp)
     if "w" in config.model.hybrid.pattern:
@@ -238,10 +239,6 @@ def _sglang(
         disaggregation_bootstrap_port=bootstrap,
     )
     return arguments, environment | _transfer(config)
-
-
-def _pool_tokens(config: Config, side: Side) -> int:
-    return int(config.kv.pool // (kv_shape(config.model).token_bytes(side.attention_tp) / side.pp))
 
 
 def _transfer(config: Config) -> dict[str, str]:

@@ -213,13 +213,10 @@ def gathering_target(name: str) -> tuple[Case, Target]:
     if library.memory == "gpu" and gpu_count() < MEMBERS:
         pytest.skip(f"{name}: a rank of a group takes a GPU, {MEMBERS} in all, and this machine has {gpu_count()}")
     # any endpoint does, for a group makes no use of it
-    working = [case for case in cases() if case.memory == library.memory and not case.guest and _works(case)]
+    fitting = [case for case in cases() if case.memory == library.memory and not case.guest]
+    working = [case for case in fitting if registry.diagnose(case.backend).works]
     if not working:
         pytest.skip(f"{name}: no backend works here on {library.memory} memory")
     target = make_target(working[0].name)
     target.collective = replace(COLLECTIVE, name=name, implementation=name)  # type: ignore[attr-defined]
     return working[0], target
-
-
-def _works(case: Case) -> bool:
-    return registry.diagnose(case.backend).works

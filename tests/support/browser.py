@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -126,14 +125,6 @@ class Browser:
             elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
                 found.append(str(parameters["entry"]))
         return found
-
-    def picture(self, path: Path, height: int) -> None:
-        """Keep what is shown from the top of the page down to *height* in *path*, as PNG."""
-        self.evaluate("scrollTo(0, 0)")
-        width = self.evaluate("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _receive(self) -> dict[str, Any]:
         end = time.monotonic() + SILENCE

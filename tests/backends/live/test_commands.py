@@ -39,7 +39,6 @@ def test_every_server_sees_all_gpus_its_own_first():
     ("words", "gpus"),
     [
         (("parallel.decode.tp=2",), 3),
-        (("parallel.prefill.cp=2",), 3),
         (("parallel.prefill.tp=2", "parallel.prefill.cp=3"), 7),
         (("parallel.prefill.cp=2", "parallel.prefill.instances=3"), 7),
         (("parallel.prefill.pp=2", "parallel.prefill.cp=2"), 5),
