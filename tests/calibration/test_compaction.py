@@ -122,10 +122,10 @@ def test_the_command_writes_a_table_and_a_choice(folder: Path, tmp_path: Path, c
     words = ["hw=8xh100", "--from", str(folder), "--tables", "vllm:2.0", "--compact", "h200_torch", "--name", "mine"]
     assert profile([*words, "--to", str(tmp_path / "compute")]) == 0
     path = tmp_path / "compute" / f"mine{tables.SUFFIX}"
-    found = tables.read(str(path))
-    assert found.about["source"] == "aiconfigurator-core, systems/data/gpu"
-    assert str(folder) not in found.about["command"]
-    assert found.about["kinds"]["gemm.bfloat16"]["rows"] == 30
+    loaded = tables.read(str(path))
+    assert loaded.about["source"] == "aiconfigurator-core, systems/data/gpu"
+    assert str(folder) not in loaded.about["command"]
+    assert loaded.about["kinds"]["gemm.bfloat16"]["rows"] == 30
     text = (tmp_path / "compute" / "mine.yaml").read_text()
     assert f"  table: {path}\n" in text
     assert "  norm:\n    launch: 1.512us\n" in text

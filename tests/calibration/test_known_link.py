@@ -26,9 +26,9 @@ def unseen(backend):
 @pytest.mark.parametrize("backend", link.BACKENDS)
 @pytest.mark.parametrize("points", [fitted, pytest.param(unseen, marks=pytest.mark.slow)])
 def test_large_messages_are_within_five_per_cent_and_small_ones_within_300_us_in_the_median(backend, points):
-    found = points(backend)
-    large = [abs(seconds / measured - 1.0) for size, seconds, measured in found if size >= link.LARGE]
-    small = [abs(seconds - measured) for size, seconds, measured in found if size < link.LARGE]
+    compared = points(backend)
+    large = [abs(seconds / measured - 1.0) for size, seconds, measured in compared if size >= link.LARGE]
+    small = [abs(seconds - measured) for size, seconds, measured in compared if size < link.LARGE]
     assert min(len(large), len(small)) >= 8
     assert median(large) <= 0.05
     assert median(small) <= 0.3e-3

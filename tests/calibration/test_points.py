@@ -71,10 +71,10 @@ SAMPLES = Samples(
 
 def test_a_file_gives_back_what_was_written(tmp_path):
     points.write(tmp_path / "s.csv", SAMPLES)
-    found = points.read(tmp_path / "s.csv")
-    assert found.about == SAMPLES.about
-    assert found.rows[1] == SAMPLES.rows[1]
-    assert found.rows[0].seconds == pytest.approx(1 / 3e5, rel=1e-8)
+    loaded = points.read(tmp_path / "s.csv")
+    assert loaded.about == SAMPLES.about
+    assert loaded.rows[1] == SAMPLES.rows[1]
+    assert loaded.rows[0].seconds == pytest.approx(1 / 3e5, rel=1e-8)
 
 
 def test_a_file_of_samples_can_be_measured_again(tmp_path: Path):

@@ -101,24 +101,24 @@ def test_a_table_of_rates_of_a_node_becomes_times_of_a_batch_of_each_thread(tmp_
 
 
 def test_nixl_s_telemetry_has_a_row_for_each_operation_and_size():
-    found = rows("nixl")
-    assert {shape(row)[:3] for row in found} == {
+    samples = rows("nixl")
+    assert {shape(row)[:3] for row in samples} == {
         (operation, 1, size) for operation in ("write", "read") for size in (4096, 1 << 20, 32 << 20, 64 << 16)
     }
-    assert [row.repeats for row in found] == [2] * 8
-    reads = {row.size: row for row in found if row.operation == "read"}
+    assert [row.repeats for row in samples] == [2] * 8
+    reads = {row.size: row for row in samples if row.operation == "read"}
     # the two that the API returned
     assert reads[4096].low < reads[4096].seconds == pytest.approx((459e-6 + 9e-6) / 2)
 
 
 def test_mooncake_s_metrics_have_a_row_for_each_interval():
-    found = rows("mooncake")
-    assert [row.repeats for row in found] == [41, 45, 39]
+    samples = rows("mooncake")
+    assert [row.repeats for row in samples] == [41, 45, 39]
     sent = (4096 + (1 << 20) + (32 << 20)) / 3  # fifteen rounds of the three sizes in that interval
-    assert found[1].size == pytest.approx(sent, rel=1e-4)
+    assert samples[1].size == pytest.approx(sent, rel=1e-4)
     bins = ((5, 31.1), (75, 2.2), (350, 6.7), (3500, 2.2), (7500, 6.7), (15e3, 11.1), (35e3, 8.9), (75e3, 24.4))
     mean = sum(middle * share for middle, share in (*bins, (150e3, 6.7))) / 100
-    assert found[1].seconds == pytest.approx(mean * 1e-6)
+    assert samples[1].seconds == pytest.approx(mean * 1e-6)
 
 
 def test_what_is_of_no_tool_is_refused_with_the_tools_there_are(tmp_path):

@@ -33,8 +33,8 @@ def test_an_error_is_signed_and_relative_to_the_measurement():
 
 
 def test_only_what_is_both_predicted_and_measured_is_compared():
-    found = compare([value(1.0, "a"), value(1.0, "b")], [value(1.0, "b"), value(1.0, "c"), value(0.0, "a")])
-    assert [each.predicted.label for each in found] == ["b"]
+    compared = compare([value(1.0, "a"), value(1.0, "b")], [value(1.0, "b"), value(1.0, "c"), value(0.0, "a")])
+    assert [each.predicted.label for each in compared] == ["b"]
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare([value(1.0, "a")], [value(1.0, "c")])
 

@@ -143,8 +143,8 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
 
 def left(table: Any, lost: bool = True) -> list[str]:
     """Return what is said of a rank that had an empty table when requests began, and has *table* in the end."""
-    found: list[str] = []
-    leftovers = LeakChecker(lambda _, text: found.append(text))
+    texts: list[str] = []
+    leftovers = LeakChecker(lambda _, text: texts.append(text))
     rank = member("prefill0.0", table=type(table)())
     for each in (rank, member("decode0.0"), member("decode0.1"), member("decode1.0")):
         leftovers.joined(each)
@@ -153,7 +153,7 @@ def left(table: Any, lost: bool = True) -> list[str]:
         leftovers.lost()
     rank.table = table
     leftovers.check("prefill0.0")
-    return found
+    return texts
 
 
 PEERS: list[Any] = [

@@ -58,13 +58,13 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float, scat
 
 def writer(rank: Rank, *, answers: int) -> Program:
     """Return the answers that come: room, chunk and position."""
-    found = []
+    grants = []
     for _ in range(answers):
         message = yield rank.channel.receive()
         grant = decode(message.payload)
         assert isinstance(grant, StagingReply)
-        found.append([grant.room, grant.chunk, grant.position])
-    return found
+        grants.append([grant.room, grant.chunk, grant.position])
+    return grants
 
 
 def run(

@@ -93,11 +93,11 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_the_names_of_the_others
 def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
     text = report.as_json(folder)
     assert "\n" not in text
-    found = json.loads(text)
-    assert found["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time", "tabled": False}
-    assert found["evidence"]["weakest"] == "assumed"
-    assert found["folder"] == str(folder)
-    assert found["command"] == ["pdsim", "run"]
+    document = json.loads(text)
+    assert document["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time", "tabled": False}
+    assert document["evidence"]["weakest"] == "assumed"
+    assert document["folder"] == str(folder)
+    assert document["command"] == ["pdsim", "run"]
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
 def test_the_gpus_of_both_sides_serve_everybody():
     wide = configured(Side(tp=2), Side(tp=1, instances=3), options=TOGETHER, kv=Kv(page_size=16))
     assert len(job(wide, ServeOptions(**TOGETHER)).prefills) == 2  # five GPUs hold two of two
-    found = serve(configured(options=TOGETHER, kv=Kv(page_size=16)))
-    assert values(found)["requests_ok"] == 40
-    assert {row["prefill"] for row in rows(found)} == {"colocated0", "colocated1"}
-    for row in rows(found):
+    result = serve(configured(options=TOGETHER, kv=Kv(page_size=16)))
+    assert values(result)["requests_ok"] == 40
+    assert {row["prefill"] for row in rows(result)} == {"colocated0", "colocated1"}
+    for row in rows(result):
         assert row["e2e"] == pytest.approx(row["queueing"] + row["compute"], rel=1e-12)
 
 
@@ -151,9 +151,9 @@ def test_engines_share_the_memory_of_their_host():
         config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), hw=hw), engine=engine)
         what = replace(job(config, ServeOptions(**TOGETHER)), decode_pages=8)
         requests = [Request(0.0, 48, 40)] * 4  # two for each engine
-        found = rows(result(config, what, requests, Model(hw, config.backend).run(specs(config, what, requests))))
+        served = rows(result(config, what, requests, Model(hw, config.backend).run(specs(config, what, requests))))
         move = 65 * what.shape.token_bytes(1) / engine.retract_rate
-        ends.append([row["e2e"] for row in found])
+        ends.append([row["e2e"] for row in served])
     later = [after - before for before, after in zip(*ends, strict=True)]
     assert later == pytest.approx([move, move, 2 * move, 2 * move])
 

@@ -28,22 +28,22 @@ PLAIN = Compute(flops_share=0.5, memory_share=0.5, allreduce_latency=1e-5, overh
 
 
 def test_a_long_prefill_is_bound_by_arithmetic():
-    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
+    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     linear = 2 * 1e10 * 4000 / 0.5e15
     pairs = 4000 * 4001 / 2 + 4000 * 1000
     attention = 4 * 10 * 10 * 100 * pairs / 0.5e15
-    assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+    assert times.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
 
 
 def test_a_short_prefill_is_bound_by_reading_weights_and_keys():
-    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
+    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     bytes_read = 2e10 + (100 + 10) * 2 * 10 * 4 * 100 * 2
-    assert found.prefill([(100, 10)]) == pytest.approx(bytes_read / 0.5e12 + 1e-3)
+    assert times.prefill([(100, 10)]) == pytest.approx(bytes_read / 0.5e12 + 1e-3)
 
 
 def test_pieces_of_one_iteration_share_its_weights_and_overhead():
-    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    assert found.prefill([(0, 8), (0, 8)]) < 1.01 * found.prefill([(0, 16)])
+    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
+    assert times.prefill([(0, 8), (0, 8)]) < 1.01 * times.prefill([(0, 16)])
 
 
 def test_padded_attention_computes_every_sequence_up_to_the_longest():
@@ -65,19 +65,19 @@ def test_tensor_parallelism_divides_work_and_adds_two_all_reduces():
 
 
 def test_a_decode_step_reads_weights_keys_and_values_once():
-    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    assert found.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
-    assert found.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
+    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
+    assert times.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
+    assert times.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
 
 
 def test_a_large_batch_is_bound_by_arithmetic_instead():
-    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    assert found.step(5000) == pytest.approx(2 * 1e10 * 5000 / 0.5e15 + 1e-3)
+    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
+    assert times.step(5000) == pytest.approx(2 * 1e10 * 5000 / 0.5e15 + 1e-3)
 
 
 def test_a_mixture_reads_no_more_weights_than_its_tokens_use():
-    found = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, Side(tp=1))
-    read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
+    times = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, Side(tp=1))
+    read = [(times.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
     assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
 
 
@@ -86,8 +86,8 @@ MOE = replace(MODEL, active=2e9, experts=100, experts_per_token=20)
 
 
 def test_tokens_read_the_experts_that_they_hit():
-    found = forward_time(MOE, MACHINE, PLAIN, Side(tp=1))
-    read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 2, 16)]
+    times = forward_time(MOE, MACHINE, PLAIN, Side(tp=1))
+    read = [(times.step(batch) - 1e-3) * 0.5e12 for batch in (1, 2, 16)]
     # two bytes a parameter, and all parameters here are routed experts'
     assert read == pytest.approx([2e10 * (1 - 0.8**n) for n in (1, 2, 16)])
     half = forward_time(replace(MOE, parameters=1.6e10, active=8e9), MACHINE, PLAIN, Side(tp=1))
@@ -105,11 +105,11 @@ def test_the_tokens_of_all_attention_groups_read_the_experts_together():
 
 def test_latent_attention_multiplies_more_in_decode_than_in_prefill():
     latent = replace(MODEL, attention="mla", latent_dim=576, rope_dim=64, heads=128, head_dim=128)
-    found = forward_time(latent, MACHINE, PLAIN, Side(tp=8))
-    assert found.pair_flops == 2 * (128 + 64 + 128) * 10 * 128 / 8
-    assert found.decode_pair_flops == 2 * (576 + 512) * 10 * 128 / 8
+    times = forward_time(latent, MACHINE, PLAIN, Side(tp=8))
+    assert times.pair_flops == 2 * (128 + 64 + 128) * 10 * 128 / 8
+    assert times.decode_pair_flops == 2 * (576 + 512) * 10 * 128 / 8
     plain = forward_time(replace(MODEL, heads=128, head_dim=128, kv_heads=8), MACHINE, PLAIN, Side(tp=8))
-    assert plain.pair_flops == plain.decode_pair_flops == found.decode_pair_flops / 4.25
+    assert plain.pair_flops == plain.decode_pair_flops == times.decode_pair_flops / 4.25
 
 
 def test_eight_bit_weights_are_multiplied_at_the_peak_of_fp8():
@@ -134,25 +134,25 @@ def test_a_latent_cache_is_read_whole_on_every_rank():
 
 
 def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
-    found = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), Side(tp=1))
+    times = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), Side(tp=1))
     linear = 2 * 1e10 * 4000 / 0.5e15
     own, before = 4000 * 4001 / 2, 4000 * 1000
     attention = 4 * 10 * 10 * 100 * (own / 0.5e15 + before / 0.25e15)
-    assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+    assert times.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
     plain = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    assert found.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
+    assert times.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
 
 
 def test_a_decode_step_waits_for_its_longest_sequence():
-    found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), Side(tp=1))
-    assert found.sequence == pytest.approx(10 * found.context)
+    times = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), Side(tp=1))
+    assert times.sequence == pytest.approx(10 * times.context)
     assert forward_time(MODEL, MACHINE, PLAIN, Side(tp=1)).sequence == 0.0
     for contexts, tokens in (((50,), 500), ((50, 10), 500), ((50,) * 20, 1000)):
-        batch = RunningBatch(found, limit=32)
+        batch = RunningBatch(times, limit=32)
         for number, context in enumerate(contexts):
             batch.join(number, context, 5)
         batch.begin(0.0)
-        assert batch.first_step() == pytest.approx(found.step(len(contexts)) + tokens * found.context)
+        assert batch.first_step() == pytest.approx(times.step(len(contexts)) + tokens * times.context)
 
 
 def test_scale_shortens_everything():
@@ -164,9 +164,9 @@ def test_scale_shortens_everything():
 
 def test_without_gpus_the_hosts_compute_is_assumed():
     hosts = replace(MACHINE, gpus=0, gpu=None, interconnect=Interconnect(kind="none", rate=0.0))
-    found = forward_time(MODEL, hosts, PLAIN, Side(tp=2))
-    assert found.flops == HOST_FLOPS * 0.5
-    assert found.memory_rate == 1e11 * 0.5
+    times = forward_time(MODEL, hosts, PLAIN, Side(tp=2))
+    assert times.flops == HOST_FLOPS * 0.5
+    assert times.memory_rate == 1e11 * 0.5
 
 
 def test_shapes_are_those_of_the_model():

@@ -152,12 +152,12 @@ def spread(**changes: Any) -> Any:
 
 def test_experts_on_other_nodes_put_tokens_on_the_links():
     config = spread()
-    found = serve(config)
-    values = {metric.name: metric.value for metric in found.summary}
+    result = serve(config)
+    values = {metric.name: metric.value for metric in result.summary}
     assert values["requests_ok"] == 40
-    outcome = found.outcome
+    outcome = result.outcome
     assert outcome is not None
-    tokens = sum(found.requests["input"])
+    tokens = sum(result.requests["input"])
     each = exchange(config.model, config.hw, config.compute, 8, 8, direct=False).network
     carried = [
         load * config.hw.nic.rate * outcome.seconds for name, load in outcome.links.items() if name.endswith("/rx")
@@ -203,5 +203,5 @@ def test_followers_send_cached_pages_early():
         kv=Kv(page_size=16, pool=1 << 22, checked=0),
     )
     trace = replace(config.workload, arrivals="sessions", users=2, turns=3, shared=1024, count=6)
-    found = serve(replace(config, workload=trace))
-    assert {metric.name: metric.value for metric in found.summary}["requests_failed"] == 0
+    result = serve(replace(config, workload=trace))
+    assert {metric.name: metric.value for metric in result.summary}["requests_failed"] == 0

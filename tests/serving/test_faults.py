@@ -130,10 +130,10 @@ def test_an_instance_that_starts_again_serves_again(instance: str, later: float)
     ranks = [f"{instance}.{index}" for index in range(2)]
     restarts = {name: 0.5 + later + 0.001 * index for index, name in enumerate(ranks)}
     outcome = serve(requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, **side)
-    found = statuses(outcome)
-    assert found[:9] == ["ok"] * 9
-    assert found[-10:] == ["ok"] * 10  # served by the new incarnation
-    assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
+    ends = statuses(outcome)
+    assert ends[:9] == ["ok"] * 9
+    assert ends[-10:] == ["ok"] * 10  # served by the new incarnation
+    assert {status.partition(":")[0] for status in ends} <= {"ok", "PeerLost"}
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 

@@ -142,8 +142,8 @@ def test_without_kernels_a_forward_is_the_roofline():
 
 def test_a_fit_finds_the_kernels_that_rows_were_made_with():
     rows = made()
-    found = fit.fit(rows, PEAKS, "H")
-    held = [one for one in found.errors if "fitted to" not in one.what]
+    fitted = fit.fit(rows, PEAKS, "H")
+    held = [one for one in fitted.errors if "fitted to" not in one.what]
     assert {"gemm, held out", "decode, held out", "step of dense tp1, graph"} <= {one.what for one in held}
     assert max(one.median for one in held) < 0.01
 
@@ -167,9 +167,9 @@ def test_a_fit_finds_the_tiles_that_rows_were_made_with():
     ]
     rows = [{"kernel": "", "dtype": "bf16", **row} for row in fit.rows_of(texts)]
     made = [{**row, "seconds": row_seconds(given, row, peaks)} for row in rows]
-    found = fit_roof("prefill", made, peaks)
-    assert (found.tile, found.merge) == (128, pytest.approx(9e-6, rel=0.01))
-    assert found.walk == pytest.approx(4e-11, rel=0.02)
+    roof = fit_roof("prefill", made, peaks)
+    assert (roof.tile, roof.merge) == (128, pytest.approx(9e-6, rel=0.01))
+    assert roof.walk == pytest.approx(4e-11, rel=0.02)
 
 
 def test_every_second_size_is_held_out():

@@ -59,10 +59,10 @@ def waits(config: Config) -> np.ndarray:
 
 def lindley(arrivals: list[float], services: np.ndarray) -> np.ndarray:
     """Return the waiting times of a queue with one server: ``W' = max(0, W + S - A)``."""
-    found = [0.0]
+    delays = [0.0]
     for index in range(1, len(arrivals)):
-        found.append(max(0.0, found[-1] + services[index - 1] - (arrivals[index] - arrivals[index - 1])))
-    return np.array(found)
+        delays.append(max(0.0, delays[-1] + services[index - 1] - (arrivals[index] - arrivals[index - 1])))
+    return np.array(delays)
 
 
 # --- the queue is the one that theory knows ------------------------------------------------------------------------
@@ -78,12 +78,12 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
 
 
 def test_the_engines_are_given_what_arrives_and_nothing_else():
-    found = serve(configured())
-    (instances,) = [table for table in found.tables if table.title == "Instances"]
+    result = serve(configured())
+    (instances,) = [table for table in result.tables if table.title == "Instances"]
     for side, tokens in (("prefill", "input"), ("decode", "output")):
         rows = [row for row in instances.rows if row[0].startswith(side)]
-        assert sum(row[1] for row in rows) == len(found.requests["id"])
-        assert sum(row[2] for row in rows) == sum(found.requests[tokens])
+        assert sum(row[1] for row in rows) == len(result.requests["id"])
+        assert sum(row[2] for row in rows) == sum(result.requests[tokens])
 
 
 # --- the closed form -----------------------------------------------------------------------------------------------
@@ -125,21 +125,21 @@ def test_pages_limit_the_saturated_batch():
 
 def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
     config = queue(400, 1e4)
-    found = serve(config)
-    assert found.offered_load is not None
-    span = found.requests["arrival"][-1] - found.requests["arrival"][0]
-    assert values(found)["makespan_s"] == pytest.approx(found.offered_load["prefill"] * span, rel=0.01)
-    assert found.notes[0].startswith("load: prefill ")
-    assert found.notes[1].startswith("warning: overloaded: prefill is offered ")
+    result = serve(config)
+    assert result.offered_load is not None
+    span = result.requests["arrival"][-1] - result.requests["arrival"][0]
+    assert values(result)["makespan_s"] == pytest.approx(result.offered_load["prefill"] * span, rel=0.01)
+    assert result.notes[0].startswith("load: prefill ")
+    assert result.notes[1].startswith("warning: overloaded: prefill is offered ")
 
 
 @pytest.mark.parametrize(("target", "word"), [(0.7, ""), (0.95, "near capacity"), (1.17, "overloaded")])
 def test_loads_from_nine_tenths_on_are_warned_of(target: float, word: str):
     config = configured()
-    found = serve(replace(config, workload=replace(config.workload, load=target)))
-    said = values(found)
+    result = serve(replace(config, workload=replace(config.workload, load=target)))
+    said = values(result)
     assert max(said["offered_load_prefill"], said["offered_load_decode"]) == pytest.approx(target, rel=1e-9)
-    assert any(note.startswith(f"warning: {word}") for note in found.notes) == bool(word)
+    assert any(note.startswith(f"warning: {word}") for note in result.notes) == bool(word)
 
 
 def test_requests_all_at_once_offer_no_rate():
@@ -156,9 +156,9 @@ def test_requests_all_at_once_offer_no_rate():
 def test_scaling_by_time_keeps_order_and_proportions():
     config = configured()
     requests = load(config.workload, 0, config.model.context)
-    found = scaled(replace(config.workload, load=0.3), job(config, ServeOptions()), requests, 0)
-    assert [request[1:] for request in found] == [request[1:] for request in requests]
-    factors = [now.arrival / before.arrival for now, before in zip(found, requests, strict=True)]
+    scaled_requests = scaled(replace(config.workload, load=0.3), job(config, ServeOptions()), requests, 0)
+    assert [request[1:] for request in scaled_requests] == [request[1:] for request in requests]
+    factors = [now.arrival / before.arrival for now, before in zip(scaled_requests, requests, strict=True)]
     assert factors == pytest.approx([factors[0]] * len(factors), rel=1e-12)
 
 
@@ -190,14 +190,14 @@ def gridded(folder: Path, count: int = 60, at_once: int = 5) -> Workload:
 
 def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path: Path):
     workload = gridded(tmp_path)
-    found = draw(workload, 0, 4096)
-    assert [request.input for request in found.requests] == list(range(1, 61))
-    assert all(one.arrival < other.arrival for one, other in pairwise(found.requests))
-    for number, request in enumerate(found.requests):
+    generated = draw(workload, 0, 4096)
+    assert [request.input for request in generated.requests] == list(range(1, 61))
+    assert all(one.arrival < other.arrival for one, other in pairwise(generated.requests))
+    for number, request in enumerate(generated.requests):
         assert 3 * (number // 5) <= request.arrival < 3 * (number // 5) + 3
-    assert "a grid of 3 s, 5.0 at a time" in found.notes[0]
-    assert draw(workload, 0, 4096) == found
-    assert draw(workload, 1, 4096).requests != found.requests
+    assert "a grid of 3 s, 5.0 at a time" in generated.notes[0]
+    assert draw(workload, 0, 4096) == generated
+    assert draw(workload, 1, 4096).requests != generated.requests
     assert draw(replace(workload, jitter="none"), 0, 4096).requests[4].arrival == 0
 
 
@@ -210,30 +210,32 @@ def test_arrivals_off_any_grid_stay_and_that_is_said():
 
 def test_skip_and_seconds_choose_a_part_before_the_speed(tmp_path: Path):
     whole = replace(gridded(tmp_path), jitter="none")
-    found = load(replace(whole, skip=3.0, seconds=6.0, speed=2.0), 0, 4096)
-    assert [request.input for request in found] == list(range(6, 16))
-    assert {request.arrival for request in found} == {0.0, 1.5}
+    requests = load(replace(whole, skip=3.0, seconds=6.0, speed=2.0), 0, 4096)
+    assert [request.input for request in requests] == list(range(6, 16))
+    assert {request.arrival for request in requests} == {0.0, 1.5}
     with pytest.raises(ConfigError, match=r"has no requests after workload\.skip=99 s"):
         load(replace(whole, skip=99.0), 0, 4096)
 
 
 def test_generated_arrivals_end_with_the_seconds():
     endless = Workload(arrivals="poisson", rate=50.0)
-    found = load(replace(endless, seconds=10.0), 0, 4096)
+    requests = load(replace(endless, seconds=10.0), 0, 4096)
     more = load(replace(endless, count=1000), 0, 4096)
-    assert [request.arrival for request in found] == [request.arrival for request in more if request.arrival < 10]
+    assert [request.arrival for request in requests] == [request.arrival for request in more if request.arrival < 10]
     later = load(replace(endless, skip=4.0, seconds=6.0), 0, 4096)
-    assert [request.arrival + 4 for request in later] == pytest.approx([r.arrival for r in found if r.arrival >= 4])
+    assert [request.arrival + 4 for request in later] == pytest.approx(
+        [r.arrival for r in requests if r.arrival >= 4]
+    )
 
 
 def test_warmup_and_cooldown_leave_the_latencies_of_the_middle():
     config = configured()
-    found = serve(replace(config, workload=replace(config.workload, warmup=0.05, cooldown=0.05)))
-    last = found.requests["arrival"][-1]
-    kept = [row["ttft"] for row in rows(found) if 0.05 <= row["arrival"] <= last - 0.05]
+    result = serve(replace(config, workload=replace(config.workload, warmup=0.05, cooldown=0.05)))
+    last = result.requests["arrival"][-1]
+    kept = [row["ttft"] for row in rows(result) if 0.05 <= row["arrival"] <= last - 0.05]
     assert 0 < len(kept) < 40
-    assert values(found)["ttft_avg_s"] == pytest.approx(np.mean(kept), rel=1e-12)
-    assert values(found)["requests"] == 40
+    assert values(result)["ttft_avg_s"] == pytest.approx(np.mean(kept), rel=1e-12)
+    assert values(result)["requests"] == 40
 
 
 # --- intervals and stationarity ------------------------------------------------------------------------------------
@@ -272,8 +274,8 @@ def test_a_queue_that_grows_is_told_from_one_that_does_not():
 
 def test_an_overloaded_run_is_not_stationary():
     config = queue(300, 1e3)
-    found = serve(config)
-    assert values(found)["stationary"] == 0
-    assert any(note.startswith("not stationary: TTFT grows by ") for note in found.notes)
+    result = serve(config)
+    assert values(result)["stationary"] == 0
+    assert any(note.startswith("not stationary: TTFT grows by ") for note in result.notes)
     calm = serve(queue(300, 20.0))
     assert values(calm)["stationary"] == 1

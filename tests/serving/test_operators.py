@@ -46,11 +46,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_forward_is_the_sum_of_its_layers_operators(folder: Path):
-    found = read(folder)
+    loaded = read(folder)
     # four products of a layer: queries, keys and values; output; both of the MLP
     shape = LayerShape(intermediate=96)
-    assert found.step(DENSE, shape, 10, 500, 1) == pytest.approx(3 * (3e-3 + 4 * 1e-3))
-    assert found.forward(DENSE, shape, 1000, 1) == pytest.approx(3 * (2e-3 + 4 * 100e-3))
+    assert loaded.step(DENSE, shape, 10, 500, 1) == pytest.approx(3 * (3e-3 + 4 * 1e-3))
+    assert loaded.forward(DENSE, shape, 1000, 1) == pytest.approx(3 * (2e-3 + 4 * 100e-3))
 
 
 def test_layers_with_experts_have_those_instead_of_the_dense_products(folder: Path):
@@ -59,10 +59,10 @@ def test_layers_with_experts_have_those_instead_of_the_dense_products(folder: Pa
 
 
 def test_between_sizes_it_interpolates_in_logarithms_and_beyond_in_proportion(folder: Path):
-    found = read(folder)
-    assert found.gemm(100, 128, 64, "bfloat16") == pytest.approx(10e-3)
-    assert found.gemm(2000, 128, 64, "bfloat16") == pytest.approx(200e-3)
-    assert found.gemm(10, 256, 64, "bfloat16") == pytest.approx(4e-3 / 3)  # the nearest shape has 192 columns
+    loaded = read(folder)
+    assert loaded.gemm(100, 128, 64, "bfloat16") == pytest.approx(10e-3)
+    assert loaded.gemm(2000, 128, 64, "bfloat16") == pytest.approx(200e-3)
+    assert loaded.gemm(10, 256, 64, "bfloat16") == pytest.approx(4e-3 / 3)  # the nearest shape has 192 columns
 
 
 def test_what_was_not_measured_is_said(folder: Path):

@@ -152,10 +152,10 @@ def test_an_instance_that_starts_again_serves_again(instance: str, later: float)
     outcome = serve(
         requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, prefill=Side(tp=2), decode=Side(tp=2), engine=PATIENT
     )
-    found = statuses(outcome)
-    assert found[:9] == ["ok"] * 9
-    assert found[-10:] == ["ok"] * 10  # served by the new incarnation
-    assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
+    ends = statuses(outcome)
+    assert ends[:9] == ["ok"] * 9
+    assert ends[-10:] == ["ok"] * 10  # served by the new incarnation
+    assert {status.partition(":")[0] for status in ends} <= {"ok", "PeerLost"}
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 

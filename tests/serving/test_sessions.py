@@ -107,8 +107,8 @@ def outcome(requests: list[Request], options: dict[str, Any], **changes: Any) ->
     config = configured(
         changes.pop("prefill", ONE), changes.pop("decode", ONE), options=options, hw=QUIET, model=MODEL, **changes
     )
-    found = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions(**options)), requests))
-    return found.ranks["router"].value["rows"]
+    result = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions(**options)), requests))
+    return result.ranks["router"].value["rows"]
 
 
 def test_a_higher_priority_is_computed_first():
@@ -123,16 +123,16 @@ def test_a_higher_priority_is_computed_first():
 
 def test_what_exceeds_the_limit_is_shed_unless_it_has_priority():
     requests = [Request(0.0, 100, 2, priority=int(number == 4)) for number in range(5)]
-    found = [row[3] for row in outcome(requests, {"shed": 200})]
-    assert found == ["ok", "ok", *["Shed: 200 tokens outstanding at prefill0"] * 2, "ok"]
+    rows = [row[3] for row in outcome(requests, {"shed": 200})]
+    assert rows == ["ok", "ok", *["Shed: 200 tokens outstanding at prefill0"] * 2, "ok"]
 
 
 def test_shed_requests_are_counted_apart_and_users_go_on():
     result = serve(replace(SESSIONS, users=12, ramp=0.0, priority=0.3), {"shed": 1500})
-    found = values(result)
-    assert found["requests_shed"] > 0
-    assert found["requests_failed"] == 0
-    assert found["requests_ok"] + found["requests_shed"] == 24
+    metrics = values(result)
+    assert metrics["requests_shed"] > 0
+    assert metrics["requests_failed"] == 0
+    assert metrics["requests_ok"] + metrics["requests_shed"] == 24
     assert not result.failures
     assert all(row["status"] == "ok" for row in rows(result) if row["priority"])
 

@@ -106,10 +106,10 @@ def test_a_file_gives_back_times_and_gaps(tmp_path: Path):
     for path in paths:
         tables.write(path, {"licence": "free"}, one.grids)
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    found = tables.read(str(paths[0]))
-    assert found.about == {"licence": "free"}
+    loaded = tables.read(str(paths[0]))
+    assert loaded.about == {"licence": "free"}
     for kind, given in one.grids.items():
-        again = found.grids[kind]
+        again = loaded.grids[kind]
         assert again.keys == given.keys
         assert again.columns == given.columns
         assert np.abs(again.values - given.values).max() <= tables.STEP / 2 + 1e-5
@@ -126,11 +126,11 @@ def test_a_table_that_is_not_there_names_those_that_are():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_table_says_its_source_and_never_falls(name: str):
-    found = tables.read(name)
-    assert found.about["licence"] == "Apache-2.0"
-    assert found.about["source"].startswith("aiconfigurator-core 0.12.0, systems/data/")
-    assert set(found.about["kinds"]) == set(found.grids)
-    for kind, each in found.grids.items():
+    loaded = tables.read(name)
+    assert loaded.about["licence"] == "Apache-2.0"
+    assert loaded.about["source"].startswith("aiconfigurator-core 0.12.0, systems/data/")
+    assert set(loaded.about["kinds"]) == set(loaded.grids)
+    for kind, each in loaded.grids.items():
         by = [axis for axis in ("batch", "tokens", "context", "elements") if axis in each.axes]
         assert by
         for axis in by:
@@ -150,17 +150,17 @@ def test_shipped_tables_are_small_and_each_is_named_by_a_choice():
 
 
 def test_a_wider_matrix_is_multiplied_in_parts():
-    found = lookup()
-    assert found.gemm(100, 128, 64, narrow=False) == pytest.approx(1e-3)
-    assert found.gemm(100, 1000, 64, narrow=False) == pytest.approx(4e-3)
+    table = lookup()
+    assert table.gemm(100, 128, 64, narrow=False) == pytest.approx(1e-3)
+    assert table.gemm(100, 1000, 64, narrow=False) == pytest.approx(4e-3)
 
 
 def test_prefill_of_several_sequences_has_their_pairs():
-    found = lookup()
-    assert found.prefill([(0, 1000)]) == pytest.approx(1.0)
-    assert found.prefill([(0, 300), (0, 400)]) == pytest.approx(0.25)
-    assert found.prefill([(900, 100)]) == pytest.approx(1.0 - 0.81)
-    assert found.prefill([(0, 100)] * 4) == pytest.approx(0.04)
+    table = lookup()
+    assert table.prefill([(0, 1000)]) == pytest.approx(1.0)
+    assert table.prefill([(0, 300), (0, 400)]) == pytest.approx(0.25)
+    assert table.prefill([(900, 100)]) == pytest.approx(1.0 - 0.81)
+    assert table.prefill([(0, 100)] * 4) == pytest.approx(0.04)
 
 
 def test_a_decode_step_is_a_line_in_the_context():

@@ -73,13 +73,13 @@ def test_a_ring_takes_its_latency_for_each_other_rank(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_direct_moves_as_many_bytes_through_every_port(ranks):
     expected = 1 + 0.25 * (ranks - 1) + 100 * (ranks - 1) / 80
-    found = values(run(gather, ranks, size=100, pool=SYMMETRIC))
-    assert [value[0] for value in found] == [pytest.approx(expected, rel=1e-12)] * ranks
+    metrics = values(run(gather, ranks, size=100, pool=SYMMETRIC))
+    assert [value[0] for value in metrics] == [pytest.approx(expected, rel=1e-12)] * ranks
 
 
 def test_it_begins_with_the_last_call_ends_at_once():
-    found = values(run(gather, 2, size=100, late=7.0))
-    assert found == [[13.5 + 0.0, 7.0, 0.0], [13.5, 7.0, 7.0]]
+    metrics = values(run(gather, 2, size=100, late=7.0))
+    assert metrics == [[13.5 + 0.0, 7.0, 0.0], [13.5, 7.0, 7.0]]
 
 
 def test_no_rate_exceeds_the_port():

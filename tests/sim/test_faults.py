@@ -121,18 +121,18 @@ def friend(rank):
     _, before = yield rank.channel.receive()
     old = rank.endpoint.connect(before)
     _, after = yield rank.channel.receive()
-    found = []
+    collected = []
     try:
         rank.endpoint.connect(before)
     except PeerLost:
-        found.append("gone")
+        collected.append("gone")
     for peer in (old, rank.endpoint.connect(after)):
         try:
             record = yield rank.endpoint.write(peer, Batch(region, peer.regions["kv"], [0], [0], [10]))
-            found.append(record.status)
+            collected.append(record.status)
         except PeerLost:
-            found.append("lost")
-    return found
+            collected.append("lost")
+    return collected
 
 
 def patient(rank):
@@ -271,12 +271,12 @@ def test_the_parts_of_a_batch_are_all_of_it_once():
     batch = Batch(one, two, [100, 0, 500], [0, 300, 200], [10, 20, 1])
     whole = [(100 + i, i) for i in range(10)] + [(i, 300 + i) for i in range(20)] + [(500, 200)]
     for cuts in ((0, 31), (0, 1, 31), (0, 10, 30, 31), (0, 5, 15, 31)):
-        found = []
+        collected = []
         for first, end in itertools.pairwise(cuts):
             part = part_of(batch, first, end)
             rows = zip(part.source_offset, part.target_offset, part.size, strict=True)
-            found += [(source + i, target + i) for source, target, size in rows for i in range(size)]
-        assert found == whole
+            collected += [(source + i, target + i) for source, target, size in rows for i in range(size)]
+        assert collected == whole
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -53,11 +53,11 @@ def speaks(rank: Rank) -> Program:
 
 
 def listens(rank: Rank) -> Program:
-    found = []
+    collected = []
     for _ in range(2):
         yield rank.channel.receive()
-        found.append(rank.clock.now)
-    return found
+        collected.append(rank.clock.now)
+    return collected
 
 
 def sleepy() -> Machine:

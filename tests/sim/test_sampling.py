@@ -59,11 +59,11 @@ def test_a_job_takes_as_long_with_samples_as_without(samples):
 def test_the_shares_of_a_link_add_up_to_what_it_carried():
     outcome = job(50)
     for name, mean in outcome.links.items():
-        found = rows(outcome, "link", name)
-        begins = [0.0, *(time for time, _ in found)]
-        spent = sum(value * (time - before) for (time, value), before in zip(found, begins, strict=False))
+        samples = rows(outcome, "link", name)
+        begins = [0.0, *(time for time, _ in samples)]
+        spent = sum(value * (time - before) for (time, value), before in zip(samples, begins, strict=False))
         assert spent / outcome.seconds == pytest.approx(mean)
-        assert 0.0 < max(value for _, value in found) <= 1.0 + 1e-9
+        assert 0.0 < max(value for _, value in samples) <= 1.0 + 1e-9
 
 
 def test_there_are_as_many_as_asked_for_and_at_most_twice():
@@ -73,9 +73,9 @@ def test_there_are_as_many_as_asked_for_and_at_most_twice():
 
 
 def test_what_a_program_registers_is_sampled():
-    found = rows(job(50), "pages", "spent")
-    assert found
-    assert all(value == pytest.approx(time / 100.0) for time, value in found)
+    samples = rows(job(50), "pages", "spent")
+    assert samples
+    assert all(value == pytest.approx(time / 100.0) for time, value in samples)
 
 
 def test_memory_is_the_share_in_use():
