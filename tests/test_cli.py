@@ -438,6 +438,7 @@ def test_nothing_heavy_is_imported_by_a_simulation():
     assert not imported & {"torch", "matplotlib", "scipy", "mooncake", "nixl_cu13", "zmq"}
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     for words in (("list",), ("run", *QUICK), ("run", "--cfg", "job")):
         process = started(*words, cwd=tmp_path)

@@ -36,6 +36,7 @@ def calibration_file(name):
     return OmegaConf.merge(calibration_file(file.pop("defaults")[0]), file) if "defaults" in file else file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_every_calibration_has_its_machines_engines_and_samples(name):
     file = calibration_file(name)
@@ -56,6 +57,7 @@ def test_every_calibration_has_its_machines_engines_and_samples(name):
         assert config.calibration.bytes == (min(span[1] for span in spans), max(span[1] for span in spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [4, 8])
 @pytest.mark.parametrize("backend", ["nvlink", "mooncake_nvlink", "nixl"])
 def test_fits_of_two_h200_serve_more_and_say_so(backend, gpus):
@@ -87,6 +89,7 @@ def test_a_calibration_states_its_distance_from_its_samples(name):
     assert sum(errors) <= (1.01 if held else 1.2) * file.held_out.mean * len(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), CHOICES, ids=lambda word: word)
 def test_every_option_composes_into_a_typed_configuration_of_that_name(group, option):
     config = composed(f"{group}={option}")
@@ -128,6 +131,7 @@ def test_the_defaults_of_an_experiment_are_those_of_its_options_alone(name):
 ON = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment" / "on").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON)
 def test_a_machines_file_scales_its_experiments(name):
     experiment, _, hw = name.partition("-")

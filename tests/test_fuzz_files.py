@@ -31,6 +31,7 @@ def bench(tmp_path_factory):
     return fuzz.Bench(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", fuzz.FAMILIES)
 def test_what_is_changed_is_refused_as_documented(bench, family):
     found = {number: fuzz.one(bench, family, 1, number) for number in range(INPUTS.get(family, 150))}
@@ -68,6 +69,7 @@ def copied(kept: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml"])
 @pytest.mark.parametrize(
     "content",

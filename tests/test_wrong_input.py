@@ -142,6 +142,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("PDSIM_DEBUG", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "fragment"), WRONG + NONSENSE, ids=lambda value: " ".join(words_of(value))[:60])
 def test_wrong_input_is_one_line_status_two_and_nothing_written(capfd, tmp_path, case, fragment):
     status = main(["run", *words_of(case)])

@@ -54,6 +54,7 @@ def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake):
         assert devices == [DEVICE, "lo"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [(0, 1), (2, 0)], ids=["one hop", "two hops back"])
 def test_transfers_between_nodes_arrive_whole(any_engine, ends):
     if any_engine.name == "nixl_shm":
@@ -65,6 +66,7 @@ def test_transfers_between_nodes_arrive_whole(any_engine, ends):
     assert "tcp" in outcome.ranks["a"].engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "stall"])
 def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
     link = replace(LINK, changes=(LinkChange(kind=kind, start=0.02, end=0.3),))

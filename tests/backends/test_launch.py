@@ -53,6 +53,7 @@ def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
     assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
 
 
+@pytest.mark.slow
 def test_a_killed_and_restarted_rank_can_be_written_to(processes):
     ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
     outcome = processes.run(ranks, kill={"b": 1.5}, restart={"b": 1.6})
@@ -61,6 +62,7 @@ def test_a_killed_and_restarted_rank_can_be_written_to(processes):
     assert outcome.ranks["b"].error == ""
 
 
+@pytest.mark.slow
 def test_ranks_restarted_at_once_can_send_to_each_other(processes):
     """One of them is there before the other: what it sends meanwhile is lost, and no error."""
     ranks = [spec("a", programs.call, other="b"), spec("b", programs.call, other="a")]

@@ -106,6 +106,7 @@ def test_when_the_supervisor_of_a_link_is_signalled(mooncake, number):
     signalled(number, 3, mooncake.name, "link")
 
 
+@pytest.mark.slow
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):
     before, family = files(), children()
     outcome = Processes(any_engine, deadline=1.5).run(

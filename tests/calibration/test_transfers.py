@@ -52,6 +52,7 @@ def calibration(rows, backend="nvlink"):
 # --- forms ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_form_that_made_the_samples_is_chosen(kind):
     chosen = transfers.choose(made_by(KINDS[kind], noise=0.005), BASE)
@@ -150,6 +151,7 @@ def test_a_rate_as_high_as_the_link_s_does_not_change_the_link():
         assert (key in chosen) is changed
 
 
+@pytest.mark.slow
 def test_the_order_of_samples_decides_nothing():
     rows = samples_of(made_by(KINDS["sum"], CROSS[::2], noise=0.02), held=[(16, 65536)])
     one, other = (calibration(tuple(order))[1].calibration for order in (rows, rows[::-1]))
@@ -159,6 +161,7 @@ def test_the_order_of_samples_decides_nothing():
 # --- what the samples tell -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_lost_in_the_noise_is_not_named():
     quiet = EngineModel(path="rdma", call=0.0, descriptor=1e-12, overlap=False, latency=0.0, rate=49e9)
     samples = made_by(quiet, [(n, 1 << 22) for n in (1, 2, 4, 8, 16, 32, 64)], noise=0.02)
@@ -249,6 +252,7 @@ def test_queues_whose_interval_is_just_as_wide_as_may_be_are_told():
         assert "queue_rate" in spans
 
 
+@pytest.mark.slow
 def test_crowds_do_not_move_what_single_transfers_say():
     model = replace(KINDS["sum"], call=20e-6, descriptor=3e-6)
     cells = [(n, size) for n in (1, 4, 16, 64, 256, 1024) for size in (4096, 65536, 1 << 20)]
@@ -283,6 +287,7 @@ MORE = [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read_rate": 150e9}]
 MORE += [{"read": 5e-6, "read_descriptor": 1e-6}, {"read": 5e-6, "read_rate": 150e9}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", MORE, ids=" and ".join)
 def test_rounding_does_not_choose_what_makes_reads_longer(more):
     rows = both_ways(more, noise=0.02)

@@ -114,6 +114,7 @@ def test_a_backend_without_a_staged_path_is_refused():
     assert problem == "1to2 staged: backend=fast has no staged path; set experiment.paths=[sliced]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL]
 )

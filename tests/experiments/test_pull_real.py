@@ -48,6 +48,7 @@ def configured(name: str, model: Llm, prefill: Side, decode: Side, engine_: Serv
     return replace(config, engine=engine_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
 def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int):
@@ -92,6 +93,7 @@ def account(outcome: Outcome, rank: str) -> tuple[int, int]:
     return value["used_pages"], value["quarantined_pages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_users_who_leave_while_their_kv_is_read_leave_no_page_behind(name: str):
     leaves = [(number, 0.004 * number) for number in range(1, 16, 2)]
@@ -108,6 +110,7 @@ def ended_by_ucx(outcome: Outcome, rank: str) -> bool:
     return died in ("killed by signal 6", "killed by signal 11") and "failed: Connection reset by remote peer" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_pages_that_a_killed_reader_was_reading_come_back_with_the_proof_of_its_end(name: str):
     outcome = served(name, REQUESTS, decode=TWO, dies=("decode0.0", "read", 2))
@@ -119,6 +122,7 @@ def test_pages_that_a_killed_reader_was_reading_come_back_with_the_proof_of_its_
     assert account(outcome, "prefill0.0") == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_lender_that_is_started_again_is_read_again(name: str):
     requests = [Request(0.5 + 0.25 * number, 1500, 4) for number in range(12)]

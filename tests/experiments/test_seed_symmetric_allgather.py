@@ -52,6 +52,7 @@ def test_a_pool_that_grows_loses_more_than_symmetric_memory_wins(eight):
     assert any(note.startswith("a growth is made up for after ") for note in eight.notes)
 
 
+@pytest.mark.slow
 def test_every_token_is_right_in_either_memory():
     result = measure(seed("hw=loopback", "memory=tracked", "experiment.ranks=[2,4]", "experiment.size=[64KiB]"))
     assert result.failures == []

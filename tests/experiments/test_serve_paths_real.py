@@ -68,6 +68,7 @@ COMBINATIONS = [
 """Every pair of sizes both ways; each engine has most of them, for a job starts up to seven processes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode", "path", "name"), COMBINATIONS)
 def test_unlike_ranks_hand_over_what_was_sent(prefill: int, decode: int, path: str, name: str):
     kv = replace(SLICED, staging=path == "staged", staging_ring=1 << 18)

@@ -95,6 +95,7 @@ def account(outcome: Outcome, rank: str) -> tuple[int, int]:
     return value["used_pages"], value["quarantined_pages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str):
     # anywhere between the queue and the last token
@@ -106,6 +107,7 @@ def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str):
     assert [account(outcome, rank) for rank in ("prefill0.0", "prefill1.0", "decode0.0")] == [(0, 0)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_pages_of_a_killed_prefill_rank_come_back_once_it_is_proven_that_it_writes_no_more(name: str):
     crowd = [Request(0.5 + 0.05 * number, 1500, 4) for number in range(40)]  # of 24 MiB each, in three writes
@@ -121,6 +123,7 @@ def test_pages_of_a_killed_prefill_rank_come_back_once_it_is_proven_that_it_writ
 
 
 # the same experiment on the model and on Mooncake over TCP
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MODEL, ENGINES[0]])
 def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: str):
     """The other rank of the instance ends with it and is started again too: an instance is formed as a whole."""
@@ -139,6 +142,7 @@ def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: s
 
 
 # each rank's new process takes its own time to be there, so that every order occurs
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MODEL, *ENGINES])
 @pytest.mark.parametrize("side", [ONE, Side(tp=1, pp=2)], ids=["one", "two"])
 def test_both_sides_killed_and_started_again_at_once_serve_again(name: str, side: Side):

@@ -103,6 +103,7 @@ def test_without_a_server_it_says_what_is_missing(tmp_path: Path, capsys: pytest
     assert "set target=live, or experiment.stored=FOLDER" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_a_server_is_predicted_measured_and_compared(llama, tmp_path: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
     live = ["target=live", f"live.url={llama.url}", "live.vocabulary=512", "live.warmup=0"]

@@ -168,6 +168,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [gqa(2, 5), gqa(2, 7, EVERYTHING), mla(4, EVERYTHING)],

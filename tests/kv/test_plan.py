@@ -63,6 +63,7 @@ def plans(draw: st.DrawFn) -> tuple[Planner, Runs, tuple[int, int] | None]:
     return Planner(pool, pool, RankShare(("kv",), heads)), tuple(draw(st.permutations(runs))), slots
 
 
+@pytest.mark.slow
 @given(plans())
 def test_a_lazy_batch_counts_what_its_arrays_have(plan: tuple[Planner, Runs, tuple[int, int] | None]):
     made, runs, slots = plan

@@ -148,6 +148,7 @@ def browser(tmp_path_factory):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 class TestInChromium:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FIGURES)
     def test_all_is_drawn_without_a_complaint_and_without_the_network(self, browser, pages, name):
         browser.open(pages[name])
@@ -187,6 +188,7 @@ class TestInChromium:
 # --- figures as files ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "begin"), [("svg", b"<?xml"), ("pdf", b"%PDF-"), ("png", b"\x89PNG")])
 def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
     path = tmp_path / f"figure.{form}"
@@ -194,6 +196,7 @@ def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
     assert path.read_bytes().startswith(begin)
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_file_the_same_each_time(folders):
     drawn = [run_report.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
     drawn += [

@@ -167,6 +167,7 @@ def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
     assert at_rest(outcome, "decode0.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 @pytest.mark.parametrize("lease", [30.0, 0.03])
 def test_the_trial_of_faults_finds_nothing(first: int, lease: float):

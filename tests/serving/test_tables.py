@@ -208,6 +208,7 @@ def test_a_forward_by_a_table_is_the_sum_of_its_operators(monkeypatch: pytest.Mo
     assert one.sequence == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("name", ["h100_vllm", "h200_sglang_table", "b200_trtllm"])
 def test_shipped_tables_time_forwards_that_grow(name: str, model: str):

@@ -79,6 +79,7 @@ AXES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_point_is_what_run_composes_of_its_words(seed):
     chosen = random.Random(seed)

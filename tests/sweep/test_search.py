@@ -32,6 +32,7 @@ def searched(trials, folder):
     return status, list(read_ledger(found)[0].values())
 
 
+@pytest.mark.slow
 def test_a_search_is_seeded_goes_on_and_gets_better(tmp_path, in_this_process):
     status, first = searched(8, tmp_path / "a")
     assert (status, len(first)) == (0, 8)
@@ -44,6 +45,7 @@ def test_a_search_is_seeded_goes_on_and_gets_better(tmp_path, in_this_process):
     assert all(0.5 <= float(row["overrides"]["host_factor"]) <= 2.0 for row in more)
 
 
+@pytest.mark.slow
 def test_points_that_are_kept_are_told_and_not_run(tmp_path, in_this_process):
     _, rows = searched(4, tmp_path / "a")
     (folder,) = (tmp_path / "a").glob("sweep-*")
@@ -87,6 +89,7 @@ def test_a_metric_that_there_is_none_of_is_refused_with_the_nearest():
         OptunaSearch(metric="ttft_p5_s").of(row)
 
 
+@pytest.mark.slow
 def test_json_has_the_rows_of_a_search(in_this_process, capfd):
     assert main(["sweep", *QUICK, *SPACE, "--trials", "2", "--json"]) == 0
     assert len(json.loads(capfd.readouterr().out)["rows"]) == 2

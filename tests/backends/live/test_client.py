@@ -99,6 +99,7 @@ def test_a_request_that_finds_no_connection_free_waits(llama, tmp_path):
     assert second.sent >= first.last
 
 
+@pytest.mark.slow
 def test_the_key_comes_from_the_environment(make_llama, tmp_path, monkeypatch):
     server = make_llama(key=KEY)
     settings = config(f"live.url={server.url}", "live.key_variable=TINY_KEY", "live.model=tiny")
@@ -146,6 +147,7 @@ def test_nobody_at_the_address_is_said_before_anything_is_sent(tmp_path):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_two_servers_share_the_requests_by_tokens_outstanding(make_llama, tmp_path):
     one, two = make_llama(), make_llama()
     requests = [Request(0.0, 900, 300), Request(0.05, 20, 2), Request(0.1, 20, 2)]
