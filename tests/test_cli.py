@@ -170,7 +170,7 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
-        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? choose one of threads,",
+        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? choose one of",
     ),
     (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
     (
