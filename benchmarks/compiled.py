@@ -37,7 +37,7 @@ RUNS = (
 )
 """Both sides' programs, pages, state and contents, over every path."""
 TESTS = (
-    *(f"tests/sim/test_{name}.py" for name in ("channel", "endpoint", "engine", "link", "memory")),
+    *(f"tests/sim/test_{name}.py" for name in ("channel", "endpoint", "link", "memory", "posting")),
     *(
         f"tests/kv/test_{name}.py"
         for name in ("consensus", "landing", "messages", "pages", "plan", "queues", "rooms")

@@ -98,7 +98,9 @@ def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
+    # To six digits, and the same text when it is read and written again: 2753070.3 is 2753070, not 2.75307e+06.
+    rounded = value if value.is_integer() else float(f"{value:.6g}")
+    return f"{rounded:.0f}" if rounded.is_integer() else f"{rounded:.6g}"
 
 
 def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
