@@ -346,7 +346,7 @@ CONNECT_TIMEOUT = 10.0
 class ConnectedPeers:
     """All peers of one endpoint, by the token of their incarnation.
 
-    Another incarnation of a rank has another token and so another state: what was known of the first stays, because
+    Another incarnation of a rank has another token and so another state. The state of the first stays, because
     its transfers may still be moving.  All calls are on the clock's thread.
     """
 

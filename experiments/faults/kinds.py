@@ -36,7 +36,7 @@ KINDS = {
     "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP; its posted transfers go on",
     "grows": "decode's pages grow with the tokens; preempted KV is computed again or moved to host memory",
     "hosts": "host costs of SGLang's and vLLM's loops",
-    "pulls": "decode reads from prefill, under leases of which some end early",
+    "pulls": "decode reads from prefill, under leases, and some leases end early",
     "engines": "engines with and without order, with threads and queues, and with slow reads",
     "routes": "other routing policies, unknown output lengths, fewer retries or none",
 }

@@ -4,7 +4,7 @@
 Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own
 (sliced); after, it gathers a chunk, writes it in one piece, and the other side scatters it
 (staged).  First handoffs by themselves, TP against TP; then prompts that arrive at once at prefill
-of TP 4 and decode of DP4+TP4+EP4, of which each group holds all heads; EP 4 where the model has
+of TP 4 and decode of DP4+TP4+EP4, where each group holds all heads; EP 4 where the model has
 experts.
 """
 

@@ -46,7 +46,7 @@ START = 2.0
 """Seconds that a job takes to start its processes, for the time that is left."""
 
 SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute", "seed")
-"""What has to be the same when what is predicted is measured: a label says how many tokens, not of which model."""
+"""Groups of the configuration that a prediction and its measurement share; labels do not name the model."""
 
 
 def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress: ShowProgress = silent) -> None:
