@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,15 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
-from pdsim.serving.deployment import ROUTER, CpGather, Deployment, pages_per_rank, places, rank_name
+from pdsim.serving.deployment import (
+    ROUTER,
+    CpGather,
+    Deployment,
+    colocated_places,
+    pages_per_rank,
+    places,
+    rank_name,
+)
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.settings import Workload
@@ -62,7 +69,7 @@ class ServeOptions(ExperimentOptions):
     """
 
     name: str = "serve"
-    deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
+    deployment: str = "disaggregated"  # or "colocated": engines like prefill's, on the GPUs of both sides
     router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
     dp_rank: str = "room"  # attention group of a room: its number modulo dp; or "query": the least loaded
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
@@ -72,6 +79,11 @@ class ServeOptions(ExperimentOptions):
     retries: int = 3  # assumed: restarts of a request of which no byte had moved when an instance was lost
     bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0: none (SGLang: 300 s)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines prefill and decode in the same steps."""
+        return self.deployment == "colocated"
 
     def __post_init__(self) -> None:
         if self.router not in plugins.names(plugins.ROUTERS):
@@ -179,7 +191,7 @@ def job(config: Config, options: ServeOptions) -> Deployment:
     """
     try:
         built = _job(config, options)
-        if options.deployment == "colocated":
+        if options.colocated:
             built = _colocated(config, built)
         if config.cache.prefill or config.cache.decode:
             _check_cache(config, built)
@@ -201,6 +213,8 @@ def job(config: Config, options: ServeOptions) -> Deployment:
 
 def _job(config: Config, options: ServeOptions) -> Deployment:
     parallel, shape = config.parallel, kv_shape(config.model)
+    if options.colocated:
+        parallel = replace(parallel, decode=parallel.prefill)
     if config.engine.packed:
         shape = replace(shape, head_bytes=2 * shape.head_bytes, packed=True)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
@@ -290,15 +304,13 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
         raise ValueError(
             "experiment.deployment=colocated keeps no state beside KV; choose a model of full attention"
         )
-    count = (side.gpus + config.parallel.decode.gpus) // (side.gpus // side.instances)
+    count = len(colocated_places(config.parallel, config.hw)) // side.tp
     return replace(
         job,
         colocated=True,
         prefill_instances=count,
-        decode=job.prefill,
         decode_instances=count,
         decode_time=job.prefill_time,
-        decode_pages=job.prefill_pages,
         staging=None,
     )
 
@@ -340,8 +352,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     plain = what.plain()
     requests = RequestTable.of(requests)
     if what.colocated:
-        ranks = what.prefill_instances * config.parallel.prefill.tp
-        gpus = [*chain(*places(config.parallel, config.hw))][:ranks]
+        gpus = colocated_places(config.parallel, config.hw)[: what.prefill_instances * config.parallel.prefill.tp]
         own = {"job": plain, "requests": requests, "places": [[one.node, one.gpu] for one in gpus]}
         return [RankSpec(ROUTER, "pdsim.serving.colocated:program", Place(), own)]
     arguments: dict[str, Any] = {"job": plain, "requests": requests}

@@ -33,7 +33,7 @@ from pdsim.core.units import format_size
 from pdsim.hardware.costs import Engine
 from pdsim.hardware.machine import Machine
 from pdsim.models.parallel import Side
-from pdsim.serving.deployment import places
+from pdsim.serving.deployment import colocated_places, places
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import Place
@@ -101,7 +101,10 @@ def _serving(config: Config) -> Iterator[str]:
     yield from _staging(config)
     yield from _decode_cache(config)
     yield from _serving_engine(config)
-    for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
+    sides = {"prefill": config.parallel.prefill}
+    if not getattr(config.experiment, "colocated", False):
+        sides["decode"] = config.parallel.decode
+    for name, side in sides.items():
         yield from _heads(config, name, side)
         yield from _memory(config, name, side)
 
@@ -273,6 +276,11 @@ def _workload(workload: Workload) -> Iterator[str]:
 
 def _placement(config: Config) -> Iterator[str]:
     try:
+        if getattr(config.experiment, "colocated", False):
+            where = colocated_places(config.parallel, config.hw)
+            if config.hw.gpus:
+                yield from _split("prefill", config.parallel.prefill, where, config.hw)
+            return
         prefill, decode = places(config.parallel, config.hw)
     except ConfigError as error:
         yield str(error)
@@ -286,7 +294,7 @@ def _placement(config: Config) -> Iterator[str]:
 def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterator[str]:
     # *where* has the places of the ranks, those of one instance together
     together = side.tp if side.ep == 1 else side.attention_tp  # experts may lie on other nodes
-    instances = [where[first : first + together] for first in range(0, side.gpus, together)]
+    instances = [where[first : first + together] for first in range(0, len(where), together)]
     if side.ep > hw.gpus and side.ep % hw.gpus:
         yield (
             f"parallel.{name}.ep={side.ep} fills a node of hw={hw.name} ({hw.gpus} GPUs each) in part; "

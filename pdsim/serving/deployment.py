@@ -299,6 +299,26 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
     return gpus[:prefill], gpus[first : first + decode]
 
 
+def colocated_places(parallel: Parallel, machine: Machine) -> list[Place]:
+    """Return the place of every rank of colocated engines, engine by engine.
+
+    Engines are like those of prefill, as many as the GPUs of both sides hold, or the machine's if it has fewer.
+    Raise a `ConfigError` if it holds none.
+    """
+    side = parallel.prefill
+    wanted = side.gpus + parallel.decode.gpus
+    total = machine.nodes * machine.gpus or wanted
+    each = side.gpus // side.instances
+    count = min(wanted, total) // each
+    if not count:
+        raise ConfigError(
+            f"parallel.prefill.tp={side.tp} needs {each} GPUs, hw={machine.name} has {total}; lower tp"
+        )
+    if not machine.gpus:
+        return [Place(index % machine.nodes) for index in range(count * each)]
+    return [Place(index // machine.gpus, index % machine.gpus) for index in range(count * each)]
+
+
 def pages_per_rank(
     side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, scheduler: SchedulerLimits, ranks: int
 ) -> int:

@@ -85,6 +85,16 @@ def test_the_gpus_of_both_sides_serve_everybody():
         assert row["e2e"] == pytest.approx(row["queueing"] + row["compute"], rel=1e-12)
 
 
+def test_engines_take_no_more_gpus_than_the_machine_has():
+    def engines(tp: int, gpus: int) -> int:
+        config = configured(Side(tp=tp), Side(tp=4), options=TOGETHER, hw=replace(EIGHT, gpus=gpus))
+        return job(config, ServeOptions(**TOGETHER)).prefill_instances
+
+    assert [engines(1, 1), engines(1, 2), engines(4, 4), engines(4, 8)] == [1, 2, 1, 2]
+    with pytest.raises(ConfigError, match=r"parallel\.prefill\.tp=8 needs 8 GPUs, hw=\w+ has 4; lower tp"):
+        engines(8, 4)
+
+
 def test_the_offered_load_is_of_prefill_and_decode_together():
     config = configured(options=TOGETHER, kv=Kv(page_size=16))
     requests = [Request(float(number), 100, 21) for number in range(5)]
