@@ -74,7 +74,7 @@ def test_a_calibration_states_its_distance_from_its_samples(name):
     file = calibration_file(name)
     config = composed(f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"calibration={name}")
     if config.hw.link is not None:
-        pytest.skip("its samples are of many links: tests/calibration/test_known_link.py")
+        pytest.skip("its samples are of many links: tests/calibration/test_unseen.py")
     samples = points.read(data("calibration", f"{file.name}.csv")).rows
     path = next(iter(file.intervals)).split(".")[1]
     model = getattr(config.backend, path)

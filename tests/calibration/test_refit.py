@@ -12,10 +12,7 @@ from pdsim.config import build
 from pdsim.config.compose import compose
 from pdsim.core.units import parse_time
 from pdsim.hardware.costs import OptionCosts
-from pdsim.hardware.machine import Copies
-from pdsim.sim.memory import LAUNCH
 from tools import collective_fit, handoff_fit, option_fit
-from tools.handoff_fit import FITTED, CopySample, fit_copies, medians, modelled
 from tools.refit import published
 
 CONF = Path(conf.__file__).parent
@@ -64,32 +61,10 @@ def test_shipped_collectives_are_what_their_samples_give(name):
     assert library.plain.after_pause == library.symmetric.after_pause
 
 
-def test_every_other_size_of_gathers_is_left_out():
-    kept = collective_fit.seen(EVERY)
-    assert {point.size for point in kept if point.warm and point.run == "4xh200"} == {4096, 1 << 20, 256 << 20}
-    assert not [point for point in kept if point.grown and point.batch]
-    assert len(EVERY) - len(kept) == 72
-
-
-def test_copies_that_made_the_samples_are_fitted_again():
-    true, rate = Copies(call=200e-6, descriptor=10e-9, context_switch=300e-6), 1e12
-    made = [
-        CopySample("h", "e", kind, size, modelled(true, 1e-3, rate, LAUNCH, kind, size))
-        for kind in ("gather", "scatter", "switch")
-        for size in (1 << 25, 1 << 27, 1 << 29)
-    ]
-    copies, between = fit_copies(medians(made), rate, LAUNCH)
-    given = true.call, true.descriptor, true.context_switch
-    assert (copies.call, copies.descriptor, copies.context_switch) == pytest.approx(given, rel=1e-9)
-    assert between == pytest.approx(1e-3, rel=1e-9)
-    for interval, value in zip(handoff_fit.intervals(made, rate, LAUNCH, runs=3), given, strict=True):
-        assert interval == pytest.approx((value, value), rel=1e-9)
-
-
 def test_shipped_hosts_and_copies_are_what_the_records_give():
     fitted, shown = handoff_fit.tables()
     numbers = {row[0]: row[1] * 1e-6 for row in fitted.rows}
-    hw = handoff_fit.handoff_config(FITTED[0]).hw
+    hw = handoff_fit.handoff_config(handoff_fit.FITTED[0]).hw
     for name in ("call", "context_switch"):
         assert getattr(hw.gpu.copies, name) == pytest.approx(numbers[f"hw.gpu.copies.{name}"], abs=0.5e-6)
     assert hw.gpu.copies.descriptor == pytest.approx(numbers["hw.gpu.copies.descriptor"], abs=0.05e-9)

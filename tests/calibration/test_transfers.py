@@ -63,13 +63,6 @@ def test_the_form_that_made_the_samples_is_chosen(kind):
     assert chosen.model.call + chosen.model.latency == pytest.approx(constants, rel=0.03)
 
 
-def test_one_sample_in_ten_that_is_threefold_does_little_harm():
-    samples = made_by(KINDS["sum"], noise=0.005)
-    samples.seconds[::10] *= 3.0
-    fit = transfers.fit(SUM, samples, BASE)
-    assert [fit.at[name] for name in SUM.free] == pytest.approx([11e-6, 2e-6, 390e9], rel=0.03)
-
-
 def test_a_ramp_ends_at_a_whole_number_of_descriptors():
     for first, extra in ((2, 5e-6), (16, 2e-6)):
         step = replace(KINDS["sum"], descriptor=0.5e-6, ramp=(Ramp(first=first, extra=extra),))
@@ -116,32 +109,6 @@ def test_of_two_forms_that_say_the_same_rounding_does_not_choose():
         assert transfers.simplest(fits, points).form == twins[0]
 
 
-def test_of_two_starts_that_end_equally_well_rounding_does_not_choose():
-    samples = made_by(KINDS["sum"], [(64, 4096 << power) for power in range(10)], noise=0.02)
-    fits = [
-        transfers.fit(SUM, rounded(samples, seed), BASE) for seed in range(12)
-    ]  # call and descriptor of any share
-    for name in SUM.free:
-        assert [one.at[name] for one in fits] == pytest.approx([fits[0].at[name]] * len(fits), rel=5e-3)
-
-
-def test_of_three_parameters_that_are_one_number_rounding_does_not_choose_which_to_give_up():
-    samples = made_by(KINDS["sum"], [(64, 1 << 20)] * 6, noise=0.02)
-    names = set()
-    for seed in range(12):
-        factors = 1.0 + np.random.default_rng(seed).uniform(-1e-12, 1e-12, 3)
-        at = {"call": 2e-4 * factors[0], "descriptor": 1e-6 * factors[1], "rate": 400e9 * factors[2]}
-        names.add(transfers._dependent(Fit(SUM, start_of(BASE) | at, BASE), rounded(samples, seed)))
-    assert names == {"rate"}
-
-
-def test_samples_without_noise_keep_the_simplest_form():
-    at = start_of(BASE) | {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}
-    simple = Fit(SUM, at | {"rate": 390e9 * (1.0 + 1e-7)}, BASE)
-    rich = Fit(Form("sum", ("call", "descriptor", "extra1", "first1", "rate")), at, BASE)
-    assert transfers._promising([simple, rich], made_by(KINDS["sum"])) == [simple]
-
-
 def test_a_rate_as_high_as_the_link_s_does_not_change_the_link():
     machine = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"]).hw
     key, rate = calibrate.link_of(machine, "nvlink")
@@ -168,14 +135,6 @@ def test_a_parameter_that_is_lost_in_the_noise_is_not_named():
     fit, spans = transfers.identifiable(transfers.fit(Form("sum", ("call", "rate")), samples, BASE), samples)
     assert fit.unidentified == ("call",)
     assert set(spans) == {"rate"}
-
-
-def test_intervals_hold_the_truth():
-    samples = made_by(KINDS["sum"], noise=0.02)
-    spans = transfers.intervals(transfers.fit(SUM, samples, BASE), samples, resamples=100)
-    for name, truth in (("call", 11e-6), ("descriptor", 2e-6), ("rate", 390e9)):
-        low, high = spans[name]
-        assert low < truth < high < 1.2 * low
 
 
 def test_what_is_held_out_is_never_seen():
@@ -238,20 +197,6 @@ def test_queues_that_limit_nothing_or_take_turns_are_not_told():
         assert "queue_rate" not in spans
 
 
-def test_among_cells_of_equal_loss_rounding_does_not_choose():
-    above, below = np.nextafter(1.0, 2.0), np.nextafter(1.0, 0.0)
-    losses = np.array([[2.0, 1.0], [above, 0.5], [1.0, 1e-16], [below, 0.0]])
-    assert transfers._first_least(losses, 10).tolist() == [1, 2]
-
-
-def test_queues_whose_interval_is_just_as_wide_as_may_be_are_told():
-    ends = list(zip(transfers.TIMES, transfers.TIMES[70:-1], strict=False))
-    assert {high > transfers.WIDEST * low for low, high in ends} == {False, True}  # by the last digit
-    for low, high in ends:
-        _, spans = transfers._with_queues(Fit(SUM, ALONE, BASE), SPANS, 200e9, (low * 200e9, high * 200e9))
-        assert "queue_rate" in spans
-
-
 @pytest.mark.slow
 def test_crowds_do_not_move_what_single_transfers_say():
     model = replace(KINDS["sum"], call=20e-6, descriptor=3e-6)
@@ -311,13 +256,6 @@ def test_a_misfit_of_writes_is_not_taken_for_a_cost_of_reads(more):
     assert set(spans) == {name}
 
 
-def test_what_makes_reads_longer_has_an_interval():
-    rows = both_ways(MORE[3], noise=0.02)
-    _, spans = transfers.read_overhead(writes_of(rows), rows)
-    for name, value in MORE[3].items():
-        assert spans[name][0] < value < spans[name][1]
-
-
 @pytest.mark.parametrize("faster", [1.0, 1.2])
 def test_reads_that_are_no_slower_cost_nothing_more(faster):
     rows = both_ways({}, noise=0.01)
@@ -325,12 +263,6 @@ def test_reads_that_are_no_slower_cost_nothing_more(faster):
     fit, spans = transfers.read_overhead(writes_of(rows), rows)
     assert (fit.form.free, spans) == ((), {})
     assert [fit.at[name] for name in transfers.OF_READS] == [0.0, 0.0, inf]
-
-
-def test_reads_without_writes_beside_them_tell_nothing():
-    rows = both_ways({"read": 5e-6})
-    other = [row if row.operation == "write" else replace(row, blocks=row.blocks + 1) for row in rows]
-    assert transfers.read_overhead(writes_of(rows), other) is None
 
 
 # --- small batches -------------------------------------------------------------------------------------------------
@@ -346,12 +278,6 @@ SAVES = replace(
 )
 SIZES = [(1, 4096 << power) for power in range(17)]
 SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for power in range(1, 11)]
-
-
-def test_an_engine_without_thresholds_has_no_saving_to_fit():
-    samples = made_by(SAVES, SIZES)
-    assert all("saving" in form.free for form in transfers.candidates(samples, SMALL))
-    assert not any("saving" in form.free for form in transfers.candidates(samples, BASE))
 
 
 @pytest.mark.parametrize("large", [False, True])

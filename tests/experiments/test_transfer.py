@@ -1,8 +1,8 @@
-"""`experiment=transfer` on the model: exact times, every pattern, verified bytes, lost ranks."""
+"""`experiment=transfer` on the model: exact times, every pattern, verified bytes, lost ranks, files of points."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from experiments.transfer import TransferOptions, check, run
+from experiments.transfer.exchange import exchange
 from experiments.transfer.rank_places import flows
+from experiments.transfer.transfer_points import TransferPoint, shuffled
 from pdsim.config import Config
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
-from pdsim.transfer.job import Outcome, RankSpec
-from tests.support.configs import ENGINE, MACHINE, make_config
+from pdsim.transfer import Program
+from pdsim.transfer.job import Outcome, Rank, RankSpec
+from tests.support.configs import EIGHT, ENGINE, make_config
 
-EIGHT = replace(MACHINE, gpus=8)
+TWO = replace(EIGHT, gpus=2)
 SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "warmup": 1}
 
 
@@ -30,12 +33,11 @@ def configured(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> C
 
 
 def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Result:
-    config = configured(hw, memory, **options)
-    return run(config, Model(hw, ENGINE, memory=memory), silent)
+    return run(configured(hw, memory, **options), Model(hw, ENGINE, memory=memory), silent)
 
 
-def rows(result: Result) -> list[dict[str, Any]]:
-    table = result.tables[0]
+def rows(result: Result, title: str = "Bandwidth") -> list[dict[str, Any]]:
+    (table,) = (table for table in result.tables if table.title.startswith(title))
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
@@ -46,41 +48,27 @@ def values(result: Result) -> dict[str, Any]:
 # --- times ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_transfer_takes_what_the_engine_and_the_port_take():
+def test_one_transfer_takes_what_engine_and_port_take():
     found = values(measure(blocks=(4,), size=(250_000,), repeat=3))
-    # 5 us a call, 1 us a descriptor, then 1 MB through a port of 10 GB/s
-    assert round(found["post_avg_us"], 6) == 9.0
-    assert round(found["tx_avg_us"], 6) == 100.0
-    assert round(found["latency_avg_us"], 6) == 109.0
-    assert round(found["bw_gbs"], 9) == round(1e6 / 109e-6 / 1e9, 9)
+    # 5 us a call, 1 us a descriptor, then 1 MB through a port of 10 GB/s; Avg Lat is of a block, as in nixlbench
+    expected = {"post_avg_us": 9.0, "tx_avg_us": 100.0, "latency_avg_us": 109.0, "block_latency_us": 109.0 / 4}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert found["bw_gbs"] == pytest.approx(1e6 / 109e-6 / 1e9, rel=1e-9)
 
 
-def test_avg_lat_is_per_block_as_in_nixlbench():
-    found = values(measure(blocks=(4,), size=(250_000,), repeat=3))
-    assert round(found["block_latency_us"], 6) == 109.0 / 4
-
-
-def test_two_in_flight_hide_the_posting_of_one_behind_the_bytes_of_the_other():
+def test_two_in_flight_hide_posting_behind_bytes():
     result = measure(blocks=(1,), size=(1_000_000,), concurrency=(1, 2), repeat=50)
     one, two = (row["B/W GB/s"] for row in rows(result))
-    assert round(one, 9) == round(1e6 / 106e-6 / 1e9, 9)
+    assert one == pytest.approx(1e6 / 106e-6 / 1e9, rel=1e-9)
     assert 9.9 < two <= 10.0
 
 
-@pytest.mark.parametrize(("pattern", "ports"), [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1)])
-def test_the_ports_bound_what_all_flows_move_together(pattern, ports):
+@pytest.mark.parametrize(
+    ("pattern", "ports"), [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1), ("alltoall", 4)]
+)
+def test_ports_bound_what_all_flows_move_together(pattern: str, ports: int):
     (row,) = rows(measure(patterns=(pattern,), blocks=(1,), size=(100_000_000,), repeat=4))
     assert 0.99 * ports * 10 < row["B/W GB/s"] <= ports * 10
-
-
-def test_alltoall_fills_every_port():
-    (row,) = rows(measure(patterns=("alltoall",), blocks=(1,), size=(100_000_000,), repeat=4))
-    assert 0.99 * 4 * 10 < row["B/W GB/s"] <= 4 * 10
-
-
-def test_equal_runs_give_equal_records():
-    options = {"patterns": ("alltoall",), "concurrency": (3,), "layout": "scattered"}
-    assert measure(**options).transfers == measure(**options).transfers
 
 
 def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
@@ -93,27 +81,74 @@ def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
     assert found["packed"] > 5 > 1 > found["spread"] > 0.9
 
 
-# --- what is counted -----------------------------------------------------------------------------------------------
+def test_one_sink_at_a_time_halves_the_rate_unless_sources_begin_apart():
+    # two ports of 10 GB/s in all; serial sources that begin with one sink share its port, and leave the other idle
+    how = {"patterns": ("cross:2",), "blocks": (1,), "size": (10_000_000,), "repeat": 4}
+    found = rows(measure(**how, schedule=("free", "rounds", "serial", "serial-rotated")))
+    assert [row["B/W GB/s"] for row in found] == pytest.approx([20, 20, 10, 20], rel=0.02)
 
 
-def test_every_flow_makes_its_repeats_and_the_warm_up_is_not_counted():
+def test_each_flow_has_its_time_and_its_rate():
+    result = measure(patterns=("fanout:2",), blocks=(1,), size=(10_000_000,), repeat=4)
+    found = rows(result, "Flows")
+    assert [(row["source"], row["sink"], row["transfers"]) for row in found] == [
+        ("rank0", f"rank{sink}", 4) for sink in (1, 2)
+    ]
+    for row in found:  # the two share the port of their source
+        assert row["B/W GB/s"] == pytest.approx(5, rel=0.01)
+        assert row["lat p25 us"] <= row["p50"] <= row["p75"]
+        assert row["p50"] == pytest.approx(2000, rel=0.01)
+
+
+def test_a_point_takes_as_long_among_others_as_alone():
+    alone = rows(measure(patterns=("alltoall",), size=(65536,)))[0]
+    among = rows(measure(patterns=("pair", "alltoall"), size=(4096, 65536), order="shuffled"))[3]
+    for name in ("lat avg us", "p50", "B/W GB/s"):
+        assert among[name] == pytest.approx(alone[name], rel=1e-9)
+
+
+def test_a_program_pauses_between_transfers_that_take_as_long():
+    def records(pause: float, seed: int = 0) -> list[Any]:
+        config = replace(configured(repeat=50, pause=pause), seed=seed)
+        return list(run(config, Model(EIGHT, ENGINE), silent).transfers)
+
+    straight, paused = records(0.0), records(16e-6)
+    gaps = [after.submitted - before.seen for before, after in pairwise(paused)]
+    assert all(8e-6 <= gap <= 24e-6 for gap in gaps)
+    assert len({round(gap, 12) for gap in gaps}) == len(gaps) == 49
+    times = [[round(record.seen - record.submitted, 12) for record in each] for each in (straight, paused)]
+    assert times[0] == times[1]
+    assert records(16e-6) == paused != records(16e-6, seed=1)
+
+
+# --- points --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rotate", "expected"),
+    [
+        ("pair", False, "01"),
+        ("pairs", False, "01 23"),
+        ("pairs:3", False, "01 23 45"),
+        ("bidirectional", False, "01 10"),
+        ("incast", False, "10 20 30"),
+        ("incast:2", False, "10 20"),
+        ("fanout:2", False, "01 02"),
+        ("cross", False, "02 03 12 13"),
+        ("cross:1x2", False, "01 02"),
+        ("cross:2", True, "02 03 13 12"),  # sources begin with different sinks
+        ("alltoall:2", False, "01 10"),
+    ],
+)
+def test_a_pattern_is_these_flows(pattern: str, rotate: bool, expected: str):
+    pairs = [(source.removeprefix("rank"), sink.removeprefix("rank")) for source, sink in flows(pattern, 4, rotate)]
+    assert " ".join(map("".join, pairs)) == expected
+
+
+def test_every_flow_makes_its_repeats_and_warm_up_is_not_counted():
     result = measure(patterns=("alltoall",), ranks=3, concurrency=(2,), repeat=7, warmup=5)
     pairs = [(record.source, record.target) for record in result.transfers]
     assert {pair: pairs.count(pair) for pair in pairs} == dict.fromkeys(flows("alltoall", 3), 7)
-
-
-def test_a_read_moves_the_bytes_of_a_pattern_in_the_same_direction():
-    result = measure(patterns=("incast",), operation="read", memory="tracked")
-    assert {(record.operation, record.source, record.target) for record in result.transfers} == {
-        ("read", source, "rank0") for source in ("rank1", "rank2", "rank3")
-    }
-    assert rows(result)[0]["verified"] == "3/3"
-
-
-def test_there_is_a_row_for_every_combination():
-    result = measure(patterns=("pair", "incast"), blocks=(1, 2), size=(4096, 8192), concurrency=(1, 2))
-    assert len(rows(result)) == values(result)["points"] == 16
-    assert {row["status"] for row in rows(result)} == {"ok"}
 
 
 def test_a_percentile_that_the_sample_cannot_have_is_left_out():
@@ -122,45 +157,109 @@ def test_a_percentile_that_the_sample_cannot_have_is_left_out():
     assert enough["p99"] is not None
 
 
+def test_the_order_is_drawn_from_the_seed_and_rows_are_as_listed():
+    points = [TransferPoint("pair", 1, size, 1) for size in range(1, 30)]
+    assert shuffled(points, 1) == shuffled(points, 1) != shuffled(points, 2)
+    assert sorted(shuffled(points, 1)) == points
+    options = {"size": (4096, 8192, 16384, 32768), "blocks": (1, 2)}
+    listed, mixed = measure(**options), measure(order="shuffled", **options)
+    assert [row["block"] for row in rows(mixed)] == [row["block"] for row in rows(listed)]
+    assert [r.submitted for r in mixed.transfers] != [r.submitted for r in listed.transfers]
+
+
+def test_a_volume_lowers_the_repeats_of_large_points_only():
+    result = measure(blocks=(1,), size=(1000, 100_000, 10_000_000), repeat=20, volume=1_000_000)
+    assert [sum(r.nbytes == size for r in result.transfers) for size in (1000, 100_000, 10_000_000)] == [20, 10, 3]
+
+
+def test_points_come_from_a_file(tmp_path: Path):
+    path = tmp_path / "points.csv"
+    path.write_text(
+        "# of a friend\nsize,pattern,blocks,concurrency,operation,note\n64KiB,pair,2,1,read,x\n4096,cross:2,1,2,,y\n"
+    )
+    result = measure(points=str(path), memory="tracked")
+    assert [row["verified"] for row in rows(result)] == ["1/1", "8/8"]
+    assert {record.operation for record in result.transfers if record.nbytes == 2 * 65536} == {"read"}
+    assert {record.label for record in result.transfers} == {"pair 2x65536 c1 read", "cross:2 1x4096 c2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pattern,blocks,size,concurrency\npair,0,4096,1\n", "row 1: experiment.blocks must be >= 1, got 0"),
+        ("pattern,blocks,size\npair,1,4096\n", "row 1: .*concurrency"),
+        ("pattern,blocks,size,concurrency\n", "has no points"),
+        (None, r"experiment\.points=.*points\.csv: No such file"),
+    ],
+)
+def test_a_file_of_points_that_cannot_be_is_refused(tmp_path: Path, text: str | None, message: str):
+    path = tmp_path / "points.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        measure(points=str(path))
+
+
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
 @pytest.mark.parametrize("operation", ["write", "read"])
-@pytest.mark.parametrize("pattern", ["pair", "pairs", "bidirectional", "incast", "fanout", "cross", "alltoall"])
-def test_every_slot_arrives_as_it_was_sent(pattern, operation, layout):
-    options = {"patterns": (pattern,), "concurrency": (2,), "operation": operation, "layout": layout}
+def test_every_slot_arrives_as_it_was_sent(operation: str, layout: str):
+    patterns = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross:2x2", "alltoall:3")
+    options = {"patterns": patterns, "concurrency": (2,), "operation": operation, "layout": layout}
     result = measure(memory="tracked", **options)
-    slots = 2 * len(flows(pattern, 4))
-    assert rows(result)[0]["verified"] == f"{slots}/{slots}"
-    assert not result.failures
+    slots = [2 * len(flows(pattern, 4)) for pattern in patterns]
+    assert [(row["verified"], row["status"]) for row in rows(result)] == [(f"{n}/{n}", "ok") for n in slots]
+    assert (values(result)["points"], result.failures) == (7, [])
+    incast = {(r.operation, r.source, r.target) for r in result.transfers if r.label.startswith("incast ")}
+    assert incast == {(operation, f"rank{source}", "rank0") for source in (1, 2, 3)}
 
 
-class Disturbed(Model):
-    """A model whose receiving rank lets bytes change."""
+def write_between_the_blocks(rank: Rank, **arguments: Any) -> Program:
+    """Run `exchange`, but let bytes change that nobody was to write."""
+    buffers: list[Any] = []
 
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
-        program = "tests.experiments.programs:write_a_byte_between_the_blocks"
-        specs = [replace(spec, program=program) if spec.name == "rank1" else spec for spec in ranks]
-        return super().run(specs, kill)
+    class Remembering:
+        def allocate(self, size: int, pool: str = "default") -> Any:
+            buffers.append(rank.device.allocate(size, pool))
+            return buffers[-1]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(rank.device, name)
+
+    def disturb() -> Any:
+        while True:  # wherever the blocks lie in the slot, one of these bytes lies between them
+            yield rank.clock.timeout(1e-6)
+            for place in range(0, buffers[0].size, arguments["points"][0]["size"]):
+                buffers[0].write(place, b"!")
+
+    rank.clock.process(disturb())
+    return (yield from exchange(replace(rank, device=Remembering()), **arguments))
 
 
 def test_bytes_that_nobody_sent_are_found():
-    config = configured(memory="tracked", layout="scattered", concurrency=(2,))
-    result = run(config, Disturbed(EIGHT, ENGINE, memory="tracked"), silent)
+    program = f"{__name__}:write_between_the_blocks"
+
+    def disturbed(job: int, specs: list[RankSpec]) -> list[RankSpec]:
+        return [replace(spec, program=program) if spec.name == "rank1" else spec for spec in specs]
+
+    result = run(
+        configured(memory="tracked", layout="scattered", concurrency=(2,)), target(change=disturbed), silent
+    )
     (row,) = rows(result)
     assert (row["verified"], row["status"]) == ("0/2", "corrupt")
     assert result.failures == ["pair 4x4096 c2 scattered: 2 slots hold other bytes than were sent"]
 
 
 @pytest.mark.parametrize(("schedule", "used"), [("free", 3), ("rounds", 4), ("serial", 4)])
-def test_slots_that_no_transfer_used_are_not_checked(schedule, used):
+def test_slots_that_no_transfer_used_are_not_checked(schedule: str, used: int):
     result = measure(memory="tracked", concurrency=(4,), repeat=3, warmup=0, schedule=(schedule,))
     (row,) = rows(result)
     assert (row["verified"], row["status"], result.failures) == (f"{used}/{used}", "ok", [])
 
 
-def test_without_contents_nothing_is_verified_and_the_result_says_so():
+def test_without_contents_the_result_says_so():
     result = measure()
     assert rows(result)[0]["verified"] == "-"
     assert result.notes == [
@@ -171,78 +270,66 @@ def test_without_contents_nothing_is_verified_and_the_result_says_so():
 # --- loss ----------------------------------------------------------------------------------------------------------
 
 
-class Losing(Model):
-    """A model that kills a rank at given times of the jobs that it runs, one after the other."""
+class Jobs(Model):
+    """A model that counts its jobs, changes them, and kills *victim* at the times *at*, one of each job."""
 
-    victim = "rank1"
-    at: tuple[float, ...] = (30e-3,)
-    jobs = 0
+    def __init__(self, change: Callable[..., list[RankSpec]], victim: str, at: Sequence[float]) -> None:
+        super().__init__(EIGHT, ENGINE, memory="tracked")
+        self.jobs, self.change, self.victim, self.at = 0, change, victim, list(at)
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
-        type(self).jobs += 1
+        self.jobs += 1
         times = self.at[self.jobs - 1 : self.jobs]
-        return super().run(ranks, {self.victim: times[0]} if times else None)
+        return super().run(self.change(self.jobs, list(ranks)), {self.victim: times[0]} if times else None)
 
 
-def losing(**how: Any) -> Model:
-    return type("Target", (Losing,), how)(EIGHT, ENGINE, memory="tracked")
+def target(
+    *at: float, victim: str = "rank1", change: Callable[..., list[RankSpec]] = lambda _, specs: specs
+) -> Jobs:
+    return Jobs(change, victim, at)
 
 
-MANY = {"blocks": (1, 2, 4), "size": (100_000,), "repeat": 1000}
-"""Points of 16, 27 and 49 ms."""
+MANY = {"memory": "tracked", "blocks": (1, 2, 4), "size": (100_000,), "repeat": 1000}  # of 16, 27 and 49 ms
 
 
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
-def test_a_lost_rank_costs_its_own_row_only(victim):
-    target = losing(victim=victim)
-    result = run(configured(memory="tracked", **MANY), target, silent)
-    assert [row["status"] for row in rows(result)] == ["ok", "PeerLost", "ok"]
-    assert [row["verified"] for row in rows(result)] == ["1/1", "-", "1/1"]
+def test_a_lost_rank_costs_its_own_row_only(victim: str):
+    losing = target(30e-3, victim=victim)
+    result = run(configured(**MANY), losing, silent)
+    found = rows(result)
+    assert [(row["verified"], row["status"]) for row in found] == [("1/1", "ok"), ("-", "PeerLost"), ("1/1", "ok")]
     assert any(failure.startswith(f"{victim}: Killed") for failure in result.failures)
     assert "pair 2x100000 c1 was not completed" in result.failures
-    assert values(result)["points_failed"] == 1
-    assert target.jobs == 2
+    assert (values(result)["points_failed"], losing.jobs) == (1, 2)
+    if victim == "rank1":  # what had succeeded before the loss is kept
+        of_the_lost = {record.status for record in result.transfers if record.label == "pair 2x100000 c1"}
+        assert of_the_lost == {"ok", "PeerLost"}
+        assert found[1]["B/W GB/s"] > 0
 
 
 def test_after_a_second_loss_what_is_left_is_not_run():
-    result = run(configured(memory="tracked", **MANY), losing(at=(0.01, 0.01)), silent)
+    result = run(configured(**MANY), target(0.01, 0.01), silent)
     assert [row["status"] for row in rows(result)] == ["PeerLost", "PeerLost", "not run"]
     assert result.failures[-1].startswith("1 points were not run: a rank was lost in 2 jobs")
 
 
-def test_what_had_succeeded_before_the_loss_is_kept():
-    result = run(configured(memory="tracked", **MANY), losing(), silent)
-    of_the_lost = [record for record in result.transfers if record.label == "pair 2x100000 c1"]
-    assert {record.status for record in of_the_lost} == {"ok", "PeerLost"}
-    assert rows(result)[1]["B/W GB/s"] > 0
-
-
-class Failing(Model):
-    """A model whose first job cannot be started."""
-
-    jobs = 0
-
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
-        type(self).jobs += 1
-        if self.jobs == 1:
-            raise TransferFailed("rank1 was not ready within 60 s")
-        return super().run(ranks, kill)
-
-
 def test_a_job_that_cannot_be_started_costs_a_row():
-    target = type("Target", (Failing,), {})(EIGHT, ENGINE)
-    result = run(configured(blocks=(1, 2, 4)), target, silent)
+    def failing(job: int, specs: list[RankSpec]) -> list[RankSpec]:
+        if job == 1:
+            raise TransferFailed("rank1 was not ready within 60 s")
+        return specs
+
+    result = run(configured(blocks=(1, 2, 4)), target(change=failing), silent)
     assert [row["status"] for row in rows(result)] == ["TransferFailed", "ok", "ok"]
     assert result.failures[0] == "job: TransferFailed: rank1 was not ready within 60 s"
 
 
 def test_an_engine_that_does_not_work_at_all_ends_the_run():
-    class Unavailable(Model):
-        def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
-            raise BackendUnavailable("no such library")
+    def unavailable(*_: Any) -> list[RankSpec]:
+        raise BackendUnavailable("no such library")
 
     with pytest.raises(BackendUnavailable):
-        run(configured(), Unavailable(EIGHT, ENGINE), silent)
+        run(configured(), target(change=unavailable), silent)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -263,37 +350,42 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
         ({"operation": "send"}, "experiment.operation must be one of write, read, got 'send'"),
     ],
 )
-def test_an_option_out_of_range_is_refused_by_name_and_value(options, message):
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         TransferOptions(**options)
 
 
-def test_more_ranks_than_gpus_are_refused():
-    (problem,) = check(configured(patterns=("alltoall",), ranks=9))
-    assert problem.startswith("experiment.ranks=9: 9 ranks take a GPU each and hw=toy has 8; set experiment.ranks=8")
+@pytest.mark.parametrize(
+    ("hw", "options", "message"),
+    [
+        (
+            EIGHT,
+            {"patterns": ("alltoall",), "ranks": 9},
+            "experiment.ranks=9: 9 ranks take a GPU each and hw=toy has 8",
+        ),
+        (TWO, {"patterns": ("cross:2",)}, "or let ranks share GPUs: experiment.placement=[0,1,0,1]"),
+        (EIGHT, {"patterns": ("cross:2",), "placement": ("0", "1")}, "lists 2 GPUs for 4 ranks"),
+        (
+            EIGHT,
+            {"patterns": ("cross:2",), "placement": ("0", "1", "2", "8")},
+            "has 8 GPUs, numbered from 0, and no 8",
+        ),
+        (
+            EIGHT,
+            {"blocks": (2,), "size": (1 << 30,)},
+            "pair 2x1073741824 c1 needs 2147483648 bytes (2 GiB) on GPU 0 of node 0",
+        ),
+        (EIGHT, {"blocks": (1,), "size": ((1 << 30) + 1,)}, "needs 1073741825 bytes"),
+    ],
+)
+def test_ranks_and_bytes_that_the_machine_lacks_are_refused(hw: Machine, options: dict[str, Any], message: str):
+    (problem,) = check(configured(hw, **options))
+    assert message in problem
 
 
-def test_more_bytes_than_memory_are_refused_before_anything_runs():
-    with pytest.raises(
-        ConfigError, match=r"pair 2x1073741824 c1 needs 2147483648 bytes \(2 GiB\) on GPU 0 of node 0"
-    ):
-        measure(blocks=(2,), size=(1 << 30,))
-
-
-def test_what_just_fits_runs():
+def test_what_just_fits_and_ranks_that_share_gpus_run():
     assert list(check(configured(blocks=(1,), size=(1 << 30,)))) == []
-    assert list(check(configured(blocks=(1,), size=((1 << 30) + 1,)))) != []
-
-
-def test_a_program_pauses_between_transfers_and_the_transfers_take_as_long():
-    def records(pause: float, seed: int = 0) -> list[Any]:
-        config = replace(configured(repeat=50, pause=pause), seed=seed)
-        return list(run(config, Model(EIGHT, ENGINE), silent).transfers)
-
-    straight, paused = records(0.0), records(16e-6)
-    gaps = [after.submitted - before.seen for before, after in pairwise(paused)]
-    assert all(8e-6 <= gap <= 24e-6 for gap in gaps)
-    assert len({round(gap, 12) for gap in gaps}) == len(gaps) == 49
-    times = [[round(record.seen - record.submitted, 12) for record in each] for each in (straight, paused)]
-    assert times[0] == times[1]
-    assert records(16e-6) == paused != records(16e-6, seed=1)
+    how = {"patterns": ("cross:2",), "placement": ("0", "0", "1", "1"), "blocks": (1,), "size": (10_000_000,)}
+    assert values(measure(TWO, **how))["bw_gbs"] == pytest.approx(
+        10, rel=0.01
+    )  # a port in each direction for all four

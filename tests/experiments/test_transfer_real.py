@@ -12,26 +12,23 @@ import pytest
 from experiments.transfer import TransferOptions, run
 from pdsim.config import Config
 from pdsim.core.progress import silent
-from pdsim.transfer.job import Outcome, RankSpec, Target
+from pdsim.transfer.job import Outcome, RankSpec
 from tests.experiments.test_transfer import rows
 from tests.support.configs import LOOPBACK, make_config
-from tests.support.engines import REAL, engine, make_target
-
-
-@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])
-def name(request):
-    return request.param
+from tests.support.engines import MARKED, engine, make_target
 
 
 def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
-    sizes = {"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3}
-    experiment = TransferOptions(**sizes | options)
+    experiment = TransferOptions(
+        **{"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3} | options
+    )
     backend = replace(engine(name), timeout=timeout)
     return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
 
 
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize(("operation", "layout"), [("write", "contiguous"), ("read", "scattered")])
-def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
+def test_every_slot_arrives_as_it_was_sent(name: str, operation: str, layout: str):
     options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
     result = run(configured(name, **options), make_target(name), silent)
     assert [(row["verified"], row["status"]) for row in rows(result)] == [("12/12", "ok")]
@@ -40,24 +37,18 @@ def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
     assert {record.engine for record in result.transfers} == {rank.engine for rank in result.outcome.ranks.values()}
 
 
-class Killing:
-    """A target that kills a rank, half a second after the start."""
-
-    def __init__(self, target: Target, victim: str) -> None:
-        self.target = target
-        self.kill: Mapping[str, float] = {victim: 0.5}
-
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
-        kill, self.kill = self.kill, {}
-        return self.target.run(ranks, kill)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
-def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
+def test_a_killed_rank_ends_its_point_as_peer_lost(name: str, victim: str):
+    real, kills = make_target(name), [{victim: 0.5}]
+
+    class Killing:
+        def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+            return real.run(ranks, kills.pop() if kills else {})
+
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
     config = configured(name, timeout=8.0, **many)  # rank1 waits so long for the killed rank0
-    target = Killing(make_target(name), victim)
-    result = run(config, target, silent)
+    result = run(config, Killing(), silent)
     assert [row["status"] for row in rows(result)] == ["PeerLost"]
     assert any(failure.startswith(f"{victim}: ") for failure in result.failures)
