@@ -1,4 +1,4 @@
-"""The paths of `experiment=serve`: which way KV goes, in how many descriptors, intact, every slot given back."""
+"""Which way the KV of `experiment=serve` goes, between unlike sides, in how many descriptors, and intact."""
 
 from __future__ import annotations
 
@@ -10,87 +10,149 @@ import pytest
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm
+from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from tests.experiments.test_serve import quarantined
-from tests.support.configs import ENGINE
-from tests.support.serving import GENERATED, GQA, MLA, configured, rows, serve, values
+from tests.support.configs import EIGHT, ENGINE, LLM
+from tests.support.serving import GENERATED, GQA, MLA, POOL, configured, quarantined, rows, serve, values
+
+SMALL = replace(GENERATED, count=8, input_mean=100)
+STATE = Hybrid(
+    pattern="mwa", window=40, conv_groups=(8, 8, 16), conv_width=3, ssm_heads=4, ssm_head_elements=32, index_bytes=12
+)
+HYBRID = replace(GQA, layers=7, hybrid=STATE)
+HYBRID_MLA = replace(MLA, layers=5, hybrid=replace(STATE, pattern="am"))
+MODELS = {"gqa": GQA, "two heads": LLM, "mla": MLA, "hybrid": HYBRID, "hybrid mla": HYBRID_MLA}
+SIDES = {
+    "pp 2 to 1": (Side(tp=2, pp=2), Side(tp=1)),
+    "pp 2 to 2": (Side(tp=1, pp=2), Side(tp=2, pp=2)),
+    "cp 3 to 1": (Side(tp=1, cp=3), Side(tp=2)),
+    "pp 2, cp 2": (Side(tp=2, pp=2, cp=2), Side(tp=2, pp=2)),
+    "dp 2 to 2": (Side(tp=4, dp=2), Side(tp=2, dp=2)),
+    "dp 2 to 1": (Side(tp=2, dp=2), Side(tp=4)),
+    "tp 4 to 1": (Side(tp=4), Side(tp=1)),
+    "tp 1 to 4": (Side(tp=1), Side(tp=4, instances=2)),
+    "tp 4 to 2": (Side(tp=4), Side(tp=2)),
+    "tp 2 to 4": (Side(tp=2), Side(tp=4)),
+}
+
+# --- layouts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_arrives_is_what_was_sent(model: str, sides: str):
+    kv = replace(POOL, all_cp_ranks="cp" in sides)
+    hw = replace(EIGHT, gpus=16)
+    result = serve(configured(*SIDES[sides], MODELS[model], workload=SMALL, memory="tracked", hw=hw, kv=kv))
+    assert result.failures == []
+    assert quarantined(result) == 0
+
+
+def test_one_context_parallel_rank_writes_for_all_unless_told_otherwise():
+    writers = []
+    for every in (False, True):
+        kv = replace(POOL, all_cp_ranks=every)
+        result = serve(configured(Side(tp=1, cp=2), Side(tp=1), GQA, workload=SMALL, kv=kv))
+        writers.append({record.source for record in result.transfers})
+    assert writers == [{"prefill0.0"}, {"prefill0.0", "prefill0.1"}]
+
+
+def test_a_request_moves_what_the_formulas_say():
+    result = serve(configured(Side(tp=2), Side(tp=2), HYBRID, workload=SMALL))
+    token = 2 * 2 * 8 * 16 * 2  # of both ranks, in the two layers with full attention
+    for given, nbytes in zip(result.requests["input"], result.requests["nbytes"], strict=True):
+        pages = -(-given // 16)
+        window = pages - max(0, given - 40) // 16
+        slots = 3 * (32 * 3 * 2 + 4 * 32 * 4)
+        index = 2 * 2 * 12 * 16 * pages  # both ranks have both layers' index
+        assert nbytes == 16 * pages * token + 16 * window * token + slots + index + 2 * 1600
+
+
+def test_few_state_slots_let_few_requests_in_at_a_time():
+    fast = replace(SMALL, rate=1e4)
+    many, one = (
+        serve(configured(model=HYBRID, workload=fast, kv=replace(POOL, state_slots=slots))) for slots in (8, 1)
+    )
+    assert many.failures == one.failures == []
+    assert sum(one.requests["queueing"]) > sum(many.requests["queueing"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefill": Side(tp=8)}, r"mamba dimensions \(4,\) over tp=8: tp must divide each of them"),
+        (
+            {"kv": Kv(page_size=16, pool=1 << 20, window_share=0.01)},
+            r"pages of sliding-window layers on the prefill side, whose ranks have \d",
+        ),
+    ],
+)
+def test_state_that_cannot_be_divided_or_held_is_refused(changes: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        serve(configured(model=HYBRID, **changes))
+
+
+# --- staging -------------------------------------------------------------------------------------------------------
 
 FEW = replace(GENERATED, count=12, input_mean=100)
+ONE = replace(GENERATED, count=1, input_mean=100, input_cv=0)
 STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=1 << 20)
-QUEUES = Policy(queues=4, staging=True)
-HETEROGENEOUS = [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
+SLICED = replace(STAGED, staging=False)
+LARGE = replace(STAGED, pool=1 << 24)
+LONG = replace(GENERATED, rate=5000.0, count=20, input_mean=400)
+CHUNK = 17 * 16 * 2 * 2 * 4 * 16 * 2
+"""Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left,
+two layers, K and V, 4 heads."""
 
 
 def staged(prefill: int = 2, decode: int = 1, model: Llm = GQA, **changes: Any) -> Config:
-    values = {"workload": FEW, "memory": "tracked", "kv": STAGED, "policy": QUEUES}
-    return configured(Side(tp=prefill), Side(tp=decode), model, **(values | changes))
+    settings = {"workload": FEW, "memory": "tracked", "kv": STAGED, "policy": Policy(queues=4, staging=True)}
+    return configured(Side(tp=prefill), Side(tp=decode), model, **(settings | changes))
 
 
-def held(result: Result) -> int:
-    """Return the bytes that staging rings held at the end."""
+def went(config: Config) -> tuple[Result, set[str | None]]:
+    """Return what *config* gives, and the paths; all of it arrives intact, and nothing stays in a staging ring."""
+    result = serve(config)
     assert result.outcome is not None
-    found = [rank.value for rank in result.outcome.ranks.values() if rank.value]
-    return sum(value.get("staging_held", 0) for value in found)
+    ends = [rank.value for rank in result.outcome.ranks.values() if rank.value]
+    assert (result.failures, sum(value.get("staging_held", 0) for value in ends)) == ([], 0)
+    assert quarantined(result) == 0
+    return result, set(result.requests["path"])
 
 
-def paths(result: Result) -> set[str | None]:
-    return set(result.requests["path"])
-
-
-# --- staged --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("prefill", "decode"), HETEROGENEOUS)
-def test_staged_chunks_arrive_as_they_were_sent_in_one_descriptor_each(prefill: int, decode: int):
-    result = serve(staged(prefill, decode))
-    assert result.failures == []
-    assert paths(result) == {"staged"}
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)])
+def test_staged_chunks_arrive_in_one_descriptor_each(prefill: int, decode: int):
+    result, paths = went(staged(prefill, decode))
+    assert paths == {"staged"}
     blocks = [record for record in result.transfers if record.label.endswith("/staged")]
     assert {record.descriptors for record in blocks} == {1}
     tokens = sum(-(-row["input"] // 16) * 16 for row in rows(result))
     assert sum(record.nbytes for record in blocks) == tokens * 2 * 2 * 8 * 16 * 2  # each head of each layer once
-    assert (held(result), quarantined(result)) == (0, 0)
+    found = values(result)
+    assert (found["staged_descriptors"], found["metadata_bytes"]) == (len(blocks), 12 * 1600 * max(1, decode))
+    assert found["staged_bytes"] == sum(record.nbytes for record in blocks)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_equal_sizes_are_never_staged(tp: int):
-    assert paths(serve(staged(tp, tp))) == {"grouped"}
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
-def test_latent_caches_are_never_staged(prefill: int, decode: int):
-    result = serve(staged(prefill, decode, MLA))
-    assert (result.failures, paths(result)) == ([], {"grouped"})
+@pytest.mark.parametrize(("prefill", "decode", "model"), [(1, 1, GQA), (2, 2, GQA), (2, 1, MLA), (1, 2, MLA)])
+def test_equal_sizes_and_latent_caches_are_never_staged(prefill: int, decode: int, model: Llm):
+    assert went(staged(prefill, decode, model))[1] == {"grouped"}
 
 
 def test_staging_is_faster_where_descriptors_are_what_costs():
-    sliced = serve(staged(kv=replace(STAGED, staging=False)))
-    assert paths(sliced) == {"sliced"}
-    mean = {name: sum(result.requests["transfer"]) for name, result in (("s", sliced), ("b", serve(staged())))}
-    assert mean["b"] < mean["s"] / 5
-
-
-# --- rings that barely fit, or do not ------------------------------------------------------------------------------
-
-CHUNK = 17 * 16 * 2 * 2 * 4 * 16 * 2
-"""Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left,
-two layers, K and V, 4 heads."""
-LONG = replace(GENERATED, rate=5000.0, count=20, input_mean=400)
-LARGE = replace(STAGED, pool=1 << 24)
+    (slices, paths), (blocks, _) = went(staged(kv=SLICED)), went(staged())
+    assert paths == {"sliced"}
+    assert sum(blocks.requests["transfer"]) < sum(slices.requests["transfer"]) / 5
 
 
 @pytest.mark.parametrize("ring", [CHUNK, CHUNK + 1, 2 * CHUNK - 1])
 def test_a_ring_that_holds_one_chunk_serves_all(ring: int):
-    result = serve(staged(kv=replace(LARGE, staging_ring=ring, staging_wait=1000.0), workload=LONG))
-    assert (result.failures, paths(result), held(result)) == ([], {"staged"}, 0)
+    assert went(staged(kv=replace(LARGE, staging_ring=ring, staging_wait=1000.0), workload=LONG))[1] == {"staged"}
 
 
 def test_what_exceeds_the_buffer_goes_in_slices_at_once():
-    result = serve(staged(kv=replace(STAGED, staging_buffer=4096)))
-    assert (result.failures, paths(result)) == ([], {"sliced"})
+    assert went(staged(kv=replace(STAGED, staging_buffer=4096)))[1] == {"sliced"}
 
 
 def test_a_ring_that_holds_no_chunk_is_refused_before_the_run():
@@ -98,10 +160,9 @@ def test_a_ring_that_holds_no_chunk_is_refused_before_the_run():
         serve(staged(kv=replace(STAGED, staging_ring=4096)))
 
 
-def test_a_ring_that_stays_full_too_long_means_slices_for_the_rest_of_the_room():
-    result = serve(staged(kv=replace(LARGE, staging_ring=CHUNK, staging_wait=1e-9), workload=LONG))
-    assert (result.failures, held(result)) == ([], 0)
-    assert "sliced+staged" in paths(result)
+def test_a_ring_that_stays_full_too_long_means_slices():
+    result, paths = went(staged(kv=replace(LARGE, staging_ring=CHUNK, staging_wait=1e-9), workload=LONG))
+    assert "sliced+staged" in paths
     assert any("went in slices because the staging ring had no free slot" in note for note in result.notes)
 
 
@@ -122,10 +183,8 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
 def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy: Policy):
-    result = serve(staged(prefill, decode, kv=replace(STAGED, staging=False), policy=policy))
-    assert result.failures == []
-    assert paths(result) == {"grouped" if prefill == decode else "sliced"}
-    assert quarantined(result) == 0
+    path = "grouped" if prefill == decode else "sliced"
+    assert went(staged(prefill, decode, kv=SLICED, policy=policy))[1] == {path}
 
 
 @pytest.mark.parametrize(
@@ -135,37 +194,19 @@ def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy
         (Policy(grouping="pages"), [4 * 7, 10]),
         (Policy(metadata="batch"), [4 + 10]),
         (Policy(metadata="control"), [4]),
+        (POLICIES["mori"], [1, 1, 1, 1]),  # a plane a write
     ],
 )
 def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: list[int]):
-    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
-    result = serve(staged(1, 1, workload=one, kv=replace(STAGED, staging=False), policy=policy))
+    result = serve(staged(1, 1, workload=ONE, kv=SLICED, policy=policy))
     assert [record.descriptors for record in result.transfers] == descriptors
-
-
-def test_a_plane_at_a_time_is_a_write_each():
-    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
-    config = staged(1, 1, workload=one, kv=replace(STAGED, staging=False), policy=POLICIES["mori"])
-    assert [record.descriptors for record in serve(config).transfers] == [1, 1, 1, 1]
-
-
-def test_bytes_and_descriptors_of_each_path_are_in_the_summary():
-    found = values(serve(staged()))
-    chunks = [record for record in serve(staged()).transfers if record.label.endswith("/staged")]
-    assert found["staged_descriptors"] == len(chunks)
-    assert found["staged_bytes"] == sum(record.nbytes for record in chunks)
-    assert found["metadata_bytes"] == 12 * 1600
-
-
-# --- metadata that cannot go its way -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fallback", ["", "control"])
 def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: str):
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
-    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
     policy = replace(POLICIES["mooncake"], metadata_fallback=fallback)
-    result = serve(staged(1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=policy))
+    result = serve(staged(1, 1, workload=ONE, backend=narrow, kv=SLICED, policy=policy))
     if not fallback:
         assert ["SendQueueFull" in failure for failure in result.failures] == [True]
         return
@@ -177,52 +218,39 @@ def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: st
 # --- queues --------------------------------------------------------------------------------------------------------
 
 
-def posted(queues: int, shard: str = "room") -> list[float]:
-    """Return when each of two rooms was handed to the engine, from the first; it takes 14 ms to post one."""
-    two = replace(GENERATED, count=2, rate=1e6, input_mean=100, input_cv=0)
+def posted(queues: int, shard: str = "room") -> float:
+    """Return by how much the second of two rooms is handed to the engine later; it takes 14 ms to post one."""
     slow = replace(ENGINE, intra=replace(ENGINE.intra, call=0.0, descriptor=1e-3))
     policy = Policy(queues=queues, shard=shard, metadata="batch")
-    result = serve(staged(1, 1, workload=two, backend=slow, kv=replace(STAGED, staging=False), policy=policy))
-    first, *others = [record.submitted for record in result.transfers]
-    return [other - first for other in others]
+    two = replace(ONE, count=2, rate=1e6)
+    first, second = serve(staged(1, 1, workload=two, backend=slow, kv=SLICED, policy=policy)).transfers
+    return second.submitted - first.submitted
 
 
-def test_a_room_waits_for_the_write_before_it_in_its_queue():
-    (behind,) = posted(queues=1)
-    assert behind == pytest.approx(14e-3 + (1600 + 7 * 16 * 1024) / 10e9, rel=1e-9)
-
-
-def test_a_room_in_another_queue_does_not_wait():
-    (beside,) = posted(queues=2)
+def test_a_room_waits_for_the_writes_of_its_own_queue():
+    assert posted(queues=1) == pytest.approx(14e-3 + (1600 + 7 * 16 * 1024) / 10e9, rel=1e-9)
+    beside = posted(queues=2)
     assert beside < 2.1e-3  # the forward in between
-    (inline,) = posted(queues=0)
-    assert inline == pytest.approx(14e-3 + beside, rel=1e-3)  # the forward begins when the first is posted
-
-
-def test_rooms_to_one_peer_share_a_queue_where_sessions_do():
-    assert posted(queues=2, shard="session") == posted(queues=1)
-
-
-# --- who posts -----------------------------------------------------------------------------------------------------
+    assert posted(queues=0) == pytest.approx(
+        14e-3 + beside, rel=1e-3
+    )  # inline: the forward begins when it is posted
+    assert posted(queues=2, shard="session") == posted(queues=1)  # rooms to one peer share a queue
 
 
 def slow_posts(policy: Policy) -> list[dict[str, Any]]:
     """Return two requests that come at once, a forward each, where a call of the engine takes 20 ms."""
-    two = replace(GENERATED, count=2, rate=1e9, input_mean=256, input_cv=0, output_mean=1, output_cv=0)
+    two = replace(ONE, count=2, rate=1e9, input_mean=256, output_mean=1, output_cv=0)
     slow = replace(ENGINE, intra=replace(ENGINE.intra, call=20e-3, descriptor=0.0))
-    changes: dict[str, Any] = {"backend": slow, "kv": replace(STAGED, staging=False), "memory": "timing"}
-    return rows(serve(staged(1, 1, workload=two, policy=policy, **changes)))
+    return rows(serve(staged(1, 1, workload=two, policy=policy, backend=slow, kv=SLICED, memory="timing")))
 
 
-def test_the_scheduler_begins_no_forward_while_it_posts_inline():
-    first, second = slow_posts(Policy(notify="poll"))
-    # KV, then metadata: 20 ms each, before the next forward
-    assert second["started_at"] - first["prefilled_at"] == pytest.approx(40e-3, abs=1e-9)
-
-
-def test_a_thread_posts_beside_the_next_forward():
-    first, second = slow_posts(Policy(queues=1))
-    assert second["started_at"] == pytest.approx(first["prefilled_at"], abs=1e-9)
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [(Policy(notify="poll"), 40e-3), (Policy(queues=1), 0.0)],  # KV, then metadata: 20 ms each; or a thread's
+)
+def test_a_scheduler_begins_no_forward_while_it_posts_inline(policy: Policy, seconds: float):
+    first, second = slow_posts(policy)
+    assert second["started_at"] - first["prefilled_at"] == pytest.approx(seconds, abs=1e-9)
 
 
 def test_a_queue_begins_a_write_when_its_thread_has_the_lock():

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from experiments.serve import ServeOptions, run
-from pdsim.compute.forward import Compute
+from experiments.serve import run
+from pdsim.config import Config
 from pdsim.core.progress import silent
-from pdsim.models.parallel import Parallel, Side
+from pdsim.kv.policy import Policy
+from pdsim.models.llm import Llm
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, SchedulerLimits
-from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
-from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
-from tests.support.engines import COLLECTIVE, REAL, engine, make_target
-from tests.support.serving import serve
+from pdsim.serving.settings import SchedulerLimits, ServingEngine
+from tests.experiments.test_serve_paths import HYBRID, HYBRID_MLA
+from tests.support.configs import EIGHT, ENGINE
+from tests.support.engines import COLLECTIVE, MARKED, make_target
+from tests.support.serving import GQA, MLA, POOL, on_loopback, serve
 
-ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
+ENGINES = MOONCAKE, NIXL = MARKED[:2]
+ALL_CP = replace(POOL, all_cp_ranks=True)
 
 
-def moved(result: Result) -> int:
-    return sum(record.nbytes for record in result.transfers)
+def served(name: str, config: Config) -> Result:
+    result = run(config, make_target(name), silent)
+    assert result.failures == []
+    assert set(result.requests["status"]) == {"ok"}
+    return result
+
+
+def modelled(config: Config) -> Result:
+    return serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -36,27 +45,63 @@ def moved(result: Result) -> int:
     ],
     ids=["tp 2 to 1", "tp 1 to 2", "pp 2 to 1", "cp 2 to 1"],
 )
-def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, decode, model):
-    config = make_config(
-        Path("unused"),
-        target="real",
-        hw=LOOPBACK,
-        backend=engine(name),
-        model=model,
-        parallel=Parallel(prefill=prefill, decode=decode),
-        experiment=ServeOptions(deadline=30.0),
-        workload=replace(SMALL, count=4),
-        kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True),
-        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
-        compute=Compute(scale=0.1),
-    )
-    result = run(config, make_target(name), silent)
-    assert result.failures == []
-    assert set(result.requests["status"]) == {"ok"}
-    model_run = serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))
-    assert moved(result) == moved(model_run) == sum(model_run.requests["nbytes"])
+def test_kv_state_and_metadata_arrive_as_they_were_sent(name: str, prefill: Side, decode: Side, model: Llm):
+    config = on_loopback(name, prefill, decode, model, kv=ALL_CP)
+    result, model_run = served(name, config), modelled(config)
+    moved = [sum(record.nbytes for record in each.transfers) for each in (result, model_run)]
+    assert moved == [sum(model_run.requests["nbytes"])] * 2
     # whichever of the two sides reports first that a request is over
     assert result.requests["nbytes"] == model_run.requests["nbytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int):
+    pull = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=30.0, heartbeat=0.5)
+    fast = SchedulerLimits(chunk=512, decode_batch=4)
+    config = on_loopback(name, Side(tp=prefill), Side(tp=decode), HYBRID, engine=pull, scheduler=fast)
+    result = served(name, config)
+    assert {record.operation for record in result.transfers} == {"read"}
+    assert result.requests["nbytes"] == modelled(config).requests["nbytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode", "path", "name"),
+    [  # every pair of sizes both ways; each engine has most of them, for a job starts up to seven processes
+        pytest.param(*case, *each.values, marks=each.marks)
+        for each, more in (
+            (MOONCAKE, [(1, 2, "sliced"), (2, 4, "sliced"), (4, 2, "staged")]),
+            (NIXL, [(2, 1, "sliced"), (4, 2, "sliced"), (2, 4, "staged")]),
+        )
+        for case in ((2, 1, "staged"), (1, 2, "staged"), *more)
+    ],
+)
+def test_unlike_ranks_hand_over_what_was_sent(prefill: int, decode: int, path: str, name: str):
+    kv = replace(POOL, staging=path == "staged", staging_ring=1 << 18)
+    config = on_loopback(name, Side(tp=prefill), Side(tp=decode), GQA, kv=kv, policy=Policy(queues=4, staging=True))
+    result = served(name, config)
+    assert set(result.requests["path"]) == {path}
+    assert result.outcome is not None
+    ends = [rank.value for rank in result.outcome.ranks.values() if isinstance(rank.value, dict)]
+    assert sum(value.get("staging_held", 0) for value in ends) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(*NIXL.values, Policy(queues=4, metadata="write"), marks=NIXL.marks, id="nixl, written"),
+        pytest.param(
+            *MOONCAKE.values,
+            Policy(queues=8, shard="room", call="plane", notify="message", pool="nvlink"),
+            marks=MOONCAKE.marks,
+            id="mooncake, sent from the host",
+        ),
+    ],
+)
+def test_metadata_arrives_both_ways(name: str, policy: Policy):
+    assert set(served(name, on_loopback(name, policy=policy, model=MLA)).requests["path"]) == {"grouped"}
 
 
 @pytest.mark.parametrize("gather", ["plain", "symmetric"])
@@ -64,20 +109,8 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
 def test_context_parallel_ranks_gather_through_gloo(name: str, gather: str):
     pytest.importorskip("torch")
     library = replace(COLLECTIVE, name="gloo", implementation="gloo", pool=1 << 20)
-    config = make_config(
-        Path("unused"),
-        target="real",
-        hw=LOOPBACK,
-        backend=engine(name),
-        model=HYBRID,
-        parallel=Parallel(prefill=Side(tp=1, cp=2), decode=Side(tp=2)),
-        collective=library,
-        experiment=ServeOptions(deadline=60.0),
-        workload=replace(SMALL, count=4),
-        kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True, gather=gather),
-        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
-        compute=Compute(scale=0.1),
-    )
+    sides, kv = (Side(tp=1, cp=2), Side(tp=2)), replace(ALL_CP, gather=gather)
+    config = on_loopback(name, *sides, HYBRID, deadline=60.0, collective=library, kv=kv)
     target = make_target(name)
     target.collective = library  # type: ignore[attr-defined]
     result = run(config, target, silent)
@@ -87,25 +120,15 @@ def test_context_parallel_ranks_gather_through_gloo(name: str, gather: str):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_users_leave_as_the_workload_says(name):
-    config = make_config(
-        Path("unused"),
-        target="real",
-        hw=LOOPBACK,
-        backend=engine(name),
-        model=HYBRID,
-        experiment=ServeOptions(deadline=30.0),
-        workload=replace(SMALL, count=12, aborts=0.6, patience=0.002),
-        kv=Kv(page_size=16, pool=1 << 20),
-        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
-    )
+def test_users_leave_as_the_workload_says(name: str):
+    config = on_loopback(name, model=HYBRID)
+    # forwards take their whole time, so that users leave before their requests are over
+    leaving = replace(config.workload, count=12, input_mean=100, output_mean=12, aborts=0.6, patience=0.002)
+    config = replace(config, workload=leaving, compute=replace(config.compute, scale=1.0))
     result = run(config, make_target(name), silent)
     assert result.failures == []
     patience = result.requests["patience"]
-    assert patience == serve(replace(config, target="model", hw=EIGHT, backend=ENGINE)).requests["patience"]
-    left = {
-        status.partition(":")[0] for status, wait in zip(result.requests["status"], patience, strict=True) if wait
-    }
-    stayed = {status for status, wait in zip(result.requests["status"], patience, strict=True) if wait is None}
-    assert "Aborted" in left
-    assert (stayed, left - {"ok"}) == ({"ok"}, {"Aborted"})
+    assert patience == modelled(config).requests["patience"]
+    ends = list(zip((status.partition(":")[0] for status in result.requests["status"]), patience, strict=True))
+    assert {status for status, wait in ends if wait is None} == {"ok"}
+    assert {"Aborted"} <= {status for status, wait in ends if wait} <= {"ok", "Aborted"}

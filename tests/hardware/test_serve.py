@@ -18,13 +18,13 @@ from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
-from tests.experiments.test_serve_paths_real import FEW
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import engine
-from tests.support.serving import GQA
+from tests.support.serving import GENERATED, GQA
 
 ENGINES = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
 QUEUED = Policy(queues=2, pool="intra_node_nvlink", staging=True)
+FEW = replace(GENERATED, count=4, input_mean=90, output_mean=3)
 BY_CONTROL = replace(QUEUED, metadata="control", metadata_memory="host")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.serve import ServeOptions, run
+from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
@@ -17,9 +18,24 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankSpec
-from tests.support.configs import EIGHT, LLM, make_config
+from tests.support.configs import EIGHT, LLM, LOOPBACK, make_config
+from tests.support.engines import engine
 
-__all__ = ["ASIDE", "GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]
+__all__ = [
+    "ASIDE",
+    "GENERATED",
+    "GQA",
+    "MLA",
+    "ONE",
+    "POOL",
+    "Killing",
+    "configured",
+    "on_loopback",
+    "quarantined",
+    "rows",
+    "serve",
+    "values",
+]
 
 ONE = Side(tp=1)
 ASIDE = Policy(queues=64, shard="room", metadata="batch")
@@ -77,3 +93,26 @@ def rows(result: Result) -> list[dict[str, Any]]:
     """Return the requests of *result*, a row each."""
     columns = result.requests
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def on_loopback(
+    name: str, prefill: Side = ONE, decode: Side = ONE, model: Llm = GQA, deadline: float = 30.0, **changes: Any
+) -> Config:
+    """Return a configuration of `serve` with *changes* on the real engine *name*, on the memory of this host."""
+    settings = {
+        "target": "real",
+        "hw": LOOPBACK,
+        "backend": engine(name),
+        "policy": Policy(),
+        "workload": replace(GENERATED, count=4, input_mean=90, output_mean=3),
+        "scheduler": SchedulerLimits(chunk=64, decode_batch=4),
+        "compute": Compute(scale=0.1),
+    }
+    return configured(prefill, decode, model, {"deadline": deadline}, **(settings | changes))
+
+
+def quarantined(result: Result) -> int:
+    """Return the pages that leaders of *result* had in quarantine at the end."""
+    assert result.outcome is not None
+    leaders = [rank.value for name, rank in result.outcome.ranks.items() if name.endswith(".0") and rank.value]
+    return sum(value["quarantined_pages"] for value in leaders)
