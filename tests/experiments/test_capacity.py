@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from experiments.capacity import CapacityOptions, run
 from experiments.capacity.ranking import front
 from experiments.capacity.search import Capacity, Probe, Shape, bisect, configured, feasible
-from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
@@ -22,62 +22,47 @@ from tests.support.serving import configured as served
 ROOMY = Kv(page_size=16)
 
 
-def found(load: float, *, knee: float = 0.63, half: float = 0.0) -> Probe:
-    """Return a probe of a system whose share of good requests falls through 0.9 at *knee*."""
-    share = min(1.0, 0.9 + (knee - load))
+def probe(load: float, attainment: float = 1.0, half: float = 0.0, ttft: float = 0.1, tpot: float = 0.01) -> Probe:
     return Probe(
-        load=load, rate=load * 10, tokens=load, attainment=share, half=half, ttft=load, tpot=0.01, requests=100
+        load=load, rate=load * 10, tokens=load, attainment=attainment, half=half, ttft=ttft, tpot=tpot, requests=100
     )
 
 
-@pytest.mark.parametrize("start", [0.05, 0.3, 0.6, 0.63, 0.64, 0.95, 5.0])
+def at(load: float, *, knee: float = 0.63, half: float = 0.0) -> Probe:
+    """Return a probe of a system whose share of good requests falls through 0.9 at *knee*."""
+    return probe(load, min(1.0, 0.9 + (knee - load)), half)
+
+
+@pytest.mark.parametrize("start", [0.05, 0.3, 0.62, 0.63, 0.64, 0.95, 5.0])
 def test_the_bracket_closes_on_the_knee_wherever_it_starts(start: float):
-    answer = bisect(found, 0.9, 0.02, start)
+    answer = bisect(at, 0.9, 0.02, start)
     assert answer.best is not None
     assert answer.best.load <= 0.63 < answer.high
     assert answer.high - answer.low <= 0.02 * answer.high
-    assert len(answer.probes) < 16
+    assert len(answer.probes) < (10 if start == 0.62 else 16)
 
 
-def test_a_start_near_the_answer_takes_fewer_probes():
-    assert len(bisect(found, 0.9, 0.02, 0.62).probes) < len(bisect(found, 0.9, 0.02, 0.05).probes)
-
-
-def test_loads_that_the_interval_does_not_tell_are_not_sure():
-    answer = bisect(lambda load: found(load, half=0.05), 0.9, 0.02, 0.3)
-    assert answer.low <= 0.58
-    assert answer.high >= 0.68
-
-
-def test_a_confident_search_goes_on_to_loads_that_are_sure():
-    answer = bisect(lambda load: found(load, half=0.05), 0.9, 0.02, 0.62, confident=True)
+@pytest.mark.parametrize(("confident", "least", "most"), [(False, 0.0, 1.0), (True, 0.5, 0.75)])
+def test_a_bracket_spans_the_loads_that_are_not_sure(confident: bool, least: float, most: float):
+    answer = bisect(partial(at, half=0.05), 0.9, 0.02, 0.62 if confident else 0.3, confident=confident)
     assert answer.best is not None
     assert answer.best.load <= 0.63
-    assert 0.5 < answer.low <= 0.58
-    assert 0.68 <= answer.high < 0.75
+    assert least <= answer.low <= 0.58
+    assert 0.68 <= answer.high <= most
 
 
-def test_an_slo_that_single_requests_miss_has_no_capacity():
-    answer = bisect(lambda load: found(load, knee=-1.0), 0.9, 0.02, 0.6)
-    assert answer.best is None
-    assert answer.low == 0.0
-
-
-def test_what_always_holds_ends_below_the_closed_form():
-    answer = bisect(lambda load: found(load, knee=2.0), 0.9, 0.02, 0.6)
-    assert answer.best is not None
-    assert 0.97 < answer.best.load < 1.0
-    assert answer.high == 1.0
+def test_capacity_is_none_where_single_requests_fail_and_ends_below_the_closed_form():
+    none, all_ = (bisect(partial(at, knee=knee), 0.9, 0.02, 0.6) for knee in (-1.0, 2.0))
+    assert (none.best, none.low) == (None, 0.0)
+    assert all_.best is not None
+    assert (0.97 < all_.best.load < 1.0, all_.high) == (True, 1.0)
 
 
 def test_the_front_keeps_what_nothing_beats():
-    def point(load: float, ttft: float, tpot: float) -> Probe:
-        return Probe(load=load, rate=load, tokens=load, attainment=1.0, half=0.0, ttft=ttft, tpot=tpot, requests=100)
-
-    fast, full, beaten = point(0.2, 0.1, 0.01), point(0.8, 0.4, 0.03), point(0.5, 0.5, 0.03)
-    failed = Probe(load=0.9, rate=0.9, tokens=0.9, attainment=0.5, half=0.0, ttft=0.01, tpot=0.01, requests=100)
+    fast, full = probe(0.2), probe(0.8, ttft=0.4, tpot=0.03)
+    beaten, failed = probe(0.5, ttft=0.5, tpot=0.03), probe(0.9, attainment=0.5, ttft=0.01)
     one = Capacity(best=full, low=0.0, high=1.0, probes=(fast, full, beaten, failed))
-    assert [probe for _, probe in front({Shape(1, 1, 4, 4): one}, 8, 0.9)] == [full, fast]
+    assert [each for _, each in front({Shape(1, 1, 4, 4): one}, 8, 0.9)] == [full, fast]
 
 
 def test_deployments_that_do_not_fit_are_named_with_the_reason():
@@ -89,45 +74,34 @@ def test_deployments_that_do_not_fit_are_named_with_the_reason():
     assert "GPUs" in refused[Shape(1, 1, 4, 7)]
     assert "heads" in refused[Shape(3, 1, 1, 1)]
     assert len(shapes) + len(refused) == 27
+    staging = [configured(config, Shape(tp, 2, 1, 1)).kv.staging for tp in (2, 1)]
+    assert staging == [False, True]  # sides of different width stage
 
 
-def test_only_sides_of_different_width_stage():
-    config = served(model=GQA, kv=ROOMY)
-    assert not configured(config, Shape(2, 2, 1, 1)).kv.staging
-    assert configured(config, Shape(1, 2, 1, 1)).kv.staging
-
-
-def search(config: Config, **options: Any) -> Result:
-    experiment = {
+def search(**options: Any) -> Result:
+    small = {
         "prefill_tp": (1,), "decode_tp": (1,), "instances": (1, 2),
         "requests": 100, "final_requests": 150, "finalists": 1, "processes": 1,
     }  # fmt: skip
-    own = served(
-        model=GQA, kv=ROOMY, experiment=CapacityOptions(**experiment | options), workload=GENERATED, slo=config.slo
-    )
-    return run(own, Model(own.hw, own.backend), silent)
+    experiment = CapacityOptions(**small | options)
+    slo = Slo(ttft=0.1, tpot=0.1)
+    config = served(model=GQA, kv=ROOMY, experiment=experiment, workload=GENERATED, slo=slo)
+    return run(config, Model(config.hw, config.backend), silent)
 
 
 def test_the_answer_does_not_depend_on_the_number_of_processes():
-    config = served(slo=Slo(ttft=0.1, tpot=0.1))
-    one, two = search(config), search(config, processes=2)
-    assert one.summary == two.summary
-    assert one.tables == two.tables
+    one, two = search(), search(processes=2)
+    assert (one.summary, one.tables) == (two.summary, two.tables)
     values = {metric.name: metric.value for metric in one.summary}
-    assert values["deployments"] == 4
-    assert values["deployments_within_slo"] == 4
+    assert (values["deployments"], values["deployments_within_slo"]) == (4, 4)
     answer = {row[0]: row[1] for row in one.tables[0].rows}
     assert len(one.tables[0].rows) <= 10
     assert answer["best"].endswith((" copies on 8 GPUs", " copy on 8 GPUs"))
 
 
-def test_no_deployment_that_fits_is_a_configuration_error():
-    config = served(slo=Slo(ttft=0.1, tpot=0.1))
-    with pytest.raises(ConfigError, match="no deployment of experiment"):
-        search(config, prefill_tp=(3,))
-
-
 def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="no deployment of experiment"):
+        search(prefill_tp=(3,))
     with pytest.raises(ValueError, match=r"experiment\.attainment must be > 0 and < 1, got 1"):
         CapacityOptions(attainment=1.0)
     with pytest.raises(ValueError, match=r"experiment\.instances must have values >= 1"):

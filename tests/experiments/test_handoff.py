@@ -18,23 +18,19 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Place, Target
-from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
-from tests.support.engines import REAL, engine, make_target
+from tests.support.configs import EIGHT, LOOPBACK, make_config
+from tests.support.engines import MARKED, engine, make_target
 from tests.support.serving import GQA
-
-QUEUES = Policy(queues=2, staging=True)
 
 
 def configured(**options: Any) -> Config:
+    settings = {"hw": EIGHT, "model": GQA, "kv": Kv(page_size=16), "policy": Policy(queues=2, staging=True)}
     experiment = HandoffOptions(**{"tokens": (64, 256), "repeat": 4} | options)
-    kv = Kv(page_size=16)
-    return make_config(
-        Path("unused"), hw=EIGHT, model=GQA, kv=kv, policy=QUEUES, experiment=experiment, memory="tracked"
-    )
+    return make_config(Path("unused"), **settings, experiment=experiment, memory="tracked")
 
 
 def measure(config: Config, target: Target | None = None) -> Result:
-    return run(config, target or Model(config.hw, config.backend, memory="tracked"), silent)
+    return run(config, target or Model(config.hw, config.backend, memory=config.memory), silent)
 
 
 def rows(result: Result, table: int = 0) -> list[dict[str, Any]]:
@@ -44,16 +40,9 @@ def rows(result: Result, table: int = 0) -> list[dict[str, Any]]:
 
 def test_every_way_has_a_row_for_every_shape_and_all_arrive_intact():
     result = measure(configured())
+    ways = [("1to2", "sliced"), ("1to2", "staged"), ("2to1", "sliced"), ("2to1", "staged"), ("2to2", "whole")]
     assert [(row["way"], row["tokens"], row["path"]) for row in rows(result)] == [
-        (f"{tp} {path}", tokens, taken)
-        for tp, path, taken in [
-            ("1to2", "sliced", "sliced"),
-            ("1to2", "staged", "staged"),
-            ("2to1", "sliced", "sliced"),
-            ("2to1", "staged", "staged"),
-            ("2to2", "whole", "grouped"),
-        ]
-        for tokens in (64, 256)
+        (f"{tp} {way}", tokens, "grouped" if way == "whole" else way) for tp, way in ways for tokens in (64, 256)
     ]
     assert {(row["n"], row["status"]) for row in rows(result)} == {(4, "ok")}
     assert result.failures == []
@@ -69,8 +58,8 @@ def test_a_handoff_takes_what_the_engine_and_the_port_take():
     assert (stages["plan us"], stages["finish us"]) == (0, 0)
 
 
-def test_handoffs_of_one_shape_take_equally_long_for_none_meets_another():
-    one, more = measure(configured(tp=("2to1",), repeat=4)), measure(configured(tp=("2to1",), repeat=9))
+def test_handoffs_of_one_shape_take_equally_long():
+    one, more = (measure(configured(tp=("2to1",), repeat=repeat)) for repeat in (4, 9))
     assert [row["p50"] for row in rows(one)] == pytest.approx([row["p50"] for row in rows(more)], rel=1e-9)
 
 
@@ -79,52 +68,41 @@ def test_contents_that_are_compared_take_no_time_on_the_model():
     assert EIGHT.gpu is not None
     dear = replace(EIGHT, gpu=replace(EIGHT.gpu, copies=Copies(call=1e-6, descriptor=50e-9)))
     tracked, timed, cheap = (
-        rows(run(replace(configured(), memory=memory), Model(hw, ENGINE, memory), silent))
+        rows(measure(replace(configured(), memory=memory, hw=hw)))
         for hw, memory in ((dear, "tracked"), (dear, "timing"), (EIGHT, "timing"))
     )
     assert timed == tracked
-    more = [after["p50"] - before["p50"] for after, before in zip(timed, cheap, strict=True)]
-    assert more[2] > 0.05 * 64 * 4  # us: 64 tokens in four planes, staged
+    assert timed[2]["p50"] - cheap[2]["p50"] > 0.05 * 64 * 4  # us: 64 tokens in four planes, staged
 
 
 def test_metadata_goes_the_way_that_is_asked_for():
-    result = measure(configured(tp=("1to1",), tokens=(64,), metadata=("data", "control")))
-    data, control = rows(result)
+    data, control = rows(measure(configured(tp=("1to1",), tokens=(64,), metadata=("data", "control"))))
     assert data["bytes"] - control["bytes"] == 1600  # the rows of metadata
     assert data["status"] == control["status"] == "ok"
 
 
 def test_sides_share_the_gpus_of_a_pair():
+    options = HandoffOptions(placement="sides")
     two = replace(configured(placement="sides"), hw=replace(EIGHT, gpus=2))
-    found = {
-        rank.name: rank.place for rank in specs(two, HandoffOptions(placement="sides"), Way(2, 2, "whole", "policy"))
-    }
-    assert [found[f"prefill0.{index}"] for index in (0, 1)] == [Place(0, 0)] * 2
-    assert [found[f"decode0.{index}"] for index in (0, 1)] == [Place(0, 1)] * 2
+    where = {rank.name: rank.place for rank in specs(two, options, Way(2, 2, "whole", "policy"))}
+    assert [where[f"{side}0.{index}"] for side in ("prefill", "decode") for index in (0, 1)] == [
+        Place(0, 0), Place(0, 0), Place(0, 1), Place(0, 1),
+    ]  # fmt: skip
     assert {row["status"] for row in rows(measure(two))} == {"ok"}
 
 
-def test_a_rank_too_many_is_refused():
+def test_what_the_machine_or_the_backend_lacks_is_refused():
     with pytest.raises(ConfigError, match="parallel needs 8 \\+ 1 GPUs, hw=toy has 8"):
         measure(configured(tp=("8to1",)))
-
-
-def test_a_backend_without_a_staged_path_is_refused():
     (problem,) = set(check(replace(configured(tp=("1to2",)), policy=Policy())))
     assert problem == "1to2 staged: backend=fast has no staged path; set experiment.paths=[sliced]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL]
-)
+@pytest.mark.parametrize("name", MARKED)
 def test_real_bytes_arrive_as_they_were_sent(name: str):
     config = configured(tp=("2to1",), tokens=(64,), repeat=2)
     real = replace(config, target="real", hw=LOOPBACK, backend=engine(name), memory="timing")
-    result = measure(real, make_target(name))
-    assert [(row["path"], row["n"], row["status"]) for row in rows(result)] == [
-        ("sliced", 2, "ok"),
-        ("staged", 2, "ok"),
-    ]
-    modelled = measure(config)
-    assert [row["bytes"] for row in rows(result)] == [row["bytes"] for row in rows(modelled)]
+    result = rows(measure(real, make_target(name)))
+    assert [(row["path"], row["n"], row["status"]) for row in result] == [("sliced", 2, "ok"), ("staged", 2, "ok")]
+    assert [row["bytes"] for row in result] == [row["bytes"] for row in rows(measure(config))]

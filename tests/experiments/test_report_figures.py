@@ -1,18 +1,34 @@
-"""What reports say in figures, simulated: what is kept is what the model says, and verdicts follow from factors."""
+"""What reports say in figures, simulated: what is kept, drawn and said is what the commands simulate."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from experiments.reports.figures import CLOSE, FIGURES, kept, run, simulated, verdict
+from experiments.reports.plot import FIGURES as DRAWN
+from experiments.reports.plot import figure
+from experiments.reports.report_points import keep, loaded
+from pdsim.core.repository import data
 from pdsim.kv.policy import Policy
 from pdsim.sim.model import Model
 from tests.support.composed import composed
 from tests.support.serving import LLM, ONE, configured, serve
 
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reports"
+BY = re.compile(rb"Matplotlib v[\d.]+")
+COMMAND = re.compile(r"^# [^:]+, model: .*; pdsim run (.*)$", re.MULTILINE)
+SIMULATED = [
+    (file.stem, command)
+    for file in sorted(data("reports").glob("seed_*.csv"))
+    for command in COMMAND.findall(file.read_text(encoding="utf-8"))
+]
+
 
 @pytest.mark.parametrize(
-    ("reported", "found", "interval", "said"),
+    ("reported", "simulated", "interval", "said"),
     [
         (2.0, 2.0 * CLOSE, (2.5, 2.5), "reached"),
         (2.0, 2.0 / CLOSE, (1.6, 1.6), "reached"),
@@ -22,8 +38,8 @@ from tests.support.serving import LLM, ONE, configured, serve
         (1.0, 1.04, (1.04, 1.04), "reached"),
     ],
 )
-def test_a_verdict_follows_from_factors(reported: float, found: float, interval: tuple[float, float], said: str):
-    assert verdict(reported, found, *interval) == said
+def test_a_verdict_follows_from_factors(reported: float, simulated: float, interval: tuple[float, float], said: str):
+    assert verdict(reported, simulated, *interval) == said
 
 
 def test_all_figures_of_six_reports_are_kept_with_their_errors():
@@ -32,8 +48,8 @@ def test_all_figures_of_six_reports_are_kept_with_their_errors():
         (f.report, f.says, f.assumed, f.open) for f in FIGURES
     ]
     assert len({row.report for row in rows}) == 6
-    for row, figure in zip(rows, FIGURES, strict=True):
-        assert row.reported == round(figure.reported, 2)
+    for row, one in zip(rows, FIGURES, strict=True):
+        assert row.reported == round(one.reported, 2)
         assert row.error == pytest.approx(row.simulated / row.reported - 1, abs=0.006)
         assert row.lowest <= row.simulated <= row.highest
         assert row.verdict == verdict(row.reported, row.simulated, row.lowest, row.highest)
@@ -48,10 +64,30 @@ def test_what_is_kept_is_what_the_model_says():
 
 @pytest.mark.parametrize("queues", [0, 1])
 def test_a_call_for_each_descriptor_is_a_write_of_one(queues: int):
-    policy = {"call": "descriptor", "grouping": "pages", "queues": queues}
-    whole, single = (
-        serve(configured(ONE, ONE, LLM, policy=own)) for own in (Policy(grouping="pages"), Policy(**policy))
-    )
+    policies = Policy(grouping="pages"), Policy(call="descriptor", grouping="pages", queues=queues)
+    whole, single = (serve(configured(ONE, ONE, LLM, policy=own)) for own in policies)
     assert {r.descriptors for r in single.transfers if not r.label.endswith("metadata")} == {1}
     assert sum(r.nbytes for r in single.transfers) == sum(r.nbytes for r in whole.transfers)
     assert len(single.transfers) > 4 * len(whole.transfers)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_figure_of_the_page_shows_what_data_keeps(name: str):
+    shown, drawn = (FOLDER / f"{name}.svg").read_bytes(), figure(name)
+    words = [re.findall(rb"<text[^>]*>([^<]*)</text>", image) for image in (shown, drawn)]
+    assert words[0] == words[1], "run: python -m experiments.reports.plot"
+    if BY.findall(shown) == BY.findall(drawn):  # another release may place them elsewhere
+        assert shown == drawn, "run: python -m experiments.reports.plot"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("seed", "command"), SIMULATED)
+def test_a_command_simulates_the_points_kept_of_it(seed: str, command: str, tmp_path: Path, pdsim_says):
+    def lines(text: str) -> list[str]:
+        return sorted(line for line in text.splitlines() if not line.startswith("#"))
+
+    status, _, stderr = pdsim_says("run", *command.split(), f"output={tmp_path}")
+    assert status == 0, stderr
+    (folder,) = tmp_path.glob("seed_*")
+    assert lines(keep([loaded(folder)])[seed]) == lines(data("reports", f"{seed}.csv").read_text(encoding="utf-8"))

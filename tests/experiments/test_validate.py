@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ import pytest
 
 from experiments import transfer
 from experiments.validate import Bounds, ValidateOptions, run
+from experiments.validate.values import values
 from pdsim.config import Config
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
+from pdsim.results.store import Run
 from pdsim.serving.settings import Kv
 from pdsim.sim.model import Model
+from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankSpec
 from pdsim.validation.sealed import unseal
 from tests.support.configs import EIGHT, ENGINE, make_config
@@ -34,135 +39,207 @@ SMALL: dict[str, Any] = {
     "tp": ("2to1",),
     "repeat": 4,
 }
+AFTER = "the predictions were made after these measurements"
 
 
-def configured(**options: Any) -> Config:
+def configured(target: str = "real", **options: Any) -> Config:
     what = {"hw": EIGHT, "model": GQA, "kv": Kv(page_size=16), "policy": Policy(queues=2, staging=True)}
-    return make_config(Path("unused"), target="real", experiment=ValidateOptions(**SMALL | options), **what)
+    return make_config(Path("unused"), target=target, experiment=ValidateOptions(**SMALL | options), **what)
 
 
 class Slower(Model):
-    """Stands for a real engine: a model whose calls cost more than expected, and which looks for predictions."""
+    """Stands for a real engine: a model whose calls cost more than expected; *before* is told of each job."""
 
-    folder: Path
-    found: list[bool]
+    def __init__(self, call: float = 10e-6, before: Callable[[Sequence[RankSpec]], None] = lambda _: None) -> None:
+        assert ENGINE.intra is not None
+        super().__init__(EIGHT, replace(ENGINE, intra=replace(ENGINE.intra, call=call)))
+        self.before = before
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None, **more: Any) -> Outcome:
-        type(self).found.append((self.folder / "expectations.json").is_file())
+        self.before(ranks)
         return super().run(ranks, kill, **more)
 
 
-def slower(folder: Path, call: float = 10e-6) -> Slower:
-    assert ENGINE.intra is not None
-    engine = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
-    return type("Target", (Slower,), {"folder": folder, "found": []})(EIGHT, engine)
-
-
-def validate(folder: Path, call: float = 10e-6, **options: Any) -> tuple[Result, Slower]:
+def validate(folder: Path, config: Config | None = None, target: Model | None = None, **options: Any) -> Result:
     folder.mkdir(exist_ok=True)
-    target = slower(folder, call)
-    return run(configured(**options), target, silent, folder), target
+    return run(config or configured(**options), target or Slower(), silent, folder)
 
 
 def classes(result: Result) -> dict[str, list[Any]]:
     return {row[0]: list(row) for row in result.tables[0].rows}
 
 
-def test_what_takes_long_is_measured_in_a_third_of_the_jobs_and_the_same_requests_are_served_in_each(tmp_path: Path):
-    validate(tmp_path, call=5e-6, jobs=6, classes=("pair", "handoff", "serve"), tp=("1to2",), tokens=(64,))
-    measured = unseal((tmp_path / "measurements.json").read_bytes(), "")
-    assert [(part["experiment"], part["jobs"]) for part in measured["took"]] == [
-        ("transfer", 6),
-        ("handoff", 2),
-        ("handoff", 2),
-        ("serve", 2),
-    ]
-    per_job = {value["label"]: value["per_job"] for value in measured["measured"] if value["group"] == "serve"}
-    assert [first == other for first, other in per_job.values()] == [True] * 3
+def kept(folder: Path, name: str = "measurements") -> dict[str, Any]:
+    return unseal((folder / f"{name}.json").read_bytes(), "")
 
 
-def test_progress_names_the_part_and_which_job_of_how_many(tmp_path: Path):
-    said: list[tuple[float, str]] = []
-    run(
-        configured(jobs=3, classes=("pair", "serve")),
-        slower(tmp_path),
-        lambda share, text="", _=None: said.append((share, text)),
-        tmp_path,
-    )
-    texts = [text for _, text in said]
-    assert texts[0] == "predicting transfer, simulation 1 of 2"
-    jobs = ["transfer, job 1 of 3,", "transfer, job 2 of 3,", "transfer, job 3 of 3,", "serve, job 1 of 1,"]
-    assert list(dict.fromkeys(" ".join(text.split()[:5]) for text in texts[2:])) == jobs
-    assert [share for share, _ in said] == sorted(share for share, _ in said)
-    assert said[-1][0] == 1.0
+def predict(folder: Path, **options: Any) -> Path:
+    """Return the predictions that are made in *folder* alone."""
+    validate(folder, configured("model", predict="only", **options), Model(EIGHT, ENGINE))
+    return folder / "expectations.json"
 
 
-def test_predictions_are_on_disk_before_the_first_job_runs(tmp_path: Path):
-    _, target = validate(tmp_path)
-    assert target.found
-    assert all(target.found)
+# --- predicted, measured, compared ---------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
+    result = validate(tmp_path)
+    pair = classes(result)["pair"]
+    assert (pair[7], pair[2] < 0) == ("pair 1x4096 c1", True)  # 5 us too few of 10 + 1 + 0.4: the smallest is worst
+    assert any(failure.startswith("pair: error beyond its bound") for failure in result.failures)
 
 
 def test_an_engine_as_predicted_has_no_error_and_no_failure(tmp_path: Path):
-    result, _ = validate(tmp_path, call=5e-6)
+    result = validate(tmp_path, target=Slower(call=5e-6))
     assert result.failures == []
     assert {round(row[3], 6) for row in result.tables[0].rows} == {0}
 
 
-def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
-    result, _ = validate(tmp_path)
-    # 5 us too few of 10 + 1 + 0.4: the worst pair is the smallest
-    assert classes(result)["pair"][7] == "pair 1x4096 c1"
-    assert classes(result)["pair"][2] < 0
-    assert any(failure.startswith("pair: error beyond its bound") for failure in result.failures)
+def test_predictions_are_on_disk_before_each_part_and_so_is_what_was_measured(tmp_path: Path):
+    seen = []
+
+    def look(_: Sequence[RankSpec]) -> None:
+        done = len(kept(tmp_path)["took"]) if (tmp_path / "measurements.json").is_file() else 0
+        seen.append(((tmp_path / "expectations.json").is_file(), done))
+
+    validate(tmp_path, target=Slower(before=look), jobs=1, classes=("pair", "handoff"))
+    assert seen == [(True, 0), (True, 1), (True, 2)]  # transfers, staged handoffs, sliced ones
+
+
+def test_what_takes_long_is_measured_in_a_third_of_the_jobs(tmp_path: Path):
+    said: list[tuple[float, str]] = []
+    config = configured(jobs=6, classes=("pair", "handoff", "serve"), tp=("1to2",))
+    run(config, Slower(), lambda share, text="", _=None: said.append((share, text)), tmp_path)
+    measured = kept(tmp_path)
+    jobs = [(part["experiment"], part["jobs"]) for part in measured["took"]]
+    assert jobs == [("transfer", 6), ("handoff", 2), ("handoff", 2), ("serve", 2)]
+    per_job = [value["per_job"] for value in measured["measured"] if value["group"] == "serve"]
+    assert [first == other for first, other in per_job] == [True] * 3  # the same requests in each
+    assert said[0][1] == "predicting transfer, simulation 1 of 4"
+    assert any(text.startswith("serve, job 2 of 2,") for _, text in said)
+    assert [share for share, _ in said] == sorted(share for share, _ in said)
+    assert said[-1][0] == 1.0
+
+
+def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path: Path):
+    def fail(ranks: Sequence[RankSpec]) -> None:
+        if ranks[0].program.startswith("experiments.transfer.exchange"):
+            raise PeerLost("rank0 is gone")
+
+    result = validate(tmp_path, target=Slower(before=fail), classes=("pair", "handoff"))
+    assert set(classes(result)) == {"handoff, staged", "handoff, sliced"}
+    assert any("predictions have no measurement" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(("small", "verdict"), [(4e-6, "beyond"), (6e-6, "ok")])
-def test_small_pairs_are_judged_by_seconds_if_that_is_asked_for(tmp_path: Path, small: float, verdict: str):
+def test_small_pairs_are_judged_by_seconds_if_asked_for(tmp_path: Path, small: float, verdict: str):
     bounds = Bounds(large=1 << 30, small=small)  # each transfer takes 5 us longer than predicted
-    result, _ = validate(tmp_path, classes=("pair",), bounds=bounds)
-    (pair,) = result.tables[0].rows
+    (pair,) = validate(tmp_path, classes=("pair",), bounds=bounds).tables[0].rows
     assert (pair[0], pair[-3], round(pair[-2], 9), round(pair[-1], 9)) == ("small pair", verdict, 5e-3, small * 1e3)
 
 
-def test_what_was_kept_can_be_compared_again_without_an_engine(tmp_path: Path):
-    first, _ = validate(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    config = replace(configured(stored=str(tmp_path / "a")), target="model")
-    again = run(config, slower(tmp_path / "b"), silent, tmp_path / "b")
-    assert again.tables == first.tables
-    assert not any("after these measurements" in note for note in again.notes)
-
-
-def test_a_better_model_is_tried_on_what_was_kept_and_that_is_said(tmp_path: Path):
-    validate(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    config = replace(configured(stored=str(tmp_path / "a"), predict="now"), target="model")
-    assert ENGINE.intra is not None
-    better = replace(config, backend=replace(ENGINE, intra=replace(ENGINE.intra, call=10e-6)))
-    again = run(better, slower(tmp_path / "b"), silent, tmp_path / "b")
-    assert {round(row[3], 6) for row in again.tables[0].rows} == {0}
-    assert "the predictions were made after these measurements" in again.notes
-
-
-def test_points_from_a_file_are_validated_too(tmp_path: Path):
+def test_points_of_a_file_are_validated_and_ranks_without_gpus_left_out(tmp_path: Path):
     path = tmp_path / "mine.csv"
     path.write_text("pattern,blocks,size,concurrency\nfanout:2,2,4096,1\n")
-    result, _ = validate(tmp_path / "a", points=str(path), classes=("pair",))
-    assert "fanout" in classes(result)
-
-
-def test_a_pattern_with_more_ranks_than_gpus_is_left_out(tmp_path: Path):
-    two = replace(
-        configured(classes=("contention",), patterns=("bidirectional", "cross:2x2")), hw=replace(EIGHT, gpus=2)
-    )
-    result = run(two, slower(tmp_path), silent, tmp_path)
+    assert "fanout" in classes(validate(tmp_path / "a", points=str(path), classes=("pair",)))
+    two = configured(classes=("contention",), patterns=("bidirectional", "cross:2x2"))
+    result = validate(tmp_path / "b", replace(two, hw=replace(EIGHT, gpus=2)))
     assert set(classes(result)) == {"bidirectional", "bidirectional, total rate"}
+
+
+# --- predicted elsewhere, or measured before -----------------------------------------------------------------------
+
+
+def test_a_later_run_is_compared_with_the_very_predictions(tmp_path: Path):
+    path = predict(tmp_path / "a")
+    made = kept(tmp_path / "a", "expectations")
+    assert (made["hw"], made["backend"], made["calibration"]) == (EIGHT.name, ENGINE.name, "none")
+    assert (made["system"]["model"]["kv_heads"], bool(made["commit"])) == (8, True)
+    assert not (tmp_path / "a" / "measurements.json").exists()
+    result = validate(tmp_path / "b", expected=str(path))
+    assert (tmp_path / "b" / "expectations.json").read_bytes() == path.read_bytes()
+    assert kept(tmp_path / "b")["expectations"] == made["sha256"]
+    assert set(classes(result)) >= {"pair", "incast", "cross, total rate", "handoff, staged"}
+    assert AFTER not in result.notes
+    (note,) = [note for note in result.notes if note.startswith("predicted at ")]
+    assert re.search(r"0:00:.* before the first transfer.*with calibration none$", note)
+
+
+def test_predictions_need_no_other_file(tmp_path: Path):
+    alone = shutil.copy(predict(tmp_path / "a", classes=("pair",)), tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    for number, source in enumerate((alone, tmp_path)):
+        of = classes(validate(tmp_path / f"b{number}", expected=str(source)))  # whatever the options now say
+        assert {name: row[1] for name, row in of.items()} == {"pair": 4}
+
+
+def test_what_was_kept_is_compared_again_and_by_a_better_model(tmp_path: Path):
+    first = validate(tmp_path / "a")
+    again = validate(tmp_path / "b", configured("model", stored=str(tmp_path / "a")))
+    assert again.tables == first.tables
+    assert AFTER not in again.notes
+    better = configured("model", stored=str(tmp_path / "a"), predict="now")
+    assert ENGINE.intra is not None
+    better = replace(better, backend=replace(ENGINE, intra=replace(ENGINE.intra, call=10e-6)))
+    result = validate(tmp_path / "c", better)
+    assert {round(row[3], 6) for row in result.tables[0].rows} == {0}
+    assert AFTER in result.notes
+    with pytest.raises(ConfigError, match=r"is about model\.layers=2"):
+        validate(tmp_path / "d", replace(better, model=replace(better.model, layers=3)))
+
+
+def test_a_stored_transfer_run_is_compared_with_later_predictions(tmp_path: Path):
+    real = replace(configured(), experiment=transfer.TransferOptions(patterns=("pair",), size=(4096,), repeat=4))
+    with Run(replace(real, output=str(tmp_path))) as stored:
+        source = stored.finish(transfer.run(real, Slower(), silent))
+    result = validate(tmp_path / "b", configured("model", stored=str(source)))
+    assert list(classes(result)) == ["pair"]
+    assert classes(result)["pair"][2] < 0
+    assert AFTER in result.notes
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            lambda text: text.replace('"seed": 0', '"seed": 1', 1),
+            r"expectations\.json was changed after it was writ",
+        ),
+        (lambda _: "[1, 2", r"expectations\.json is not a file of a validation"),
+        (None, r"experiment\.expected=.*expectations\.json.*experiment\.predict=only"),
+    ],
+)
+def test_a_file_without_its_predictions_is_refused(tmp_path: Path, text: Any, message: str):
+    path = predict(tmp_path / "a", classes=("pair",))
+    if text:
+        path.write_text(text(path.read_text()))
+    else:
+        path.unlink()
+    with pytest.raises(ConfigError, match=message):
+        validate(tmp_path / "b", expected=str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hw": replace(EIGHT, name="other")}, r"is about hw=toy; this run has another hw"),
+        ({"backend": replace(ENGINE, name="other")}, r"is about backend=fast; this run has another backend"),
+        ({"seed": 7}, r"is about seed=0; this run has another seed"),
+        ({"model": replace(GQA, layers=3)}, r"is about model\.layers=2; this run has another model"),
+    ],
+)
+def test_predictions_of_another_system_are_refused(tmp_path: Path, change: Any, message: str):
+    path = predict(tmp_path / "a", classes=("pair",))
+    with pytest.raises(ConfigError, match=message):
+        validate(tmp_path / "b", replace(configured(expected=str(path)), **change))
 
 
 def test_a_model_alone_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"set target=real, or experiment\.stored=FOLDER"):
-        run(replace(configured(), target="model"), slower(tmp_path), silent, tmp_path)
+        validate(tmp_path, configured("model"))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +256,7 @@ def test_a_model_alone_is_refused(tmp_path: Path):
         ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
     ],
 )
-def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         ValidateOptions(**options)
 
@@ -189,15 +266,25 @@ def test_a_bound_of_nothing_is_refused():
         Bounds(pair=0)
 
 
-def test_a_stored_transfer_run_is_compared_with_predictions_made_afterwards(tmp_path: Path):
-    from pdsim.results.store import Run
+# --- rates ---------------------------------------------------------------------------------------------------------
 
-    real = replace(configured(), experiment=transfer.TransferOptions(patterns=("pair",), size=(4096,), repeat=4))
-    with Run(replace(real, output=str(tmp_path))) as kept:
-        source = kept.finish(transfer.run(real, slower(tmp_path), silent))
-    (tmp_path / "b").mkdir()
-    config = replace(configured(stored=str(source)), target="model")
-    result = run(config, slower(tmp_path), silent, tmp_path / "b")
-    assert list(classes(result)) == ["pair"]
-    assert classes(result)["pair"][2] < 0
-    assert "the predictions were made after these measurements" in result.notes
+
+@pytest.mark.parametrize(
+    ("flows", "expected"),
+    [
+        ({"ab": [(0, 1), (1, 2)], "ba": [(0, 4)]}, 1000.0 + 250.0),  # the bytes of each flow over its time
+        ({"ab": [(0, 1)], "ba": [(7, 9)]}, 1000.0 + 500.0),  # ranks may begin apart
+        ({"ab": [(0, 1), (1.5, 2.5)], "ba": [(0, 1)]}, 2000.0),  # pauses of a program do not count
+        ({"ab": [(0, 2), (1, 3), (1.5, 2)], "ba": [(0, 1)]}, 2000.0),  # transfers under way together share time
+        ({"ab": [(0, 1), (3, 4)], "ac": [(1, 3)]}, 500.0 + 500.0),  # a flow waits for another of its initiator
+        ({"ab read": [(0, 1), (2, 3)], "ba read": [(0, 4)]}, 1000.0 + 250.0),  # whose initiator is the sink
+    ],
+)
+def test_a_rate_is_that_of_the_transfers_alone(flows: dict[str, list[tuple[float, float]]], expected: float):
+    records = [
+        TransferRecord("mine", kind or "write", ends[0], ends[1], 1000, 1, *(begin,) * 3, end, end, label="point")
+        for ends, _, kind in (name.partition(" ") for name in flows)
+        for begin, end in flows[f"{ends} {kind}".strip()]
+    ]
+    found = values("transfer", Result(summary=(), transfers=records))
+    assert [value.value for value in found if value.quantity == "rate"] == [expected]

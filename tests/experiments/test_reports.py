@@ -1,0 +1,276 @@
+"""The seeds of `experiments.reports` at a small size: what each report claims, and where it does not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from experiments.reports.claims import as_rows
+from experiments.serve import ServeOptions, job
+from pdsim.config import Config
+from pdsim.config.compose import compose
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import silent
+from pdsim.results.record import Result
+from pdsim.sim.model import Model
+from tests.support.composed import composed
+from tests.support.engines import make_target
+
+HOST = ("hw=loopback", "memory=tracked")
+PROMPTS = ("experiment.prompts=[8]", "experiment.prompt_tokens=256")
+SMALL = {
+    "intranode_metadata": ("experiment.tokens=[128,8192]", *PROMPTS),
+    "nixl_staging": ("experiment.tokens=[512]", *PROMPTS),
+    "symmetric_allgather": (
+        "experiment.size=[64KiB,32MiB]", "experiment.batches=[[9,9],[4096,77,1000]]", "experiment.repeat=3",
+    ),
+    "mooncake_tcp": ("experiment.tokens=[512]", "experiment.repeat=2", "experiment.requests=4"),
+    "mori_state": (
+        "experiment.concurrency=[1,20]", "experiment.tokens=1024", "experiment.lengths=[512]",
+        "experiment.tp=[2to1]", "experiment.repeat=2",
+    ),
+}  # fmt: skip
+
+
+def configured(seed: str, *words: str) -> Config:
+    config = compose([f"experiment=seed_{seed}", *SMALL[seed], *words])
+    if seed != "mori_state":
+        return config
+    models = {"served": composed("model=tiny").model}
+    if config.memory == "tracked":
+        models["states"] = {"all": composed("model=tiny-hybrid").model}
+    return replace(config, experiment=replace(config.experiment, **models))
+
+
+def run(config: Config, target: Any = None) -> Result:
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
+    result: Result = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name).run(
+        config, target or model, silent
+    )
+    return result
+
+
+@cache
+def measured(seed: str, *words: str) -> Result:
+    """Return what *seed* gives at its small size."""
+    return run(configured(seed, *words))
+
+
+def points(result: Result, claim: str, machine: str, target: str = "model") -> list[dict[str, Any]]:
+    """Return what *result* says of *claim* on *machine*, and not what is committed of others; at least one point."""
+    rows = as_rows(result, "Points")
+    own = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, target)]
+    assert own
+    return own
+
+
+def effects(result: Result, claim: str, machine: str) -> dict[str, Any]:
+    return {row["at"]: row["effect"] for row in points(result, claim, machine)}
+
+
+@pytest.mark.parametrize(
+    ("seed", "hw", "engine"),
+    [
+        ("intranode_metadata", "8xh20", "mooncake_nvlink"),
+        ("nixl_staging", "8xh20", "nixl"),
+        ("symmetric_allgather", "8xh20", "nccl"),
+    ],
+)
+def test_a_seed_is_about_the_machine_of_its_report(seed: str, hw: str, engine: str):
+    config = configured(seed)
+    assert config.hw.name == hw
+    assert engine in (config.backend.name, config.collective.name if config.collective else "")
+
+
+@pytest.mark.parametrize(
+    ("seed", "words", "machine", "claims"),
+    [
+        (
+            "intranode_metadata",
+            ("backend=mooncake_tcp", "experiment.tp=[2to2,1to2]", "experiment.tokens=[128]"),
+            "loopback mooncake_tcp",
+            {"handoff": 2},
+        ),
+        (
+            "nixl_staging",
+            ("backend=nixl_tcp", "experiment.tp=[1to2,2to1,4to1]"),
+            "loopback nixl_tcp",
+            {"handoff": 3},
+        ),
+        pytest.param(
+            "symmetric_allgather",
+            ("experiment.ranks=[2,4]", "experiment.size=[64KiB]"),
+            "loopback gloo",
+            {"padded": 4},
+            marks=pytest.mark.slow,
+        ),
+        ("mori_state", ("experiment.concurrency=[1]",), "loopback mooncake_tcp", {"state": 1, "slices": 1}),
+    ],
+)
+def test_bytes_are_right_before_and_after(seed: str, words: tuple[str, ...], machine: str, claims: dict[str, int]):
+    result = measured(seed, *HOST, *words)
+    assert result.failures == []
+    assert {claim: len(points(result, claim, machine)) for claim in claims} == claims
+
+
+# --- metadata over NVLink ------------------------------------------------------------------------------------------
+
+NVLINK = "8xh20 mooncake_nvlink"
+
+
+def test_a_handoff_saves_a_tcp_message_and_pays_a_batch():
+    result = measured("intranode_metadata")
+    short, long = points(result, "handoff", NVLINK)
+    for row in (short, long):
+        assert row["before"] - row["after"] == pytest.approx(50 - 11 - 10 * 2.2, abs=0.5)  # us
+    assert 1.05 > short["effect"] > long["effect"] > 1.0
+    assert all(1.0 <= row["effect"] < 1.05 for row in points(result, "ttft", NVLINK))
+    sent = {way: [r for r in result.transfers if r.label.startswith(f"{way} ")] for way in ("tcp", "nvlink")}
+    rows, handoffs = 1600, 4 * (2 * (2 + 10) + 8)  # bytes of a request's rows to each of four decode ranks
+    assert len(sent["nvlink"]) - len(sent["tcp"]) == handoffs
+    assert sum(r.nbytes for r in sent["nvlink"]) - sum(r.nbytes for r in sent["tcp"]) == rows * handoffs
+
+
+@pytest.mark.parametrize(
+    ("seed", "tp", "machine", "note"),
+    [
+        (
+            "intranode_metadata",
+            "4to4",
+            "2xh200 mooncake_nvlink",
+            "prompts are served by ranks with a GPU each, so here none are",
+        ),
+        ("nixl_staging", "4to2", "2xh200 nixl", "hw=2xh200 has too few GPUs for 4toDP4, left out"),
+    ],
+)
+def test_ranks_share_a_pair_of_gpus_if_asked_to(seed: str, tp: str, machine: str, note: str):
+    result = measured(seed, "hw=2xh200", f"experiment.tp=[{tp}]", "experiment.placement=sides")
+    assert all(at.startswith(tp) for at in effects(result, "handoff", machine))
+    assert note in result.notes
+
+
+# --- staging over NIXL ---------------------------------------------------------------------------------------------
+
+
+def test_staging_saves_a_descriptor_a_token_and_plane():
+    result, nixl = measured("nixl_staging", "experiment.tp=[1to4,4to1,4to8]"), "8xh20 nixl"
+    # llama-3.1-70b; a block, and beside it ten rows of metadata to each decode rank
+    sliced, staged = 80 * 2 * 512, 1
+    counts = {row["at"]: (row["before"], row["after"]) for row in points(result, "descriptors", nixl)}
+    assert counts["4to1 512 tokens"] == (4 * sliced + 10, 4 * staged + 10)
+    assert counts["1to4 512 tokens"] == (4 * sliced + 40, 4 * staged + 40)
+    handoffs = {row["at"]: row for row in points(result, "handoff", nixl)}
+    assert min(row["effect"] for row in handoffs.values()) > 60
+    assert handoffs["4to1 512 tokens"]["before"] >= 5 * sliced  # 5 us a descriptor, each rank for itself
+    for claim in ("ttft", "throughput"):
+        ((at, effect),) = effects(result, claim, nixl).items()
+        assert at == "4toDP4 8 prompts"
+        assert effect > 1.05
+    claims = [row for row in as_rows(result, "Claims") if row["machine"] == nixl]
+    assert [row["verdict"] for row in claims] == ["holds"] * 4
+    assert "4to8 512 tokens" not in handoffs
+    assert "hw=8xh20 has too few GPUs for 4to8, left out" in result.notes
+    with pytest.raises(ConfigError, match=r"hw=2xh200 has too few GPUs for any of it; set experiment.placement=s"):
+        measured("nixl_staging", "hw=2xh200", "experiment.tp=[4to2]", "experiment.placement=packed")
+
+
+@pytest.mark.parametrize(("descriptor", "least", "most"), [("1.05us", 6.0, 65.0), ("0", 0.9, 10.0)])
+def test_across_nodes_the_gain_is_that_of_descriptors_not_prepared(descriptor: str, least: float, most: float):
+    words = ("hw=2x8xh20", "experiment.tp=[4to1,8to2]", f"experiment.descriptor={descriptor}")
+    found = effects(measured("nixl_staging", *words), "handoff", "2x8xh20 nixl").values()
+    assert all(least < effect < most for effect in found), found
+
+
+# --- symmetric memory ----------------------------------------------------------------------------------------------
+
+
+def test_symmetric_memory_gathers_faster_until_its_pool_grows():
+    result, nccl = measured("symmetric_allgather"), "8xh20 nccl"
+    equal, padded = effects(result, "equal", nccl), effects(result, "padded", nccl)
+    assert list(equal) == [f"{n} x {size}" for n in (2, 4, 8) for size in ("64 KiB", "32 MiB")]
+    assert min(equal.values()) > 1.0
+    assert equal["2 x 64 KiB"] > 1.05
+    assert list(padded)[:2] == ["2 ranks, batch 9+9", "2 ranks, batch 4096+77+1000"]
+    assert min(padded.values()) >= 1.0
+    assert min(effects(result, "reserved", nccl).values()) > 1.05
+    assert max(effects(result, "grown", nccl).values()) < 1.0
+    assert any(note.startswith("a growth is made up for after ") for note in result.notes)
+
+
+def test_more_ranks_than_gpus_are_left_out_and_named():
+    four = ("hw=4xh200", "experiment.size=[64KiB]")
+    result = measured("symmetric_allgather", *four, "experiment.ranks=[2,4,8]")
+    assert "hw=4xh200 has too few GPUs for 8 ranks, left out" in result.notes
+    with pytest.raises(ConfigError, match=r"experiment.ranks=\[8\]: hw=4xh200 has 4 GPUs; take fewer ranks"):
+        measured("symmetric_allgather", *four, "experiment.ranks=[8]")
+
+
+def test_without_collectives_the_error_says_what_to_choose():
+    with pytest.raises(ConfigError, match="needs collectives; set collective=nccl, or gloo on hosts"):
+        run(replace(configured("symmetric_allgather"), collective=None))
+
+
+# --- Mooncake over TCP ---------------------------------------------------------------------------------------------
+
+RDMA = "2x8xh20 mooncake"
+
+
+def test_the_alias_moves_the_same_bytes_and_takes_longer():
+    result = measured("mooncake_tcp")
+    for claim in ("bytes", "descriptors"):
+        assert list(effects(result, claim, RDMA).values()) == [1.0, 1.0]
+    assert {record.engine for record in result.transfers} == {"model:mooncake", "model:mooncake_tcp"}
+    handoffs = effects(result, "handoff", RDMA)
+    assert list(handoffs) == ["1to1 512 tokens", "8to8 512 tokens"]
+    assert min(handoffs.values()) > 4
+
+
+@pytest.mark.parametrize("hw", ["loopback", "link"])
+def test_without_rdma_there_is_no_before_and_all_handoffs_succeed(hw: str):
+    result = measured("mooncake_tcp", f"hw={hw}")
+    assert [(row["before"], row["after"]) for row in points(result, "serves", f"{hw} mooncake_tcp")] == [(2, 2)]
+    (row,) = points(result, "handoff", f"{hw} mooncake_tcp")
+    assert (row["before"], row["effect"]) == (None, None)
+    assert result.failures == []
+
+
+@pytest.mark.mooncake
+def test_real_bytes_arrive_over_the_alias():
+    config = configured("mooncake_tcp", "hw=loopback", "experiment.tokens=[64]")
+    result = run(replace(config, target="real"), make_target("mooncake_tcp"))
+    (row,) = points(result, "serves", "loopback mooncake_tcp", "real")
+    assert (row["before"], row["after"]) == (2, 2)  # contents compared
+    assert result.failures == []
+
+
+def test_the_alias_has_the_policy_of_mooncake():
+    # staging, and pages that decode holds already: what the report's order of rules (alias first) is about
+    rdma, tcp = (composed("hw=2x8xh20", f"backend={name}") for name in ("mooncake", "mooncake_tcp"))
+    assert rdma.policy == tcp.policy
+    assert job(rdma, ServeOptions()) == job(tcp, ServeOptions())
+
+
+# --- state and inline posting over MORI ----------------------------------------------------------------------------
+
+
+def test_inline_posting_serves_less_where_posts_outlast_forwards():
+    result, mori = measured("mori_state"), "2x8xmi300x mori"
+    many = "20 requests of 1024 tokens"
+    assert 0.8 < effects(result, "throughput", mori)[many] < 0.95
+    assert effects(result, "drain", mori)[many] == pytest.approx(1.0, rel=1e-3)
+    seen = effects(result, "told", mori)  # what is polled is seen later once another forward runs
+    assert seen["1 requests of 1024 tokens"] == pytest.approx(1.0, rel=0.02)
+    assert seen[many] > 1.5
+    overlapping = measured("mori_state", "hw=loopback")
+    assert effects(overlapping, "drain", "loopback mooncake_tcp")[many] > 1.3  # calls of an engine overlap
+
+
+def test_state_and_slices_cost_time():
+    result = measured("mori_state", *HOST, "experiment.concurrency=[1]")
+    for claim in ("state", "slices"):
+        assert list(effects(result, claim, "loopback mooncake_tcp").values()) == [1]
+    assert min(row["times"] for row in as_rows(result, "What it costs")) > 1.0
