@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated `pdsim.transfer.Endpoint`.
+"""The simulated `pdsim.transfer.Endpoint`, its transfers, and what becomes of them when a peer ends.
 
-Bytes are read at the source and written at the target at the instant of completion.  That is the latest moment at
-which a real engine may still read its source, so a sender that reuses memory before the end is caught (as is a
-receiver that reads before it was told to).  With `Faults.stray` both happen at any instant since the call, and with
-`Faults.torn` each of several parts is read and lands at instants of its own.
-
-Nothing recalls a transfer: after a `TransferTimeout` its flow goes on, its bytes and its notification may still
-arrive, and `Transfer.settled` says when that is over.  Only a transfer that still waited for room in the send queue
-is withdrawn, and the end of either side (a killed rank, `close`) breaks the connection: what is on the way is lost,
-at once, and the side that is left learns of it `DETECTION` later.
+Bytes are read and written at the instant of completion, the latest at which a real engine may still read its source,
+so a sender that reuses memory too early is caught.  Nothing recalls a transfer: after a `TransferTimeout` its flow
+goes on.  The end of either side breaks the connection: what is on the way is lost, and the other side notices later.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Container
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from simpy.events import Event
 
+from pdsim.core.clock import Alarm, Clock, fire
 from pdsim.core.errors import (
     InvalidBatch,
     PeerLost,
@@ -30,62 +29,76 @@ from pdsim.core.errors import (
     TransferTimeout,
 )
 from pdsim.sim.hosts import NotificationInbox
-from pdsim.sim.memory import RegionTable
+from pdsim.sim.memory import RegionTable, copy_bytes, part_of, read_pieces, write_pieces
 from pdsim.sim.posting import Fabric, PostingThread
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
-from pdsim.sim.transfers import Connection, Payload, PostedTransfers, SeriesRecorder, SimTransfer
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, WriteSequence
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, TransferRecord, WriteSequence
+from pdsim.transfer.log import Kind, RecordRun
 from pdsim.transfer.transfer import check_sides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
-    from pdsim.core.clock import Clock, Mailbox
-    from pdsim.sim.memory import SimDevice
-    from pdsim.sim.network import Flow, Times
-    from pdsim.sim.sequence import Stages
+    from pdsim.core.clock import Mailbox
+    from pdsim.sim.faults import Chance, Observer
+    from pdsim.sim.memory import Bytes, Registration, SimBuffer, SimDevice
+    from pdsim.sim.network import Flow, Stages, Times
+    from pdsim.sim.posting import Posting, SendQueue
     from pdsim.sim.topology import Site
-    from pdsim.sim.wire import Posting
     from pdsim.transfer import Batches
 
-__all__ = [
-    "DETECTION",
-    "InboundPeers",
-    "Initiator",
-    "SimEndpoint",
-]
+__all__ = ["DETECTION", "Payload", "SeriesRecorder", "SimEndpoint"]
+
+DETECTION = 0.1
+"""Seconds from the end of a peer until the other side's engine notices.
+
+Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first
+(seven at the usual ack timeout of 67 ms) after half a second.
+"""
+
+
+class SeriesRecorder(Protocol):
+    """A `pdsim.transfer.Recorder` that takes many records at once."""
+
+    def transfer(self, record: TransferRecord) -> None: ...
+
+    def series(self, run: RecordRun, *times: Times) -> None:
+        """Keep the records of *run* with these *times*, in the order of `TransferRecord`."""
 
 
 class SimEndpoint:
     """One rank's way to move bytes: the simulated `pdsim.transfer.Endpoint`.
 
-    *clock* is the rank's own, *device* holds the buffers that it may register, *site* is where it is on the machine.
-    It knows whom it is connected to and how long it lives.  What it posts is its `Initiator`'s, what it has
-    registered its `RegionTable`'s, what its rank is told its `NotificationInbox`'s.
+    *clock* is the rank's own, on which its transfers are events; *device* holds the buffers that it may register,
+    *site* is where it is on the machine, and *recorder* is given the record of each transfer when it ends.  At most
+    one `Series` is under way, and any other post cuts it first.
     """
 
     def __init__(
         self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: SeriesRecorder
     ) -> None:
         self.name = name
+        self.engine = f"model:{fabric.engine.name}"
         self.site = site
         self.born = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
         self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
-        self.inbound_peers = InboundPeers(fabric.clock, clock, DETECTION)
-        self._fabric = fabric
-        self._clock = clock
-        self._poster = PostingThread(fabric.threads(site))
+        self.inbound: dict[str, list[SimEndpoint]] = {}  # by rank: incarnations that connected; until noticed to end
         self.regions = RegionTable(name, device)
+        self.series: Series | None = None  # writes that are foreseen
+        self.posted = PostedTransfers(fabric.clock, self.engine, recorder, self._time_out)
+        self._fabric = fabric
+        self._hardware: Clock = fabric.clock
+        self._chance, self._observer = fabric.chance, fabric.observer
+        self._timeout = fabric.engine.timeout
+        self._clock = clock
+        self._device = device
+        self._poster = PostingThread(fabric.threads(site))
+        self._payload = Payload(fabric.clock, device, fabric.observer, self.posted.moving)
         self._connections: dict[str, Connection] = {}
-        self._initiator = Initiator(fabric, name, clock, device, self.regions, self._poster, recorder)
+        self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all its incarnations
         fabric.endpoints[name] = self
-
-    @property
-    def engine(self) -> str:
-        """``"model:"`` and the engine's name."""
-        return self._initiator.engine
 
     @property
     def slowness(self) -> float:
@@ -98,27 +111,18 @@ class SimEndpoint:
 
     @property
     def notifications(self) -> Mailbox:
-        """The `Notification`s of peers, in order of arrival."""
         return self.inbox.mailbox
 
     @property
     def quarantined(self) -> int:
-        """Transfers of this endpoint that failed and have not settled."""
-        return self._initiator.posted.quarantined
-
-    @property
-    def series(self) -> Series | None:
-        """The writes of this endpoint that are foreseen, if any are under way."""
-        return self._initiator.series
+        return self.posted.quarantined
 
     def register(self, buffer: Buffer, name: str) -> Region:
-        """Make *buffer* known to the engine as region *name*; the errors of `pdsim.transfer.Endpoint.register`."""
         if self.ended is not None:
             raise RegistrationError(f"{self.name} has closed its endpoint; register before close()")
         return self.regions.add(buffer, name)
 
     def deregister(self, region: Region) -> None:
-        """Withdraw *region*; the errors of `pdsim.transfer.Endpoint.deregister`."""
         self.regions.remove(region, self._cut_series)
 
     def address(self) -> bytes:
@@ -144,8 +148,8 @@ class SimEndpoint:
         if connection is None or connection.remote is not remote:
             name = f"{self.name}>{remote.name}"
             queue = self._fabric.send_queue(name, self._poster, self.site, remote.site)
-            connection = self._connections[there.rank] = Connection(self._initiator, remote, queue)
-            remote.inbound_peers.add(self)
+            connection = self._connections[there.rank] = Connection(self, remote, queue)
+            remote.inbound.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.regions.find(region), region) for region in there.regions]
         regions = {region.name: region if mine is None else mine.region for mine, region in known}
@@ -154,12 +158,10 @@ class SimEndpoint:
     def write(
         self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
     ) -> Transfer:
-        """Start to move *batch* to *peer*; the contract and errors of `pdsim.transfer.Endpoint.write`."""
-        return self._initiator.start(peer, batch, True, notify, timeout, label)
+        return self._start(peer, batch, True, notify, timeout, label)
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
-        """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
-        return self._initiator.start(peer, batch, False, b"", timeout, label)
+        return self._start(peer, batch, False, b"", timeout, label)
 
     def write_sequence(
         self,
@@ -170,47 +172,66 @@ class SimEndpoint:
         label: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> WriteSequence:
-        """Write *batches* one after the other; see `pdsim.transfer.Endpoint.write_sequence`."""
-        foresee = self._initiator.foresee
+        foresee = self._foresee
         return SimWriteSequence(self._clock, self, foresee, peer, batches, notify, label, progress).start()
 
     def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds when no connected incarnation of *peer* can move bytes any more.
+        event = self._clock.event()
+        self._waiting.setdefault(peer, []).append(event)
+        self._notice_ends(peer)
+        return event
 
-        That is `DETECTION` after the end of the last of them; at once if none has connected, or all are over that
-        long.
-        """
-        return self.inbound_peers.quiesced(peer)
+    def _notice_ends(self, peer: str) -> None:
+        now = self._hardware.now
+        left = [one for one in self.inbound.pop(peer, ()) if one.ended is None or now < one.ended + DETECTION]
+        if left:
+            self.inbound[peer] = left
+            return
+        for event in self._waiting.pop(peer, ()):
+            event.succeed()
 
     def close(self) -> None:
-        """Break all connections and withdraw all regions.
-
-        Transfers under way fail with a `TransferFailed` and settle: nothing of them moves any more.
-        """
-        flights = self._break()
-        for flight in flights:
+        """Break all connections and withdraw all regions; transfers under way fail and settle."""
+        for posted in self._break():
             error = TransferFailed(f"{self.name} closed its endpoint during the transfer")
-            if not flight.transfer.triggered:
-                self._initiator.posted.record(flight, error)
-                flight.transfer.fail(error)
-            flight.transfer.settled.succeed()
+            if not posted.transfer.triggered:
+                self.posted.record(posted, error)
+                posted.transfer.fail(error)
+            posted.transfer.settled.succeed()
 
     def kill(self) -> None:
         """End with the process: as `close`, but nobody is left to be told."""
         self._break()
 
+    def disconnect(self, remote: SimEndpoint) -> None:
+        """Stop what goes to *remote*, which has ended.
+
+        Flows end at once, because the wire is cut; what posts them fails with `PeerLost` only `DETECTION` later.
+        """
+        assert remote.ended is not None
+        if remote.name in self.inbound:
+            self._hardware.call_at(remote.ended + DETECTION, self._notice_ends, remote.name)
+        for number, posted in self.posted.moving.items():
+            if posted.connection.remote is remote and posted.posting is not None:
+                posted.connection.send_queue.abort(posted.posting)
+                self._lose(number, posted)
+
     def _break(self) -> list[SimTransfer]:
         if self.ended is not None:
             return []
         self._cut_series()
-        self.ended = self._fabric.clock.now
+        self.ended = self._hardware.now
         self.inbox.close()
-        flights = self._initiator.end()
+        dropped = self.posted.drop()
+        for posted in dropped:
+            if posted.posting is not None:
+                posted.connection.send_queue.abort(posted.posting)
+            posted.release()
         for other in self._fabric.endpoints.values():
             other.disconnect(self)
         self.regions.clear()
         self._connections.clear()
-        return flights
+        return dropped
 
     def _cut_series(self) -> None:
         # What is complete of them is reported, and the write under way becomes a transfer, which can fail.
@@ -219,93 +240,112 @@ class SimEndpoint:
             if series is not None and (other is self or series.peer == self.name):
                 series.cut()
 
-    def disconnect(self, remote: SimEndpoint) -> None:
-        """Stop what goes to *remote*, which has ended; its loss is noticed later.
-
-        Flows end at once, because the wire is cut; what posts them fails with `PeerLost` only `DETECTION` later.
-        """
-        self.inbound_peers.end(remote)
-        self._initiator.disconnect(remote)
-
     def _check_open(self) -> None:
         if self.ended is not None:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
 
+    def _connection(self, peer: Peer) -> Connection:
+        connection: Any = peer.handle
+        if not isinstance(connection, Connection) or connection.owner is not self:
+            raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
+        return connection
 
-DETECTION = 0.1
-"""Seconds from the end of a peer until the other side's engine notices.
+    # --- single transfers ---
 
-Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first
-(seven at the usual ack timeout of 67 ms) after half a second.
-"""
-
-
-class Initiator:
-    """What rank *name* posts from its *regions* to its peers, on the thread *poster*.
-
-    *clock* is the rank's own, on which its transfers are events; *device* holds its memory, and *recorder* is given
-    the record of each transfer when it ends.  The states of a transfer are those of `pdsim.transfer.Transfer`:
-    `start` posts, the end of its flow completes it, and a deadline, a peer that ends or a full send queue fail it.
-    At most one `Series` is under way, and any other post cuts it first.
-    """
-
-    def __init__(
-        self,
-        fabric: Fabric,
-        name: str,
-        clock: Clock,
-        device: SimDevice,
-        regions: RegionTable,
-        poster: PostingThread,
-        recorder: SeriesRecorder,
-    ) -> None:
-        self.name = name
-        self.engine = f"model:{fabric.engine.name}"
-        self.series: Series | None = None  # writes that are foreseen
-        self.posted = PostedTransfers(fabric.clock, self.engine, recorder, self._time_out)
-        self._fabric = fabric
-        self._hardware = fabric.clock
-        self._timeout = fabric.engine.timeout
-        self._chance, self._observer = fabric.chance, fabric.observer
-        self._clock = clock
-        self._device = device
-        self._regions = regions
-        self._poster = poster
-        self._payload = Payload(fabric.clock, device, fabric.observer, self.posted.moving)
-
-    def start(
+    def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
     ) -> Transfer:
-        """Post *batch*, or note at once why it cannot be, and return its transfer.
-
-        A peer that has ended is not noticed before `DETECTION`; a full send queue that refuses is an error of the
-        transfer.
-        """
         if self.series is not None:
             self.series.cut()
         connection = self._connection(peer)
         own, remote = check_sides(self.name, peer, batch, write=write)
-        local = self._regions.local(own)
+        local = self.regions.local(own)
         limit = self._timeout if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._hardware.now
         transfer = Transfer(self._clock, batch, label)
-        flight = SimTransfer(transfer, connection, write, local, remote, notify, now)
-        number = self.posted.add(flight)
-        if connection.remote.ended is not None:
-            self._lose(number, flight)
+        posted = SimTransfer(transfer, connection, write, local, remote, notify, now)
+        number = self.posted.add(posted)
+        if connection.remote.ended is not None:  # not noticed before `DETECTION`
+            self._lose(number, posted)
         else:
             try:
-                flight.posting = self._post(flight, number)
+                posted.posting = self._post(posted, number)
             except SendQueueFull as error:
-                self._refuse(number, flight, error)
+                self.posted.quiesce(number, error)
+                transfer.fail(error)
+                transfer.settled.succeed()
                 return transfer
             transfer.posted = max(now, self._poster.free)
-        self.posted.time_out_at(now + limit, number)
+        self.posted.deadlines.add(now + limit, number)
         return transfer
 
-    def foresee(
+    def _post(self, posted: SimTransfer, number: int) -> Posting:
+        batch, queue, label = posted.transfer.batch, posted.connection.send_queue, posted.transfer.label
+        chance, observer = self._chance, self._observer
+        if observer is not None:
+            observer.posted(batch, label)
+        if chance is None:
+            return queue.post(batch.nbytes, len(batch), not posted.write, self._on_complete, number)
+        held = chance.transfer()
+        if held and observer is not None:
+            observer.held_up(label)
+        share = chance.breaks()
+        if share is not None:
+            posted.breaks_after = int(share * batch.nbytes)
+            if observer is not None:
+                observer.broken(label)
+        posting = queue.post(batch.nbytes, len(batch), not posted.write, self._on_complete, number, held)
+        if chance.strays and posting.posted is not None:
+            self._payload.stray(posted, number, chance, queue.seconds(posting))
+        return posting
+
+    def _on_complete(self, posting: Posting) -> None:
+        # So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
+        # and so does a fault that breaks it, after some of its bytes.
+        posted = self.posted.moving[posting.tag]
+        buffers = posted.buffers()
+        error = None
+        if buffers is None:
+            name = f"{posted.remote.owner}/{posted.remote.name}"
+            error = TransferFailed(
+                f"region {name} is no longer registered; its owner withdrew it during the transfer"
+            )
+        else:
+            self._payload.move(posted, *buffers, posted.breaks_after)
+            if posted.breaks_after is not None:
+                error = TransferFailed(f"{self.engine} reports an error of {posted.transfer.batch!r}, as asked")
+        record = self.posted.quiesce(posting.tag, error)
+        if posted.notify and error is None:
+            posted.connection.remote.inbox.notify(Notification(self.name, posted.notify))
+        self.posted.conclude(posted, record, error)
+
+    def _time_out(self, number: int) -> None:
+        posted = self.posted.moving[number]
+        if posted.transfer.triggered:
+            return
+        batch, posting = posted.transfer.batch, posted.posting
+        error = TransferTimeout(f"{batch!r} is not complete after {self._hardware.now - posted.submitted:g} s")
+        if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
+            posted.connection.send_queue.abort(posting)
+            self.posted.fail(number, error)
+        else:
+            self.posted.quarantine(posted, error)
+
+    def _lose(self, number: int, posted: SimTransfer) -> None:
+        clock, remote = self._hardware, posted.connection.remote
+        assert remote.ended is not None
+        clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
+
+    def _on_lost(self, number: int) -> None:
+        posted = self.posted.moving.get(number)
+        if posted is not None:  # else this endpoint has ended meanwhile
+            self.posted.fail(number, PeerLost(f"{posted.connection.remote.name} is gone"))
+
+    # --- series ---
+
+    def _foresee(
         self,
         peer: Peer,
         batch: Batch,
@@ -314,17 +354,13 @@ class Initiator:
         label: str,
         over: Callable[[int, int, Transfer | None], None],
     ) -> Series | None:
-        """Begin *count* writes like that of *batch*, if their times are known, and call *over* at their end.
-
-        *over* is given how many are complete, their bytes, and the transfer under way if the series was cut.
-        Times are known where memory has no contents and nothing is left to chance or watched, while this endpoint
-        does nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.  Otherwise return None, having changed
-        nothing.
-        """
-        fabric, connection = self._fabric, self._connection(peer)
+        # Begin *count* writes like that of *batch*, if their times are known: where memory has no contents, nothing
+        # is left to chance or watched, and this endpoint does nothing else.  *over* is given how many are complete,
+        # their bytes, and the transfer under way if the series was cut.
+        connection = self._connection(peer)
         own, remote = check_sides(self.name, peer, batch, write=True)
-        local, there = self._regions.local(own), connection.remote
-        watched = self._chance is not None or self._observer is not None or fabric.draws is not None
+        local, there = self.regions.local(own), connection.remote
+        watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
         watched = watched or self._device.holds_bytes
         if watched or self.posted.moving or self.series or there.ended is not None:
             return None
@@ -332,184 +368,332 @@ class Initiator:
         if way is None:
             return None
         path, size, steps = way
-        flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
-        report, resume = partial(self._report, flight), partial(self._resume, flight)
-        series = Series(
-            fabric.network, steps, there.name, report, resume, lambda n, moving: over(n, n * batch.nbytes, moving)
-        )
+        network, nbytes = self._fabric.network, batch.nbytes
+        posted = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
+        report, resume = partial(self._report, posted), partial(self._resume, posted)
+        series = Series(network, steps, there.name, report, resume, lambda n, moving: over(n, n * nbytes, moving))
         if not series.begin(path, size, self._timeout):
-            flight.release()
+            posted.release()
             return None
         self.series = series
         if notify and not there.inbox.host_latency.instant:
             there.inbox.host_latency.expect(series.notifications)
         return series
 
-    def disconnect(self, remote: SimEndpoint) -> None:
-        """Abort what is posted to *remote*, which has ended; its transfers fail when that is noticed.
-
-        Their flows leave the links at once: no byte lands after the end of its target.
-        """
-        for number, flight in self.posted.moving.items():
-            if flight.connection.remote is remote and flight.posting is not None:
-                flight.connection.send_queue.abort(flight.posting)
-                self._lose(number, flight)
-
-    def end(self) -> list[SimTransfer]:
-        """Abort everything and let go of its memory, with the endpoint; return the transfers that were under way."""
-        flights = self.posted.drop()
-        for flight in flights:
-            if flight.posting is not None:
-                flight.connection.send_queue.abort(flight.posting)
-            flight.release()
-        return flights
-
-    def _post(self, flight: SimTransfer, number: int) -> Posting:
-        batch, queue = flight.transfer.batch, flight.connection.send_queue
-        chance, observer = self._chance, self._observer
-        if observer is not None:
-            observer.posted(batch, flight.transfer.label)
-        if chance is None:
-            return queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number)
-        held = chance.transfer()
-        if held and observer is not None:
-            observer.held_up(flight.transfer.label)
-        share = chance.breaks()
-        if share is not None:
-            flight.breaks_after = int(share * batch.nbytes)
-            if observer is not None:
-                observer.broken(flight.transfer.label)
-        posting = queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
-        if chance.strays and posting.posted is not None:
-            self._payload.stray(flight, number, chance, queue.seconds(posting))
-        return posting
-
-    def _on_complete(self, posting: Posting) -> None:
-        # So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
-        # and so does a fault that breaks it, after some of its bytes.
-        flight = self.posted.moving[posting.tag]
-        there = flight.connection.remote
-        buffers = flight.buffers()
-        error = None
-        if flight.breaks_after is not None and buffers is not None:
-            self._payload.move(flight, *buffers, end=flight.breaks_after)
-            error = TransferFailed(f"{self.engine} reports an error of {flight.transfer.batch!r}, as asked")
-        elif buffers is None:
-            name = f"{flight.remote.owner}/{flight.remote.name}"
-            error = TransferFailed(
-                f"region {name} is no longer registered; its owner withdrew it during the transfer"
-            )
-        else:
-            source, target = buffers
-            self._payload.move(flight, source, target)
-        record = self.posted.quiesce(posting.tag, error)
-        if flight.notify and error is None:
-            there.inbox.notify(Notification(self.name, flight.notify))
-        self.posted.conclude(flight, record, error)
-
-    def _time_out(self, number: int) -> None:
-        flight = self.posted.moving[number]
-        if flight.transfer.triggered:
-            return
-        batch, posting = flight.transfer.batch, flight.posting
-        error = TransferTimeout(f"{batch!r} is not complete after {self._hardware.now - flight.submitted:g} s")
-        if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
-            flight.connection.send_queue.abort(posting)
-            self.posted.fail(number, error)
-        else:
-            self.posted.quarantine(flight, error)
-
-    def _lose(self, number: int, flight: SimTransfer) -> None:
-        clock, remote = self._hardware, flight.connection.remote
-        assert remote.ended is not None
-        clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
-
-    def _on_lost(self, number: int) -> None:
-        flight = self.posted.moving.get(number)
-        if flight is not None:  # else this endpoint has ended meanwhile
-            error = PeerLost(f"{flight.connection.remote.name} is gone")
-            self.posted.fail(number, error)
-
-    def _refuse(self, number: int, flight: SimTransfer, error: TransferError) -> None:
-        self.posted.quiesce(number, error)
-        flight.transfer.fail(error)
-        flight.transfer.settled.succeed()
-
     def _report(
-        self, flight: SimTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
+        self, posted: SimTransfer, last: bool, submitted: Times, at: Times, ended: Times, complete: Times
     ) -> None:
         # *last* says that no other of it is under way; times are those of `Series`.  The peer's rank is told of
         # all of them, as one `Notification`, when it has acted upon the last.
         series, self.series = self.series, None
         assert series is not None
-        count = self.posted.record_series(flight, submitted, posted, complete)
-        inbox, now = flight.connection.remote.inbox, 0.0
+        count = self.posted.record_series(posted, submitted, at, complete)
+        inbox, acts = posted.connection.remote.inbox, 0.0
         if count:
-            flight.connection.send_queue.carried(float(max(ended[-1], posted[-1])))
+            posted.connection.send_queue.carried(float(max(ended[-1], at[-1])))
         if last:
-            flight.release()
-        if flight.notify:
+            posted.release()
+        if posted.notify:
             if not inbox.host_latency.instant:
-                now = inbox.host_latency.conclude(series.notifications, count, self._hardware.now)
+                acts = inbox.host_latency.conclude(series.notifications, count, self._hardware.now)
             if count:
-                inbox.notify_at(now, Notification(self.name, flight.notify, count))
+                inbox.notify_at(acts, Notification(self.name, posted.notify, count))
 
-    def _resume(self, flight: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
-        # It goes on as if it had been posted by `start` at its time.
-        batch = flight.transfer.batch
-        flight.submitted = stages[0]
-        number = self.posted.add(flight)
+    def _resume(self, posted: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
+        # It goes on as if it had been posted by `_start` at its time.
+        batch = posted.transfer.batch
+        posted.submitted = stages[0]
+        number = self.posted.add(posted)
         way = batch.nbytes, len(batch), stages, flow
-        flight.posting = flight.connection.send_queue.resume(*way, self._on_complete, number)
-        self.posted.time_out_at(flight.submitted + self._timeout, number)
-        return flight.transfer
-
-    def _connection(self, peer: Peer) -> Connection:
-        connection: Any = peer.handle
-        if not isinstance(connection, Connection) or connection.owner is not self:
-            raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
-        return connection
+        posted.posting = posted.connection.send_queue.resume(*way, self._on_complete, number)
+        self.posted.deadlines.add(posted.submitted + self._timeout, number)
+        return posted.transfer
 
 
-class InboundPeers:
-    """The incarnations of peers that have connected to one endpoint and whose end it has not noticed.
+class Connection:
+    """From the endpoint *owner* to one incarnation of a peer, and the queue of what is posted to it."""
 
-    Their ends happen on the job's clock *hardware* and are noticed *detection* seconds later; who waits for them
-    waits on *clock*, the rank's own.
+    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, send_queue: SendQueue) -> None:
+        self.owner = owner
+        self.remote = remote
+        self.send_queue = send_queue
+
+
+class SimTransfer:
+    """One transfer from its call until it is quiesced.  Until then it holds the memory on both sides.
+
+    *local* is the poster's own registration, *remote* the region as the peer's address had it, *submitted* in
+    seconds on the job's clock.  A write moves from *local* to *remote*, a read the other way.
     """
 
-    def __init__(self, hardware: Clock, clock: Clock, detection: float) -> None:
-        self._hardware = hardware
+    __slots__ = (
+        *("breaks_after", "connection", "held", "local", "notify", "parts"),
+        *("posting", "remote", "submitted", "transfer", "write"),
+    )
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        connection: Connection,
+        write: bool,
+        local: Registration,
+        remote: Region,
+        notify: bytes,
+        submitted: float,
+    ) -> None:
+        self.transfer = transfer
+        self.connection = connection
+        self.write = write
+        self.local = local
+        self.remote = remote
+        self.notify = notify
+        self.submitted = submitted
+        self.posting: Posting | None = None
+        self.breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
+        self.parts: list[Part] = []  # that are read, or land, before the end
+        there = connection.remote.regions.find(remote)
+        self.held = None if there is None else there.buffer
+        if self.held is not None:
+            self.held.hold()
+        local.unsettled += 1
+        local.buffer.hold()
+
+    def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
+        """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
+        there = self.connection.remote.regions.find(self.remote)
+        if there is None:
+            return None
+        return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)
+
+    def release(self) -> None:
+        self.local.unsettled -= 1
+        self.local.buffer.release()
+        if self.held is not None:
+            self.held.release()
+
+
+class PostedTransfers:
+    """Those of one endpoint, by number: their records, deadlines, and states, which are `pdsim.transfer.Transfer`'s.
+
+    ``time_out(number)`` is called for one that is here at its deadline.
+    """
+
+    def __init__(self, clock: Clock, engine: str, recorder: SeriesRecorder, time_out: Callable[[int], None]) -> None:
+        self.moving: dict[int, SimTransfer] = {}
+        self.quarantined = 0  # how many of them have failed
+        self.deadlines = Deadlines(clock, self.moving, time_out)
         self._clock = clock
-        self._detection = detection
-        self._incarnations: dict[str, list[SimEndpoint]] = {}  # by rank
-        self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
+        self._engine = engine
+        self._recorder = recorder
+        self._keep = recorder.transfer
+        self._number = 0
+        self._kinds: dict[tuple[str, str], Kind] = {}  # of series, by source and target
 
-    def add(self, remote: SimEndpoint) -> None:
-        """Take note that *remote* has connected here."""
-        self._incarnations.setdefault(remote.name, []).append(remote)
+    def add(self, posted: SimTransfer) -> int:
+        self._number += 1
+        self.moving[self._number] = posted
+        return self._number
 
-    def end(self, remote: SimEndpoint) -> None:
-        """Notice the end of *remote* later, if it has connected here."""
-        if remote.name in self._incarnations and remote.ended is not None:
-            self._hardware.call_at(remote.ended + self._detection, self._part, remote.name)
+    def quarantine(self, posted: SimTransfer, error: TransferError) -> None:
+        """Fail *posted*, whose bytes may still move."""
+        self.quarantined += 1
+        self.record(posted, error)
+        fire(posted.transfer, error, ok=False)
 
-    def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds when the ends of all incarnations of *peer* are noticed, at once if none."""
-        event = self._clock.event()
-        self._waiting.setdefault(peer, []).append(event)
-        self._part(peer)
-        return event
+    def quiesce(self, number: int, error: TransferError | None) -> TransferRecord | None:
+        """Let go of the memory of *number*, of which nothing moves any more.
 
-    def _part(self, peer: str) -> None:
-        now = self._hardware.now
-        incarnations = [
-            endpoint
-            for endpoint in self._incarnations.pop(peer, ())
-            if endpoint.ended is None or now < endpoint.ended + self._detection
-        ]
-        if incarnations:
-            self._incarnations[peer] = incarnations
+        Return its record: it has completed or, with *error*, failed.  Return None if it was in quarantine.
+        """
+        posted = self.moving.pop(number)
+        posted.release()
+        if not posted.transfer.triggered:
+            return self.record(posted, error)
+        self.quarantined -= 1
+        return None
+
+    def conclude(self, posted: SimTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
+        """Tell whoever waits for *posted*, which is quiesced, or for its *record*."""
+        posted.transfer.settle(now=True)
+        if record is not None:
+            fire(posted.transfer, record if error is None else error, ok=error is None)
+
+    def fail(self, number: int, error: TransferError) -> None:
+        """Fail *number*, of which nothing moves any more, and tell whoever waits."""
+        posted = self.moving[number]
+        self.conclude(posted, self.quiesce(number, error), error)
+
+    def drop(self) -> list[SimTransfer]:
+        """Forget all of them, and return them."""
+        dropped = list(self.moving.values())
+        self.moving.clear()
+        self.quarantined = 0
+        return dropped
+
+    def record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
+        """Record that *posted* ends now."""
+        now, posting, batch = self._clock.now, posted.posting, posted.transfer.batch
+        record = TransferRecord(
+            self._engine,
+            "write" if posted.write else "read",
+            batch.source.owner,
+            batch.target.owner,
+            batch.nbytes,
+            len(batch),
+            posted.submitted,
+            posted.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
+            now if posting is None or posting.posted is None else min(posting.posted, now),
+            now,
+            now,  # completions are seen at once: the engine's *latency* contains the polling
+            "ok" if error is None else type(error).__name__,
+            posted.transfer.label,
+        )
+        self._keep(record)
+        return record
+
+    def record_series(self, posted: SimTransfer, submitted: Times, at: Times, complete: Times) -> int:
+        """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
+        batch, count = posted.transfer.batch, len(complete)
+        owners = batch.source.owner, batch.target.owner
+        kind = self._kinds.get(owners)
+        if kind is None:
+            kind = self._kinds[owners] = Kind(self._engine, "write", *owners, "ok")
+        run = RecordRun(kind, posted.transfer.label, batch.nbytes, len(batch), count)
+        self._recorder.series(run, submitted, submitted, at, complete, complete)
+        return count
+
+
+class Deadlines:
+    """Calls ``expire(number)`` at the deadline of every number that is in *live* then.
+
+    Nobody cancels a deadline: a number that is no longer in *live* is forgotten when it comes to the front.  So a
+    transfer costs one append, for most have equal time, one pop, and an event only when it is the first.
+    """
+
+    def __init__(self, clock: Clock, live: Container[int], expire: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._live = live
+        self._expire = expire
+        self._ahead: deque[tuple[float, int]] = deque()
+        self._alarm = Alarm(clock, self._on_alarm)
+        self._at = inf  # what the alarm is set to
+
+    def add(self, at: float, number: int) -> None:
+        """Let the deadline of *number* be *at*, in seconds on the clock."""
+        ahead = self._ahead
+        if not ahead or at >= ahead[-1][0]:
+            ahead.append((at, number))
+        else:
+            insort(ahead, (at, number))
+        if at < self._at:
+            if self._alarm.armed:  # too late; it will find that it is not the alarm any more
+                self._alarm = Alarm(self._clock, self._on_alarm)
+            self._at = at
+            self._alarm.arm(at)
+
+    def _on_alarm(self, alarm: Alarm) -> None:
+        if alarm is not self._alarm:
             return
-        for event in self._waiting.pop(peer, ()):
-            event.succeed()
+        now, ahead = self._clock.now, self._ahead
+        self._at = -inf  # `add` leaves the alarm alone meanwhile
+        while ahead:
+            at, number = ahead[0]
+            live = number in self._live
+            if at > now and live:
+                break
+            ahead.popleft()
+            if live:
+                self._expire(number)
+        self._at = ahead[0][0] if ahead else inf
+        if ahead:
+            alarm.arm(self._at)
+
+
+class Part:
+    """Those bytes of a transfer that are read at one instant and land at one: the descriptors of *batch*."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.pieces: list[Bytes] | None = None  # what was read, once it was
+        self.landed = False
+
+
+class Payload:
+    """Moves the bytes of the transfers *moving*, by number, that an endpoint on *device* posts.
+
+    Without faults all bytes of a transfer are read and land at its completion.  With them a transfer moves in parts,
+    each read at one instant and landing at another, so that memory which is reused too early shows.  *observer* is
+    told of both, also where memory has no contents and nothing is copied.
+    """
+
+    def __init__(
+        self, clock: Clock, device: SimDevice, observer: Observer | None, moving: Mapping[int, SimTransfer]
+    ) -> None:
+        self._clock = clock
+        self._device = device
+        self._observer = observer
+        self._moving = moving
+
+    def stray(self, posted: SimTransfer, number: int, chance: Chance, seconds: float) -> None:
+        """Have the parts of *posted*, which takes about so many *seconds*, read and land when chance says.
+
+        A part that is not read or has not landed by the transfer's completion does so then (`move`); one whose
+        transfer is aborted before never does.
+        """
+        clock, batch = self._clock, posted.transfer.batch
+        for first, end, read, land in chance.parts(batch.nbytes, seconds):
+            part = Part(part_of(batch, first, end))
+            posted.parts.append(part)
+            clock.call_at(clock.now + read, self._early, (number, part, False))
+            clock.call_at(clock.now + max(read, land), self._early, (number, part, True))
+
+    def _early(self, what: tuple[int, Part, bool]) -> None:
+        number, part, land = what
+        posted = self._moving.get(number)
+        if posted is None or posted.posting is None or posted.posting.aborted:
+            return
+        buffers = posted.buffers()
+        if buffers is None:
+            return
+        if not land:
+            self._read(part, posted, buffers[0])
+        elif part.pieces is not None:
+            self._put(part, posted, buffers[1])
+
+    def _read(self, part: Part, posted: SimTransfer, source: SimBuffer) -> None:
+        if self._observer is not None:
+            self._observer.read(part.batch, posted.transfer.label)
+        exact = self._device.holds_bytes
+        part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
+
+    def _put(self, part: Part, posted: SimTransfer, target: SimBuffer) -> None:
+        if self._observer is not None:
+            self._observer.landed(part.batch, posted.transfer.label)
+        part.landed = True
+        if self._device.holds_bytes:
+            write_pieces(part.batch, target, part.pieces or [])
+
+    def move(self, posted: SimTransfer, source: SimBuffer, target: SimBuffer, end: int | None) -> None:
+        """Move what has not moved yet from *source* to *target*, all at this instant.
+
+        With *end*, only the bytes before *end* move, unless it is in parts.
+        """
+        if end is not None:
+            if end and not posted.parts:
+                part = Part(part_of(posted.transfer.batch, 0, end))
+                self._read(part, posted, source)
+                self._put(part, posted, target)
+            return
+        for part in posted.parts:
+            if part.pieces is None:
+                self._read(part, posted, source)
+            if not part.landed:
+                self._put(part, posted, target)
+        if posted.parts:
+            return
+        batch, label, observer = posted.transfer.batch, posted.transfer.label, self._observer
+        if observer is not None:
+            observer.read(batch, label)
+            observer.landed(batch, label)
+        if self._device.holds_bytes:
+            copy_bytes(batch, source, target)

@@ -1,27 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links, paths and the max-min fair rates of their flows, solved again only where a change reaches.
 
-A link that limits flows allows each of them the same rate, its *level*.  So it has one counter of service, the bytes
-that each flow limited here has received, and that times the flows of all paths that it limits.
-
-Most links of a real machine can never limit a flow, because other links let too little through to fill them (the
-memory behind a NIC, a leaf switch that is not oversubscribed).  Those are *implied* by the others; they are left out
-of the solution, until a new path or another capacity makes them count and they are *live*.
-
-An allocation is max-min fair if and only if every flow has a *bottleneck*: a full link (or its own cap) where no
-flow is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  So the state is, for each link that is a
-bottleneck, its level, and for each path, the link that limits it.  After a change only levels that no longer hold
-are solved again.  `Waterfill` comes to them on the way, because it fills in the order of rising level: a link is
-looked at when it lost or gained load, and a path whose limit still holds is never looked at.
-
-Flows of one path are alike, so a path is solved once, whatever their number.
-
-Levels and capacities are in bytes/s.  A level of `OPEN` says that a link limits no flow at present; *free* is what
-is left of a link's capacity by the paths that have a rate, and *unset* the number of flows on it that have none
-yet.  All three are kept up to date by sums, never counted anew, but for a link that is resized or that has no flow
-left: there the sum is set right, so that rounding cannot grow.
-
-Flows start and end in `pdsim.sim.network`, where links and paths are made.
+A *flow* carries bytes over a *path* of links as a fluid.  Rates are max-min fair: every flow has a *bottleneck*, a
+full link or its own cap, where no flow is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  Levels
+and capacities are in bytes/s.  Flows start and end in `pdsim.sim.network`, where links and paths are made.
 """
 
 from __future__ import annotations
@@ -40,19 +22,21 @@ __all__ = ["Flow", "Link", "Path", "Waterfill"]
 ENDED: Final = 1.0 + 1e-14
 """Ends within a few roundings of one another, in service, are one end."""
 
+SAME: Final = 1.0 + 1e-12
+"""Two rates closer than this, relatively, are the same rate with different rounding."""
+
 REBASE: Final = 1000
 """How many flows end on a busy link before its counter of service starts from zero again."""
 
 OPEN: Final = -1.0
-"""The level of a link that limits nobody, or whose level is being found."""
+"""The level of a link that limits nobody, or whose level is being determined."""
+
+FEW: Final = 12
+"""From so many links on, those without unset flows are dropped before each scan."""
 
 
 class Flow:
-    """Bytes on their way.  Made by `Network.start`.
-
-    It starts when it is made, and ends when its service is used up or it is aborted; *tag* is what its end is
-    reported with.  *size* is in bytes.
-    """
+    """*size* bytes on their way since `Network.start`, reported with *tag* when they have arrived."""
 
     __slots__ = ("begin", "done", "path", "size", "tag")
 
@@ -61,7 +45,7 @@ class Flow:
         self.size = size
         self.tag = tag
         self.done: Callable[[Any], None] | None = done  # None: called or aborted
-        self.begin = 0.0
+        self.begin = 0.0  # service of the path
 
     def __repr__(self) -> str:
         return f"<Flow of {self.size:g} bytes over {self.path!r}>"
@@ -70,59 +54,33 @@ class Flow:
 class Link:
     """A capacity in bytes/s that flows share: a port, a bus, a memory.  Made by `Network.link`.
 
-    Made for the life of its network.  Public: *name*, `capacity`, `carried` and `load`; the rest belongs to the
-    solver.
+    A link that limits flows allows each of them the same rate, its *level*, so one counter of *service*, the bytes
+    that each has received, times them all.  Most links can never limit a flow because others let too little through
+    to fill them; these are *implied* by a *cover* of others and left out until a new path or capacity makes them
+    *live*.  *free* and *unset* are sums, which start anew where a link is resized or empties: rounding is bounded.
     """
-
-    __slots__ = (
-        "_cover",
-        "_paths",
-        "active",
-        "age",
-        "bound",
-        "capacity",
-        "covers",
-        "eta",
-        "first_end",
-        "free",
-        "index",
-        "key",
-        "level",
-        "live",
-        "name",
-        "nominal",
-        "queued",
-        "service",
-        "since",
-        "unset",
-        "was",
-    )  # fmt: skip
 
     def __init__(self, name: str, index: int, capacity: float) -> None:
         self.name = name
-        self.index = index
-        """Position among the links of the network, in order of creation."""
-        self.nominal = capacity
-        """Bytes/s that it was made with, whatever `Network.set_capacity` has made of it since."""
-        self.capacity = capacity
-        """Bytes/s.  Set with `Network.set_capacity`."""
+        self.index = index  # in order of creation
+        self.nominal = capacity  # that it was made with
+        self.capacity = capacity  # see `Network.set_capacity`
         self._paths: dict[Path, int] = {}  # how many times each passes here
         self._cover: dict[Link, int] = {}  # the links that imply this one, and how often what they carry passes here
         self.covers: dict[Link, None] = {}  # the links that this one helps to imply
-        self.live = False  # not implied
+        self.live = False
         self.active: dict[Path, None] = {}  # the paths with flows, if live
         self.bound: dict[Path, None] = {}  # those that this link limits
         self.free = capacity  # what flows with a rate leave
         self.unset = 0.0  # flows without a rate, while solving
         self.level = OPEN
-        self.key = inf  # the level with which it waits to be settled
         self.was = 0.0  # the level before the solution under way
         self.service = 0.0  # bytes that each flow limited here has received at the time `since`
         self.since = 0.0
         self.age = 0  # flows ended since `service` was 0
         self.first_end = inf  # the service at which the next flow ends
         self.eta = inf  # and its time
-        self.queued = inf  # the time for which the network was told
+        self.queued = inf  # the time of its entry in `Waterfill.ends`
 
     def __repr__(self) -> str:
         return f"<Link {self.name!r} {self.capacity:g} bytes/s>"
@@ -138,11 +96,8 @@ class Link:
         return sum(times * path.flows * path.rate for path, times in self._paths.items() if path.flows)
 
     def is_implied(self) -> bool:
-        """Whether the links of the cover cannot let more through than this link can carry.
-
-        Each link of a cover is smaller than what it covers, in the order of capacity and index, so that links never
-        imply each other in a circle.
-        """
+        # Each link of a cover is smaller than what it covers, in the order of capacity and index, so that links
+        # never imply each other in a circle.
         total = 0.0
         for link, times in self._cover.items():
             total += link.capacity * times
@@ -151,7 +106,7 @@ class Link:
         return total <= self.capacity
 
     def let_pass(self, path: Path, times: int) -> bool:
-        """Let *path* pass *times* times.  Return whether this link is implied still."""
+        """Let *path* pass *times* times; return whether this link is still implied."""
         self._paths[path] = times
         if self.live:
             return False
@@ -174,7 +129,7 @@ class Link:
         return self.is_implied()
 
     def promote(self) -> None:
-        """Take part in the solution from now on.  Until now the link was implied, so the rates of now suit it."""
+        """Take part in the solution from now on.  Until now the link was implied, so the present rates suit it."""
         self.live = True
         for link in self._cover:
             del link.covers[self]
@@ -187,14 +142,14 @@ class Link:
                 self.free -= times * path.count * path.limit.level
 
     def resize(self, capacity: float) -> None:
-        """Have another *capacity*, and take part in the solution those that may limit others because of it."""
+        """Set the *capacity*, and promote the links that may limit flows because of it."""
         self.capacity = capacity
         for link in (self, *self.covers):
             if not link.live and not link.is_implied():
                 link.promote()
 
     def finish(self, now: float) -> list[tuple[int, Flow]]:
-        """Take the flows that end now off their paths."""
+        """Take the flows that end now off their paths; return them with their numbers."""
         self.service = self.first_end
         self.since = now
         limit = self.service * ENDED
@@ -207,15 +162,12 @@ class Link:
                 ended.append((order, flow))
         self.age += len(ended)
         if self.age > REBASE and self.age > sum(path.flows for path in self.bound):
-            self.rebase()
+            # where flows never cease service would grow until small flows drown in it
+            for path in self.bound:
+                path.rebase(self.service + path.offset)
+            self.service = 0.0
+            self.age = 0
         return ended
-
-    def rebase(self) -> None:
-        """Count service from zero again: where flows never cease it would grow until small flows drown in it."""
-        for path in self.bound:
-            path.rebase(self.service + path.offset)
-        self.service = 0.0
-        self.age = 0
 
 
 NOBODY = Link("nobody", -1, 0.0)
@@ -228,46 +180,26 @@ NEVER: tuple[float, int, Any] = (inf, 0, None)
 class Path:
     """The way of flows over *links*, each limited to *cap* bytes/s.  Made by `Network.path`.
 
-    All its flows have the same rate, so one counter of service times them all: a flow that starts at v ends at
+    Flows of one path have the same rate, so one counter of service times them all: a flow that starts at v ends at
     v + size.  The counter is that of the link that limits the path now, plus an offset.
     """
-
-    __slots__ = (
-        "_clock",
-        "ahead",
-        "begun",
-        "cap",
-        "count",
-        "ended",
-        "flows",
-        "index",
-        "limit",
-        "links",
-        "live",
-        "offset",
-        "own",
-        "repeats",
-        "rest",
-        "unlimited",
-    )  # fmt: skip
 
     def __init__(self, clock: Clock, index: int, links: tuple[Link, ...], cap: float) -> None:
         self.links = links
         self.cap = cap
         self.index = index
-        self.flows = 0
-        """How many flows there are now."""
+        self.flows = 0  # how many there are now
         self._clock = clock
         self.count = 0.0  # how many there were when the rate was solved
         # a cap is a link of the path's own that grows with the number of flows
         self.own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
         self.unlimited = not links and cap == inf
         self.repeats = len(set(links)) < len(links)
-        self.live: tuple[Link, ...] = ()
-        self.rest: tuple[Link, ...] = ()
+        self.live: tuple[Link, ...] = ()  # the links that can limit this path
+        self.rest: tuple[Link, ...] = ()  # and do not; a link that limits it and is passed twice is here once
         self.limit = NOBODY
         self.offset = 0.0
-        self.ahead: list[tuple[float, int, Any]] = [NEVER]  # the last has no flow
+        self.ahead: list[tuple[float, int, Any]] = [NEVER]  # ends by service: a heap, the last has no flow
         self.begun = 0.0  # the sum of the service at the start of each flow
         self.ended = 0.0  # bytes of flows that are no more
         crowded = [link for link in dict.fromkeys(links) if not link.let_pass(self, links.count(link))]
@@ -292,13 +224,11 @@ class Path:
         return self.ended + self.flows * self.served(self._clock.now) - self.begun
 
     def find_live(self) -> None:
-        """Find the links that can limit this path."""
         own = () if self.own is None else (self.own,)
         self.live = (*(link for link in self.links if link.live), *own)
         self.find_rest()
 
     def find_rest(self) -> None:
-        """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
         rest, passed = [], False
         for link in self.live:
             if link is self.limit and not passed:
@@ -308,10 +238,7 @@ class Path:
         self.rest = tuple(rest)
 
     def served(self, now: float) -> float:
-        """Return the bytes that each flow of the path would have received by *now*.
-
-        They are counted from the path's own zero, whichever link limits it.
-        """
+        """Return the service that each flow of the path would have received by *now*, from the path's own zero."""
         limit = self.limit
         return limit.service + max(limit.level, 0.0) * (now - limit.since) + self.offset
 
@@ -350,25 +277,21 @@ class Path:
             limit.age = 0
             limit.eta = inf
 
-
-SAME: Final = 1e-12
-"""Two rates closer than this, relatively, are the same rate with different rounding."""
-
-FEW: Final = 12
-"""Up to so many links it is faster to look at all of them than to keep them in order."""
+    def release(self) -> None:
+        """Forget the limit, for there is no flow any more."""
+        self.unbind()
+        self.limit = NOBODY
+        self.offset = 0.0
 
 
 class Waterfill:
     """The levels of all links, kept max-min fair, and the ends of flows that follow from them.
 
     Invariant between calls: every path with flows has a limit, a link that is full or the path's own cap, where none
-    is faster; so rates are max-min fair.  The work of a call is in proportion to the paths whose limit changes.
-
-    The caller (`pdsim.sim.network.Network`) gathers all changes of one instant and calls `solve` once;
-    where one flow meets nobody, `enter_alone` and `leave_alone` do the same in constant time.
+    is faster.  Only levels that a change reaches are solved again: links are settled in the order of rising level,
+    and a path whose limit still holds is never looked at.  `Network` gathers all changes of one instant and calls
+    `solve` once; where one flow meets nobody, `enter_alone` and `leave_alone` do the same in constant time.
     """
-
-    __slots__ = ("_near", "_now", "_opened", "_rising", "ends", "solves", "touched")
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, int, Link]] = []
@@ -378,32 +301,26 @@ class Waterfill:
         self.touched = 0
         """How many paths were given a rate, over all solves."""
         self._now = 0.0
-        self._near: list[Link] = []  # links with flows whose rate is to be found
-        self._opened: list[Link] = []  # links whose level was taken back
-        self._rising = 0  # paths whose rate is to be found
+        self._near: list[Link] = []  # links with flows whose rate is to be determined
+        self._rising = 0  # paths whose rate is to be determined
 
     def solve(self, changed: Iterable[Path], resized: Iterable[Link], now: float) -> None:
-        """Find rates and ends at the time *now*, after paths gained or lost flows and links were resized.
-
-        Each of *changed* says by `Path.flows` how many it has now; *resized* have their new capacity.  Afterwards
-        `ends` has an entry for each link whose next end may have changed.
-        """
+        """Set rates and ends at the time *now*, after *changed* gained or lost flows and links were *resized*."""
         self.solves += 1
         self._now = now
         for link in resized:
-            self._refit(link)
+            for path in link.active:
+                if path.limit.level >= 0.0:
+                    self._open(path.limit)
+            link.free = link.capacity  # as none of them has a rate: a sum would lose digits
         for path in changed:
             if self._rising and not any(link.unset for link in path.live):
                 self._fill()  # what comes now is far from what came before, so that apart both are smaller
             self._recount(path)
         self._fill()
-        self._opened.clear()
 
     def enter_alone(self, path: Path, now: float) -> bool:
-        """Give the first flow of *path* its rate if no link of the path has others; return whether that was so.
-
-        What `solve` would do, for the most frequent case by far.  Nothing else may have changed at this instant.
-        """
+        """Give the first flow of *path* its rate if no link of the path has others; return whether that was so."""
         live = path.live
         lowest = inf
         tightest = None
@@ -434,10 +351,7 @@ class Waterfill:
         tightest.level = tightest.was = lowest
         tightest.first_end = first = path.ahead[0][0]
         self.touched += 1
-        tightest.eta = eta = now + first / lowest
-        if eta < tightest.queued:
-            tightest.queued = eta
-            heappush(self.ends, (eta, tightest.index, tightest))
+        self._queue(tightest, now + first / lowest)
         return True
 
     def is_alone(self, path: Path) -> bool:
@@ -458,21 +372,13 @@ class Waterfill:
             link.free = link.capacity
         path.limit.level = OPEN
         path.count = 0.0
-        path.unbind()
-        path.limit = NOBODY
-        path.offset = 0.0
+        path.release()
 
     def expect(self, link: Link, now: float) -> None:
-        """Find the next end of a flow that *link* limits, without new rates."""
+        """Announce the next end of a flow that *link* limits, without new rates."""
         self._now = now
         link.first_end = min((path.ahead[0][0] - path.offset for path in link.bound), default=inf)
         self._announce(link)
-
-    def _refit(self, link: Link) -> None:
-        for path in link.active:
-            if path.limit.level >= 0.0:
-                self._open(path.limit)
-        link.free = link.capacity  # as none of them has a rate: a sum would lose digits
 
     def _recount(self, path: Path) -> None:
         if path.limit.level >= 0.0:
@@ -493,24 +399,19 @@ class Waterfill:
             for link in path.live:
                 link.active[path] = None
         path.count = flows
-        if not path.count:
-            self._retire(path)
-
-    def _retire(self, path: Path) -> None:
+        if path.count:
+            return
         self._rising -= 1
-        path.unbind()
-        path.limit = NOBODY
-        path.offset = 0.0
+        path.release()
         for link in path.live:
             link.active.pop(path, None)  # where it passes twice, it is gone already
             if not link.active:
                 link.free = link.capacity
 
     def _open(self, link: Link) -> None:
-        # Their other links get back what those paths took, and are to be looked at.  *was* keeps the level, by
-        # which service is counted until now.
+        # Its paths have no rate until they are settled again, and leave to their other links what they took.
+        # *was* keeps the level, by which service is counted until now.
         near = self._near
-        self._opened.append(link)
         link.was = level = link.level
         link.level = OPEN
         self._rising += len(link.bound)
@@ -535,9 +436,6 @@ class Waterfill:
         while self._rising:
             if len(near) > FEW:
                 near[:] = [link for link in near if link.unset]
-                if len(near) > FEW:
-                    self._fill_many()
-                    return
             lowest = inf
             for link in near:
                 flows = link.unset
@@ -549,42 +447,6 @@ class Waterfill:
             self._settle(tightest, max(lowest, 0.0))
         near.clear()
 
-    def _fill_many(self) -> None:
-        # A link's level can only rise as others settle below it, unless a level is taken back; so an entry is
-        # checked when it comes up, and put back if it is out of date.  This takes logarithmic time a link where
-        # `_fill` looks at all.
-        heap: list[tuple[float, int, Link]] = []
-        fresh = self._near
-        while self._rising:
-            for link in fresh:
-                flows = link.unset
-                if flows:
-                    level = link.free / flows
-                    if level < link.key:
-                        link.key = level
-                        heappush(heap, (level, link.index, link))
-            fresh.clear()
-            key, index, link = heappop(heap)
-            if key != link.key:
-                continue
-            link.key = inf
-            flows = link.unset
-            if not flows:
-                continue
-            level = link.free / flows
-            if level > key + abs(key) * SAME:  # others were settled since
-                link.key = level
-                heappush(heap, (level, index, link))
-                continue
-            self._opened.clear()
-            self._settle(link, max(level, 0.0))
-            for other in self._opened:  # only this can let a level sink
-                for path in other.bound:
-                    fresh += path.live
-        for _, _, link in heap:
-            link.key = inf
-        fresh.clear()
-
     def _settle(self, link: Link, level: float) -> None:
         # A path that another link allows more than *level* is limited here from now on, so that link is opened
         # first and this one comes up again.  A path that gets less than before leaves more to its other links, so
@@ -594,7 +456,7 @@ class Waterfill:
         if link.level >= 0.0:
             self._open(link)
             return
-        above = level * (1.0 + SAME)
+        above = level * SAME
         limited = []
         fair = True
         for path in link.active:
@@ -627,28 +489,26 @@ class Waterfill:
         link.free = link.unset = 0.0
         link.level = link.was = level
         link.first_end = first
-        count = len(limited)
-        self._rising -= count
-        self.touched += count
+        self._rising -= len(limited)
+        self.touched += len(limited)
         if first > service and level > 0.0:
-            link.eta = eta = now + (first - service) / level
-            if eta < link.queued:
-                link.queued = eta
-                heappush(self.ends, (eta, link.index, link))
+            self._queue(link, now + (first - service) / level)
         else:
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        # An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
-        # heap, however often its rate changes.
         ahead = link.first_end - link.service
         level = link.level
         if ahead <= 0.0:
-            eta = self._now
+            self._queue(link, self._now)
         elif level > 0.0:
-            eta = max(link.since + ahead / level, self._now)
+            self._queue(link, max(link.since + ahead / level, self._now))
         else:
-            eta = inf
+            link.eta = inf
+
+    def _queue(self, link: Link, eta: float) -> None:
+        # An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
+        # heap, however often its rate changes.
         link.eta = eta
         if eta < link.queued:
             link.queued = eta

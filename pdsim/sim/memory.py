@@ -25,14 +25,13 @@ from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
 from pdsim.sim.hosts import HostLatency
 from pdsim.sim.topology import SideTraffic
-from pdsim.transfer import Buffer, Region
+from pdsim.transfer import Batch, Buffer, Region
 from pdsim.transfer.batch import move
 from pdsim.transfer.group import SYMMETRIC
 
 if TYPE_CHECKING:
     from pdsim.hardware.machine import Copies
     from pdsim.sim.network import Link, Network
-    from pdsim.transfer import Batch
 
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
     from collections.abc import Iterator
@@ -49,6 +48,7 @@ __all__ = [
     "SimDevice",
     "SymmetricPool",
     "copy_bytes",
+    "part_of",
     "read_pieces",
     "write_pieces",
 ]
@@ -467,6 +467,19 @@ def write_pieces(batch: Batch, target: SimBuffer, pieces: list[Bytes]) -> None:
     written = target.touch()
     for to, piece in zip(batch.target_offset.tolist(), pieces, strict=True):
         written[to : to + len(piece)] = piece
+
+
+def part_of(batch: Batch, first: int, end: int) -> Batch:
+    """Return the descriptors of bytes *first* to *end* of *batch*, counted over its descriptors; ends may be cut."""
+    if first <= 0 and end >= batch.nbytes:
+        return batch
+    ends = np.cumsum(batch.size)
+    starts = ends - batch.size
+    low, high = np.maximum(starts, first), np.minimum(ends, end)
+    inside = low < high
+    skipped, size = (low - starts)[inside], (high - low)[inside]
+    source, target = batch.source_offset[inside] + skipped, batch.target_offset[inside] + skipped
+    return Batch(batch.source, batch.target, source, target, size)
 
 
 def _zeros(size: int) -> npt.NDArray[np.uint8]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pdsim.hardware.machine import LinkChange, Machine
     from pdsim.sim.network import Link
     from pdsim.transfer import Spill
+    from pdsim.transfer.group import Group
     from pdsim.transfer.job import SampleRow
 
 __all__ = ["JobJournal", "Model", "Sampling"]
@@ -205,7 +206,7 @@ class _ModelJob:
         sampled = model.samples and not shuffled
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
         self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
-        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
+        self._groups: SimGroups | None = None  # made when a rank asks for one
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
@@ -333,11 +334,17 @@ class _ModelJob:
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
         rank = Rank(name, *parts, peers)
-        if (groups := self._groups) is not None:
-            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
+        if self._model.collective is not None:
+            rank.groups = lambda names: self._group(names, member)
         self._ranks[name] = rank
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
+
+    def _group(self, names: tuple[str, ...], member: _Member) -> Group:
+        if self._groups is None:
+            assert self._model.collective is not None
+            self._groups = SimGroups(self._fabric, self._model.collective)
+        return self._groups.group(names, member.clock, member.device, member.records)
 
     def _on_end(self, name: str, event: Event) -> None:
         if event.ok:

@@ -1,37 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links that flows share max-min fairly, on the virtual clock.
+"""Flows that share links max-min fairly, on the virtual clock; `pdsim.sim.links` solves their rates.
 
-A *flow* carries a number of bytes over a *path* of links, as a fluid: at every instant each flow has a rate, and the
-rates are max-min fair.  Nothing ticks: between two changes all rates are constant, so the end of a flow is known,
-and one wake-up at the earliest end serves the whole network.
-
-::
-
-    clock = Clock()
-    network = Network(clock)
-    port = network.link("port", 100.0)
-    path = network.path([port])
-    network.start(path, 100.0, print, "a")  # at t=2: half of the port each
-    network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
-    clock.run()
-
-All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its
-links gets its rate at once, which gives the same times, bit for bit.  Latency, posting and queues are
-not known here: see `pdsim.sim.posting`.  `pdsim.sim.links` solves the rates.
-
-**Plans.**  A *plan* is a series of equal flows over one path, one after the other, whose begins and ends are known
-beforehand, so that no event is spent on them.  It is kept apart from the network's flows for as long as each of its
-flows has its links to itself, or shares them with those of plans in *lockstep*: plans that began at the same instant
-with the same steps.  Then all rates are the same from flow to flow, and so are the times, bit for bit.  Whatever
-else is about to change on a link of a plan *cuts* it first: the flow that is under way is put into the network as of
-its begin, and the rest of the series is its owner's business again.
+Nothing ticks: between two changes all rates are constant, so the end of a flow is known, and one alarm at the
+earliest end serves the whole network.  A *plan* is a series of equal flows whose times are all known beforehand, so
+that no event is spent on them.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -42,19 +21,25 @@ from pdsim.sim.links import Flow, Link, Path, Waterfill
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Flow", "Foreseen", "Link", "Network", "Path", "Plan", "Steps", "Times"]
+__all__ = ["Flow", "Foreseen", "Link", "Network", "Path", "Plan", "Stages", "Steps", "Times"]
 
 NOW: Final = 1.0 + 1e-15
 """Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
 
 
 class Network:
-    """All links, paths and flows that can influence one another.
+    """All links, paths and flows that can influence one another; used on the thread of *clock* only.
 
-    Equal calls in equal order give equal times, bit for bit.
+    Equal calls in equal order give equal times, bit for bit.  Links and paths are made once and stay; flows come and
+    go.  Sizes are bytes, capacities and rates bytes/s, times seconds::
 
-    Links and paths are made once and stay; flows come and go.  Sizes are bytes, capacities and rates bytes/s,
-    times seconds on *clock*.  Used on the clock's thread only.
+        network = Network(Clock())
+        path = network.path([network.link("port", 100.0)])
+        network.start(path, 100.0, print, "a")  # at t=2: half of the port each
+        network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
+
+    All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its
+    links gets its rate at once, which gives the same times.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -63,37 +48,24 @@ class Network:
         self.paths: list[Path] = []
         self.events = 0
         """Events of the clock that the network has used."""
+        self.solver = Waterfill()
+        self.foreseen = Foreseen(self)
+        """Flows that are not in the network until something meets them."""
         self._by_links: dict[tuple[tuple[Link, ...], float], Path] = {}
-        self._waterfill = Waterfill()
-        self._ends = self._waterfill.ends
+        self._ends = self.solver.ends
         self._changed: dict[Path, None] = {}
         self._resized: dict[Link, None] = {}
         self._alone: dict[Path, bool] = {}  # what got its rate at once at `_alone_at`, and whether it was taken back
         self._alone_at = -inf
-        self.foreseen = Foreseen(self)
-        """Flows that are not in the network until something meets them."""
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._many = 256
         self._flows = 0
-        self._solver = Alarm(clock, self._on_change, LAST)
+        self._on_changes = Alarm(clock, self._on_change, LAST)
         self._waker = Alarm(clock, self._on_end, LAST)
         self._wake_at = inf
 
-    @property
-    def solves(self) -> int:
-        """How many times rates were solved; a flow that is alone needs none of it."""
-        return self._waterfill.solves
-
-    @property
-    def touched(self) -> int:
-        """How many paths were given a rate, over all solves: what the work is proportional to."""
-        return self._waterfill.touched
-
     def link(self, name: str, capacity: float) -> Link:
-        """Return a new link that carries *capacity* bytes/s.
-
-        Raise a `ValueError` unless *capacity* is finite and not negative.
-        """
+        """Return a new link of *capacity* bytes/s.  Raise a `ValueError` unless that is finite and >= 0."""
         _check_capacity(capacity)
         link = Link(name, len(self.links), float(capacity))
         self.links.append(link)
@@ -112,14 +84,17 @@ class Network:
         key = (tuple(links), cap)
         path = self._by_links.get(key)
         if path is None:
-            path = self._by_links[key] = self._new_path(key[0], float(cap))
+            for link in key[0]:
+                if link.index >= len(self.links) or self.links[link.index] is not link:
+                    raise ValueError(f"links must be of this network, {link} is not")
+            if self.foreseen:  # with another path, a link may limit what it did not limit before
+                self.foreseen.cut()
+            path = self._by_links[key] = Path(self.clock, len(self.paths), key[0], float(cap))
+            self.paths.append(path)
         return path
 
     def set_capacity(self, link: Link, capacity: float) -> None:
-        """Let *link* carry *capacity* bytes/s from now on.  At 0, its flows stall until it is set again.
-
-        Raise a `ValueError` unless *capacity* is finite and not negative.
-        """
+        """Let *link* carry *capacity* bytes/s from now on; at 0, its flows stall.  Errors as `link`."""
         _check_capacity(capacity)
         if self.foreseen:
             self.foreseen.cut()
@@ -146,14 +121,20 @@ class Network:
             self._instant.append((self._flows, flow))
             self._wait()
             return flow
-        flow.begin = begin = path.served(self.clock.now)
+        now = self.clock.now
+        flow.begin = begin = path.served(now)
         path.flows += 1
         path.begun += begin
         heappush(path.ahead, (begin + size, self._flows, flow))
-        if path.count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
+        if path.count or self._changed or self._resized or not self.solver.enter_alone(path, now):
             self._change(path)
-        else:
-            self._entered_alone(path)
+            return flow
+        if now != self._alone_at:
+            self._alone_at = now
+            self._alone.clear()
+        self._alone[path] = False
+        if self._wake_at == inf or path.limit.eta < self._wake_at:  # else an end before that is waited for already
+            self._arm()
         return flow
 
     def abort(self, flow: Flow) -> float:
@@ -197,7 +178,7 @@ class Network:
         for path in active:
             if not path.flows and since > now:
                 continue
-            if path.flows != 1 or not self._waterfill.is_alone(path):
+            if path.flows != 1 or not self.solver.is_alone(path):
                 return None
             limits.append((path, path.limit.eta))
         for path in self._changed:
@@ -208,32 +189,18 @@ class Network:
     def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
         """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
 
-        `on_end` says who is told of their ends.  None of them has ended by now.
+        None of them has ended; the caller sets their `Flow.done` and `Flow.tag`.
         """
-        ended = []
+        resumed = []
         for path, size in flows:
             flow = Flow(path, size, _nobody, None)
             self._flows += 1
             path.flows += 1
             heappush(path.ahead, (size, self._flows, flow))
-            ended.append(flow)
-        self._waterfill.solve([path for path, _ in flows], (), begin)
+            resumed.append(flow)
+        self.solver.solve([path for path, _ in flows], (), begin)
         self._arm()
-        return ended
-
-    def on_end(self, flow: Flow, done: Callable[[Any], None], tag: Any) -> None:
-        """Have ``done(tag)`` called at the end of *flow*."""
-        flow.done, flow.tag = done, tag
-
-    def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
-        for link in links:
-            if link.index >= len(self.links) or self.links[link.index] is not link:
-                raise ValueError(f"links must be of this network, {link} is not")
-        if self.foreseen:  # with another path, a link may limit what it did not limit before
-            self.foreseen.cut()
-        path = Path(self.clock, len(self.paths), links, cap)
-        self.paths.append(path)
-        return path
+        return resumed
 
     def _change(self, path: Path) -> None:
         if self._alone:
@@ -242,15 +209,6 @@ class Network:
                 self._take_back(affected)
         self._changed[path] = None
         self._wait()
-
-    def _entered_alone(self, path: Path) -> None:
-        now = self.clock.now
-        if now != self._alone_at:
-            self._alone_at = now
-            self._alone.clear()
-        self._alone[path] = False
-        if self._wake_at == inf or path.limit.eta < self._wake_at:  # else an end before that is waited for already
-            self._arm()
 
     def _take_back(self, paths: Iterable[Path]) -> None:
         # So all changes of an instant are solved from the state before it, in their order, and times do not depend
@@ -261,15 +219,15 @@ class Network:
         for path in paths:
             if not self._alone[path]:
                 self._alone[path] = True
-                self._waterfill.leave_alone(path)
+                self.solver.leave_alone(path)
         back = [path for path, taken in self._alone.items() if taken]
         self._changed = dict.fromkeys(back) | self._changed
         if back:
             self._wait()
 
     def _wait(self) -> None:
-        if not self._solver.armed:
-            self._solver.arm(self.clock.now)
+        if not self._on_changes.armed:
+            self._on_changes.arm(self.clock.now)
 
     def _on_change(self, _: Alarm) -> None:
         self.events += 1
@@ -320,26 +278,27 @@ class Network:
                 done(flow.tag)
 
     def _solve(self, now: float) -> None:
-        moved = []
+        solver, moved, alone = self.solver, [], not self._resized
         for path in self._changed:
             if path.flows != path.count:
                 moved.append(path)
             else:
-                self._waterfill.expect(path.limit, now)
-        waterfill = self._waterfill
-        alone = not self._resized
+                solver.expect(path.limit, now)
         for path in moved:
-            alone = alone and not path.flows and waterfill.is_alone(path)
+            alone = alone and not path.flows and solver.is_alone(path)
         if alone:
             for path in moved:
-                waterfill.leave_alone(path)
+                solver.leave_alone(path)
         else:
-            waterfill.solve(moved, self._resized, now)
+            solver.solve(moved, self._resized, now)
         self._alone.clear()
         self._changed.clear()
         self._resized.clear()
-        if len(self._ends) > self._many:
-            self._compact()
+        ends = self._ends
+        if len(ends) > self._many:
+            ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
+            heapify(ends)
+            self._many = 4 * len(ends) + 256
 
     def _next_end(self) -> float:
         ends = self._ends
@@ -355,12 +314,6 @@ class Network:
                 if at == link.queued:
                     link.queued = inf
         return inf
-
-    def _compact(self) -> None:
-        ends = self._ends
-        ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
-        heapify(ends)
-        self._many = 4 * len(ends) + 256
 
 
 def _nobody(_: Any) -> None: ...
@@ -382,42 +335,55 @@ ROUNDING = 1e-14
 """More than what a few sums of times may be off, in proportion to the time."""
 
 
-class Steps(Protocol):
-    """When the flows of a series begin and end, given how long each takes.
+Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
 
-    `Times` are float64 of shape (flow,), in seconds on the clock.
+
+class Steps:
+    """When each of *count* equal transfers begins and ends, posted one after the other with nothing in their way.
+
+    Each is posted when the one before is complete; with *overlap* its flow begins then, else when it is posted.
+    Seconds on the clock; arrays are float64 of shape (count,).
     """
 
-    def times(self, start: float, seconds: float) -> tuple[Times, Times]:
-        """Return begin and end of each flow of a series that starts at *start*, *seconds* apart."""
-
-    def alike(self, other: Steps) -> bool:
-        """Return whether `times` of both are the same for the same arguments."""
+    def __init__(self, count: int, posting: float, overlap: bool, latency: float) -> None:
+        self.key = count, posting, overlap, latency  # all that times depend on beside start and length
+        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for by the plan and its owner
 
     def pause(self, seconds: float) -> float:
-        """Return how long it is from the end of each flow of *seconds* to the next one's begin, but for rounding."""
+        """Return how long the wire rests after each flow of *seconds*, but for rounding."""
+        _, posting, overlap, latency = self.key
+        return max(posting - seconds, 0.0) + latency if overlap else latency + posting
 
+    def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
+        """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
 
-class Flows(Protocol):
-    """What plans must know of a network: a `Network`."""
+        These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
+        """
+        known = self._known
+        if known is None or known[0] != start or known[1] != seconds:
+            known = self._known = (start, seconds, self._sums(start, seconds))
+        return known[2]
 
-    clock: Clock
-
-    def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
-        """Return the paths with a flow on *links*, each alone on its own, and its end; None if there are others."""
-
-    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
-        """Return flows of these sizes that began over these paths at *begin*."""
+    def _sums(self, start: float, seconds: float) -> tuple[Times, ...]:
+        count, posting, overlap, latency = self.key
+        stages = (max(posting, seconds), latency) if overlap else (posting, seconds, latency)
+        each = len(stages)
+        terms = np.empty(1 + each * count)
+        terms[0] = start
+        for place, stage in enumerate(stages):
+            terms[1 + place :: each] = stage
+        sums = np.add.accumulate(terms)
+        submitted, complete = sums[:-1:each], sums[each::each]
+        if not overlap:
+            return submitted, sums[1::each], sums[1::each], sums[2::each], complete
+        return submitted, submitted + posting, submitted, submitted + seconds, complete
 
 
 class Plan:
-    """Equal flows of *size* bytes over *path* with the times of *steps*.
+    """Equal flows of *size* bytes over *path* with the times of *steps*, so far without an event.
 
-    ``changed()`` is called when *begins* and *ends* are other than before because of a plan in lockstep, and
-    ``cut(flow)`` when the plan is one no more, with its flow that is under way.
-
-    Made by an endpoint that knows its times, given to `Foreseen.add`, and then either dropped by its owner at
-    the end or cut.  *seconds*, *begins* and *ends* are set when it is added.
+    ``changed()`` is called when its times are other than before because of a plan in *lockstep*, one that began at
+    the same instant with the same steps; ``cut(flow)`` when it is a plan no more, with its flow under way.
     """
 
     def __init__(
@@ -433,20 +399,18 @@ class Plan:
         self.size = size
         self.steps = steps
         self.start = start
-        self.seconds = 0.0
-        """How long each flow takes."""
+        self.seconds = 0.0  # of each flow
         self.begins: Times = _NONE
         self.ends: Times = _NONE
-        self.first = self.last = start
-        """When the first flow begins and the last one ends."""
-        self.group: list[Plan] = [self]
+        self.first = self.last = start  # when the first flow begins and the last one ends
+        self.group: list[Plan] = [self]  # in lockstep
         self.changed = changed
         self.cut = cut
 
     def set(self, level: float) -> None:
         """Let each flow have the rate *level*."""
         self.seconds = self.size / level
-        self.begins, self.ends = self.steps.times(self.start, self.seconds)
+        _, _, self.begins, self.ends, _ = self.steps.stages(self.start, self.seconds)
         self.first, self.last = float(self.begins[0]), float(self.ends[-1])
 
     def apart(self) -> bool:
@@ -465,17 +429,18 @@ class Foreseen:
     """All plans of a network.
 
     Invariant: no flow of a plan is under way at the same time, on the same link, as a flow of the network or of a
-    plan that is not in lockstep with it.
+    plan that is not in lockstep with it.  Then rates are the same from flow to flow, and so are the times, bit for
+    bit.  What is about to change that *cuts* the plan first: its flow under way enters the network as of its begin,
+    and the rest is its owner's business again.
     """
 
-    def __init__(self, network: Flows) -> None:
+    def __init__(self, network: Network) -> None:
         self._network = network
         self._plans: dict[Link, dict[Plan, None]] = {}
         self._all: dict[Plan, None] = {}
         self._guests: dict[Path, list[Plan]] = {}  # paths whose one flow ends before it meets these plans
 
     def __bool__(self) -> bool:
-        """Return whether there is any plan."""
         return bool(self._all)
 
     def add(self, plan: Plan) -> bool:
@@ -519,8 +484,7 @@ class Foreseen:
 
     def _join(self, plan: Plan, group: list[Plan]) -> bool:
         alike = all(
-            other.start == plan.start and other.size == plan.size and other.steps.alike(plan.steps)
-            for other in group
+            (other.start, other.size, other.steps.key) == (plan.start, plan.size, plan.steps.key) for other in group
         )
         members = [*group, plan]
         level = _level(members)

@@ -1,63 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
+"""What a transfer engine costs: posting, copy engines, the wire, completion, and the send queue in front of them.
 
-A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g =
-*descriptor*):
-
-1. The *poster*, one per endpoint, is busy for ``call + n * descriptor`` and a *ramp*; transfers take their turns.
-2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with
-   all other transfers between the two endpoints at most at ``queues * queue_rate``.
-
-The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
-ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
-*In order*, the wire takes the next transfer of a GPU when the one before is done: `pdsim.sim.wire`.
-A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
-A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
-
-No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
-work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows
-of the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy
-engine waits for its posting.
-
-**Threads** that post to one GPU's copy engines: what they do at once, and what they do one at a time.
-
-A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time
-by the threads of a process, the share *between* by those of all processes of the GPU.  Beside *a* other threads of
-its process and *b* of others a thread goes on ``1 + a * serial + b * between`` times as slowly, so *k* threads of
-one process are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's law).  Transfers of a rank wait
-for one of its threads in the order in which they were posted.
+`EngineModel` has the formula.  No event is spent on a descriptor, nor on a transfer's turn at the posting thread,
+which is a sum: ``free = max(now, free) + work``.  A transfer costs one event for the end of its flow, one for its
+completion if that is later, one if its wire does not start at once, and one if a copy engine waits for its posting.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
-from pdsim.sim.sequence import SeriesSteps
-from pdsim.sim.wire import CopyEngine, Posting, WireStage
+from pdsim.sim.network import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.core.clock import Clock
-    from pdsim.core.units import Seconds
     from pdsim.hardware.costs import Engine, EngineModel
     from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Chance, Draws, Observer
-    from pdsim.sim.network import Flow, Link, Network, Path
-    from pdsim.sim.sequence import Stages
+    from pdsim.sim.network import Flow, Link, Network, Path, Stages
+    from pdsim.sim.tcp import Streams
     from pdsim.sim.topology import Route, Site, Topology
 
-__all__ = ["Fabric", "PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
+__all__ = ["CopyEngine", "Fabric", "Posting", "PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
+
+
+class Posting:
+    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
+
+    __slots__ = (
+        *("aborted", "at_once", "carried", "descriptors", "done", "flow", "held"),
+        *("least", "left", "nbytes", "posted", "queue", "tag", "wire"),
+    )
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        wire: WireStage,
+        nbytes: int,
+        descriptors: int,
+        done: Callable[[Posting], None],
+        tag: Any,
+        held: float,
+    ) -> None:
+        self.queue = queue
+        self.wire = wire
+        self.nbytes = nbytes
+        self.descriptors = descriptors
+        self.done = done
+        self.tag = tag
+        self.held = held
+        self.left = nbytes + descriptors * wire.occupancy  # bytes for the wire
+        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
+        self.least = 0.0  # when its bytes are there at the earliest
+        self.flow: Flow | None = None
+        self.aborted = False
+        self.at_once = False  # done in the call that posts it
+        self.carried = False  # by the wire, while a thread is still posting it
+
+
+class WireStage:
+    """One direction between two endpoints: what a posting thread writes, or what it reads."""
+
+    def __init__(self, path: Path, latency: float, rate: float, occupancy: float) -> None:
+        self.path = path
+        self.latency = latency  # from the end of posting and wire to completion
+        self.rate = rate  # of a transfer that is alone, and no fault on the way
+        self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
+        self.streams: Streams | None = None  # of TCP, where the way takes time
+
+    def tail(self, posting: Posting) -> float:
+        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
+        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
 
 
 class PostingThread:
-    """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
-
-    __slots__ = ("free", "slowness", "threads", "under_way")
+    """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other."""
 
     def __init__(self, threads: PostingThreads | None = None) -> None:
         self.threads = threads  # that share the work; None: there is this one
@@ -68,21 +91,18 @@ class PostingThread:
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """What one thread is at: *left* seconds of it, as long as no other thread is at work."""
-
     threads: PostingThreads
-    left: Seconds  # of a thread that is alone
+    left: float  # seconds, of a thread that is alone
     begin: Callable[[Any], None]
     done: Callable[[Any], None]
     tag: Any
 
 
 class PostingShare:
-    """What all threads on one GPU share, or, where there is none, those of one rank.
+    """What all posting threads on one GPU share, or, where there is none, those of one rank.
 
-    It is a processor-sharing queue in closed form: one event stands for the next end, and is foreseen anew
-    whenever a thread begins or ends something.  With *serial* of 0 the threads of a process do not slow each other,
-    with 1 all of them together are as fast as one alone; *between* is the same of processes.
+    Beside *a* threads of its process and *b* of others a thread is ``1 + a * serial + b * between`` times as slow
+    (Amdahl's law).  One event stands for the next end; it is set anew whenever a thread begins or ends something.
     """
 
     def __init__(self, clock: Clock, serial: float, between: float) -> None:
@@ -91,13 +111,18 @@ class PostingShare:
         self._between = between
         self._busy: list[_Work] = []
         self._since = clock.now
-        self._turn = 0  # of the event that is to come: what was foreseen before does not hold any more
+        self._turn = 0  # of the event that is to come: an earlier one does not hold any more
 
     def take(self, works: list[_Work]) -> None:
-        """Let threads begin with *works* now."""
         self._advance()
         self._busy += works
-        self._foresee()
+        self._turn += 1
+        if self._busy:
+            slowness = self._slowness()
+            ends = [max(0.0, work.left) * slowness[work.threads] for work in self._busy]
+            least = min(ends)
+            over = [work for work, end in zip(self._busy, ends, strict=True) if end <= least]
+            self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
         for work in works:
             work.begin(work.tag)
 
@@ -117,18 +142,9 @@ class PostingShare:
                 work.left -= (now - self._since) / slowness[work.threads]
         self._since = now
 
-    def _foresee(self) -> None:
-        self._turn += 1
-        if self._busy:
-            slowness = self._slowness()
-            least = min(max(0.0, work.left) * slowness[work.threads] for work in self._busy)
-            over = [work for work in self._busy if max(0.0, work.left) * slowness[work.threads] <= least]
-            self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
-
-    def _end(self, foreseen: tuple[int, list[_Work]]) -> None:
-        # Works that end together are those that were foreseen together, not those with a remainder of 0, which
-        # rounding would miss.
-        turn, over = foreseen
+    def _end(self, expected: tuple[int, list[_Work]]) -> None:
+        # *over* rather than those with a remainder of 0, which rounding would miss
+        turn, over = expected
         if turn != self._turn:
             return
         self._advance()
@@ -140,18 +156,14 @@ class PostingShare:
 
 
 class PostingThreads:
-    """The *threads* of one rank, which share with those of others what *share* says.
-
-    Work is taken up in the order in which it was posted.  A rank with one thread that shares with nobody needs
-    none of this: its poster is a sum (`pdsim.sim.posting`).
-    """
+    """The *threads* of one rank, which take up work in the order in which it was posted, and *share* with others."""
 
     def __init__(self, share: PostingShare, threads: int) -> None:
         self._share = share
         self._free = threads
         self._waiting: deque[_Work] = deque()
 
-    def post(self, seconds: Seconds, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
+    def post(self, seconds: float, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
         """Post work of *seconds* on a thread that is alone.
 
         ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
@@ -175,12 +187,182 @@ class PostingThreads:
         self._waiting = deque(work for work in self._waiting if work.tag is not tag)
 
 
+class CopyEngine:
+    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
+
+    So do the copies of a GPU over NVLink, whatever their streams (measured on 4 x H200: `docs/validation.md`); with
+    *streams*, one for each peer, it stays with one until that is empty (`data/benchmarks/crossing-4xh200.parquet`).
+
+    Ranks are processes, which have it in turns of at most `Gpu.slice` seconds, even in the middle of a copy
+    (`data/benchmarks/field-crossing-2xh200.csv`); with 0 their copies go on side by side.  Copies *within* a GPU are
+    kernels: they have an engine of their own, and wait `Gpu.process_switch` when the turn is another process'.
+    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        gpu: Gpu | None = None,
+        draws: Draws | None = None,
+        *,
+        streams: bool = False,
+        within: bool = False,
+    ) -> None:
+        self.within = within
+        self.posters: set[PostingThread] = set()  # of the ranks that post through it
+        self._clock = clock
+        self._draws = draws
+        self._streams = streams
+        self._idle_after, self._idle_wake, self._slice, self._switch = 0.0, 0.0, 0.0, 0.0
+        if gpu is not None:
+            self._idle_after, self._idle_wake, self._slice = gpu.idle_after, gpu.idle_wake, gpu.slice
+            self._switch = gpu.process_switch if within else 0.0
+        self._idle = clock.now  # since when, or when it will be awake
+        self._busy: dict[PostingThread, Posting] = {}
+        self._waiting: dict[PostingThread, deque[Posting]] = {}
+        self._owner: PostingThread | None = None  # of the engine, since `_since`
+        self._last: PostingThread | None = None  # who had it before
+        self._since = 0.0
+        self._over = False  # whether its slice is, and others wait
+        self._number = 0  # of the owner's turn: an alarm of an earlier one says nothing
+        self._served: Posting | None = None  # what of the owner's is on the wire
+        self._stalled: dict[PostingThread, Posting] = {}  # in the order in which they get their turns
+
+    def take(self, posting: Posting) -> None:
+        """Call `SendQueue.carry` when the turn of *posting* has come among those of its posting thread."""
+        poster = posting.queue.poster
+        if poster in self._busy:
+            self._waiting.setdefault(poster, deque()).append(posting)
+        else:
+            self._begin(posting)
+
+    def _begin(self, posting: Posting) -> None:
+        now = self._clock.now
+        if not self._busy and now - self._idle > self._idle_after:
+            self._idle = now + self._idle_wake
+        self._busy[posting.queue.poster] = posting
+        at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
+        if at > now:
+            self._clock.call_at(at, posting.queue.carry, posting)
+        else:
+            posting.queue.carry(posting)
+
+    def sleeps_before(self, at: float, pause: float) -> bool:
+        """Return whether it may need waking for a transfer at *at*, or after *pause* seconds without any.
+
+        It is not known where it is busy or several ranks post: then its rest depends on all of them.
+        """
+        if not self._idle_wake:
+            return False
+        idle = not self._busy and len(self.posters) == 1 and self._idle <= self._clock.now
+        return not (idle and at - self._idle <= self._idle_after and pause < self._idle_after / 2)
+
+    def rests_since(self, at: float) -> None:
+        self._idle = max(self._idle, at)
+
+    def hold(self, posting: Posting) -> None:
+        self._busy[posting.queue.poster] = posting
+
+    def leave(self, posting: Posting) -> None:
+        """Go on to the next of its posting thread, if it was *posting* that was carried."""
+        poster = posting.queue.poster
+        if self._busy.get(poster) is not posting:
+            return
+        del self._busy[poster]
+        if self._stalled.get(poster) is posting:
+            del self._stalled[poster]
+        self._idle = max(self._idle, self._clock.now)
+        waiting, wire, at = self._waiting.get(poster), posting.wire, 0
+        while waiting:
+            if self._streams:
+                at = next((index for index, other in enumerate(waiting) if other.wire is wire), 0)
+            following = waiting[at]
+            del waiting[at]
+            if not following.aborted:
+                self._begin(following)
+                return
+
+    # --- turns of ranks ---
+
+    @property
+    def shared(self) -> bool:
+        return self._slice > 0.0 and len(self.posters) > 1
+
+    def start(self, posting: Posting) -> None:
+        """Put *posting* on the wire, now or in the turn of its rank."""
+        if not self.shared:
+            posting.queue.start(posting)
+            return
+        poster = posting.queue.poster
+        if self._owner is None:
+            self._own(poster)
+        if self._owner is poster and not self._over:
+            self._serve(posting)
+            return
+        self._stalled[poster] = posting
+        if len(self._stalled) == 1:
+            self._limit()
+
+    def rest(self, posting: Posting) -> None:
+        """Give the engine to the next rank, *posting* being off the wire, unless its own goes on at once."""
+        if self._served is posting:
+            self._served = None
+        if self._owner is posting.queue.poster and self._served is None:
+            self._pass()
+
+    def _own(self, poster: PostingThread) -> None:
+        self._owner, self._since, self._over = poster, self._clock.now, False
+        self._number += 1
+
+    def _serve(self, posting: Posting) -> None:
+        self._served, before, self._last = posting, self._last, self._owner
+        if self._switch and before is not None and before is not self._owner:
+            self._clock.call_at(self._clock.now + self._switch, self._start, posting)
+        else:
+            self._start(posting)
+
+    def _start(self, posting: Posting) -> None:
+        if self._served is posting:
+            posting.queue.start(posting)
+
+    def _pass(self) -> None:
+        self._owner = None
+        if self._stalled:
+            poster = next(iter(self._stalled))
+            posting = self._stalled.pop(poster)
+            self._own(poster)
+            if self._stalled:
+                self._limit()
+            self._serve(posting)
+
+    def _limit(self) -> None:
+        gone = ceil((self._clock.now - self._since) / self._slice)
+        self._clock.call_at(self._since + max(1, gone) * self._slice, self._end_slice, self._number)
+
+    def _end_slice(self, number: int) -> None:
+        posting = self._served
+        if number != self._number or not self._stalled or posting is None:
+            return
+        if posting.flow is None:  # it has hardly come to it
+            self._over = True
+            return
+        left = posting.queue.stop(posting)
+        if left < 1.0:  # it ends at this very instant
+            posting.left, self._over = 0.0, True
+            self._serve(posting)
+            return
+        posting.left, posting.flow, self._served = left, None, None
+        assert self._owner is not None
+        self._stalled[self._owner] = posting
+        self._pass()
+
+
 class SendQueue:
     """Everything that one endpoint posts to one peer.
 
-    *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
-    Mooncake's TCP does beyond 1024 blocks), or the transfer waits, first come, first served, without keeping the
-    poster from other peers; a transfer larger than *depth* is let in alone, when nothing else is outstanding.
+    *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (as Mooncake's TCP does), or
+    the transfer waits, first come, first served, without keeping the posting thread from other peers; one larger
+    than *depth* is let in when nothing else is outstanding.
     """
 
     def __init__(
@@ -196,6 +378,7 @@ class SendQueue:
     ) -> None:
         self.name = name
         self.model = model
+        self.poster = poster
         # what is asked for each transfer; the model is no compiled class
         self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
         self._small, self._fresh = model.small, model.fresh_descriptor
@@ -205,25 +388,25 @@ class SendQueue:
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
         self._clock: Clock = network.clock
         self._network = network
-        self._poster = poster
         self._waiting: deque[Posting] = deque()
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
-        ways = []
-        for read, route in enumerate((outward, inward)):
-            # within a GPU, for the rates are those of links to other GPUs
-            cap = inf if copier is not None and copier.within else model.fastest(read=bool(read))
-            path = network.path((*route.links, *queues), cap)
-            narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
-            rate = min(cap, narrowest)
-            stage = WireStage(path, model.latency + route.latency + read * model.read, rate)
-            stage.occupancy = model.wire_overhead(narrowest, read=bool(read))
-            if route.chain is not None:
-                answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
-                stage.streams = route.chain.streams(route.latency, answer, rate, model.lanes)
-            ways.append(stage)
-        self._outward, self._inward = ways
+        self._outward = self._way(outward, queues, read=False)
+        self._inward = self._way(inward, queues, read=True)
+
+    def _way(self, route: Route, queues: tuple[Link, ...], *, read: bool) -> WireStage:
+        model = self.model
+        # within a GPU there is no cap, for the rates are those of links to other GPUs
+        cap = inf if self._copier is not None and self._copier.within else model.fastest(read=read)
+        path = self._network.path((*route.links, *queues), cap)
+        narrowest = min((link.nominal / path.links.count(link) for link in path.links), default=inf)
+        latency, rate = model.latency + route.latency + read * model.read, min(cap, narrowest)
+        stage = WireStage(path, latency, rate, model.wire_overhead(narrowest, read=read))
+        if route.chain is not None:
+            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
+            stage.streams = route.chain.streams(route.latency, answer, rate, model.lanes)
+        return stage
 
     def post(
         self,
@@ -239,7 +422,7 @@ class SendQueue:
         *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does
         not wait.
         """
-        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
+        posting = Posting(self, self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
         if not self._depth or (not self._waiting and self._has_room(descriptors)):
             self._admit(posting)
         elif self.model.full == "wait":
@@ -251,25 +434,22 @@ class SendQueue:
             )
         return posting
 
-    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, SeriesSteps] | None:
-        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle poster.
+    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, Steps] | None:
+        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle thread.
 
-        Return None if what they do to each other, or to others, is more than `SeriesSteps` says.
+        Return None if what they do to each other, or to others, is more than `Steps` says.
         """
-        model, wire, poster = self.model, self._outward, self._poster
+        model, wire, poster, copier, now = self.model, self._outward, self.poster, self._copier, self._clock.now
         simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         size = nbytes + descriptors * wire.occupancy
-        if not simple or at_once or model.fresh_descriptor or poster.free > self._clock.now or not size:
+        if not simple or at_once or model.fresh_descriptor or poster.free > now or not size:
             return None
         posting = model.posting(descriptors) * poster.slowness
-        if self._copier is not None and self._copier.shared:
+        first = now if model.overlap else now + posting
+        if copier is not None and (copier.shared or copier.sleeps_before(first, posting + wire.latency)):
             return None
-        if self._copier is not None and self._copier.sleeps:
-            first = self._clock.now if model.overlap else self._clock.now + posting
-            if not self._copier.stays_awake(first, posting + wire.latency):
-                return None
-        return wire.path, size, SeriesSteps(count, posting, model.overlap, wire.latency)
+        return wire.path, size, Steps(count, posting, model.overlap, wire.latency)
 
     def resume(
         self,
@@ -280,19 +460,16 @@ class SendQueue:
         done: Callable[[Posting], None],
         tag: Any,
     ) -> Posting:
-        """Return a write of a series that is under way, as `post` would have made it.
-
-        *flow* is its own, if it is on the wire.
-        """
+        """Return a write of a series that is under way, as `post` would have made it, *flow* being on the wire."""
         _, posted, begin, end, over = stages
-        posting = Posting(self._outward, nbytes, descriptors, done, tag, 0.0)
-        posting.posted = self._poster.free = posted
+        posting = Posting(self, self._outward, nbytes, descriptors, done, tag, 0.0)
+        posting.posted = self.poster.free = posted
         self.outstanding += descriptors
-        self._poster.under_way += 1
+        self.poster.under_way += 1
         now = self._clock.now
         if flow is not None:
             posting.flow = flow
-            self._network.on_end(flow, self._on_carried, posting)
+            flow.done, flow.tag = self._on_carried, posting
         elif begin > now:
             self._clock.call_at(begin, self._begin, posting)
             return posting
@@ -304,9 +481,9 @@ class SendQueue:
         if self._copier is not None:
             ended = max(end, posted)
             if flow is not None or ended > now:
-                self._copier.hold(posting, self._poster)
+                self._copier.hold(posting)
             if flow is None and ended > now:
-                self._clock.call_at(ended, self._make_way, posting)
+                self._clock.call_at(ended, self._copier.leave, posting)
         return posting
 
     def carried(self, at: float) -> None:
@@ -319,10 +496,9 @@ class SendQueue:
         assert posting.posted is not None
         wire = posting.wire
         narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
-        posted = (
-            posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
-        )
-        return posted + posting.nbytes / narrowest + wire.latency + posting.held
+        unknown = posting.posted == inf
+        seconds = self._posting(posting.descriptors) if unknown else posting.posted - self._clock.now
+        return seconds + posting.nbytes / narrowest + wire.latency + posting.held
 
     def abort(self, posting: Posting) -> None:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
@@ -333,12 +509,12 @@ class SendQueue:
             self._waiting.remove(posting)
             return
         if posting.flow is not None:
-            self._network.abort(posting.flow)
+            self.stop(posting)
         if self._copier is not None:
-            self._copier.leave(posting, self._poster)
-            self._copier.rest(posting, self._poster)
-        if self._poster.threads is not None:
-            self._poster.threads.drop(posting)
+            self._copier.leave(posting)
+            self._copier.rest(posting)
+        if self.poster.threads is not None:
+            self.poster.threads.drop(posting)
         self._leave(posting)
 
     def _has_room(self, descriptors: int) -> bool:
@@ -346,19 +522,19 @@ class SendQueue:
         return alone or self.outstanding + descriptors <= self._depth
 
     def _admit(self, posting: Posting) -> None:
-        poster, now = self._poster, self._clock.now
-        self.outstanding += posting.descriptors
-        early = self._enter(posting) - max(0, posting.descriptors - self._most) * self._fresh
-        self._most = max(self._most, posting.descriptors)
+        poster, now, descriptors = self.poster, self._clock.now, posting.descriptors
+        self.outstanding += descriptors
+        early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
+        self._most = max(self._most, descriptors)
         if poster.threads is not None:
-            work = (self._posting(posting.descriptors) - early) * poster.slowness
+            work = (self._posting(descriptors) - early) * poster.slowness
             posting.posted = inf
             poster.threads.post(work, self._on_taken, self._on_posted, posting)
             return
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
-        posting.posted = poster.free = start + (self._posting(posting.descriptors) - early) * poster.slowness
+        posting.posted = poster.free = start + (self._posting(descriptors) - early) * poster.slowness
         begin = start if self._overlap else posting.posted
         if self._pipelined:
             begin = start + (self._posting(1) - early) * poster.slowness
@@ -374,7 +550,8 @@ class SendQueue:
         return seconds
 
     def _enter(self, posting: Posting) -> float:
-        small, poster = self._small, self._poster
+        # Return how much earlier it is posted because it is small and all that its thread has under way are such.
+        small, poster = self._small, self.poster
         if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
             poster.under_way += 1
             return 0.0
@@ -385,7 +562,7 @@ class SendQueue:
 
     def _on_taken(self, posting: Posting) -> None:
         if self._overlap:
-            first = self._posting(1) * self._poster.slowness if self._pipelined else 0.0
+            first = self._posting(1) * self.poster.slowness if self._pipelined else 0.0
             self._clock.call_at(self._clock.now + first, self._begin, posting)
 
     def _on_posted(self, posting: Posting) -> None:
@@ -396,40 +573,44 @@ class SendQueue:
             self._on_carried(posting)
 
     def _begin(self, posting: Posting) -> None:
+        if self._copier is None:
+            self.carry(posting)
+        elif not posting.aborted:
+            self._copier.take(posting)
+
+    def carry(self, posting: Posting) -> None:
+        """Start the wire of *posting*, whose turn has come, unless it was aborted meanwhile."""
         if posting.aborted:
             return
-        if self._copier is None:
-            self._carry(posting)
-        else:
-            self._copier.take(self._carry, posting, self._poster)
-
-    def _carry(self, posting: Posting) -> None:
-        if posting.aborted:  # while the copy engine woke for it
-            return
         wire = posting.wire
-        size = posting.nbytes + posting.descriptors * wire.occupancy
         if wire.streams is not None:
-            least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
+            least, growing = wire.streams.start(self._clock.now, posting.descriptors, posting.left)
             posting.least = self._clock.now + least
             posting.held += growing
         if self._copier is None:
-            posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
+            self.start(posting)
         else:
-            self._copier.carry(self._network, posting, self._poster, size, self._on_carried)
+            self._copier.start(posting)
+
+    def start(self, posting: Posting) -> None:
+        posting.flow = self._network.start(posting.wire.path, posting.left, self._on_carried, posting)
+
+    def stop(self, posting: Posting) -> float:
+        assert posting.flow is not None
+        return self._network.abort(posting.flow)
 
     def _on_carried(self, posting: Posting) -> None:
         posting.flow = None
-        assert posting.posted is not None
         if posting.posted == inf:
             posting.carried = True
         else:
             self._ends(posting)
         if self._copier is not None:
-            self._copier.rest(posting, self._poster)
+            self._copier.rest(posting)
 
     def _ends(self, posting: Posting) -> None:
         assert posting.posted is not None
-        wire = posting.wire
+        wire, copier = posting.wire, self._copier
         ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted
         now = self._clock.now
         ended = max(max(now, ready), posting.least)
@@ -437,17 +618,13 @@ class SendQueue:
         over = max(ended, ended + wire.latency + posting.held)
         if over > now:
             self._clock.call_at(over, self._complete, posting)
-        if self._copier is not None:
+        if copier is not None:
             if ended > now:
-                self._clock.call_at(ended, self._make_way, posting)
+                self._clock.call_at(ended, copier.leave, posting)
             else:
-                self._make_way(posting)
+                copier.leave(posting)
         if over <= now:
             self._complete(posting)
-
-    def _make_way(self, posting: Posting) -> None:
-        assert self._copier is not None
-        self._copier.leave(posting, self._poster)
 
     def _complete(self, posting: Posting) -> None:
         if not posting.aborted:
@@ -457,7 +634,7 @@ class SendQueue:
     def _leave(self, posting: Posting) -> None:
         self.outstanding -= posting.descriptors
         if not posting.at_once:
-            self._poster.under_way -= 1
+            self.poster.under_way -= 1
         waiting = self._waiting
         while waiting and self._has_room(waiting[0].descriptors):
             self._admit(waiting.popleft())
@@ -466,9 +643,8 @@ class SendQueue:
 class Fabric:
     """The hardware that all endpoints of a job share, on the job's *clock*.
 
-    *chance* is there only where faults are injected, *draws* only where something jitters.  *gpu* is the machine's,
-    and *crowded* has the node and GPU of those that serve several ranks.  *endpoints* has the last endpoint of each
-    rank.
+    *chance* is there only where faults are injected, *draws* only where something jitters; *crowded* has the node
+    and GPU of those that serve several ranks.
     """
 
     def __init__(
@@ -483,37 +659,28 @@ class Fabric:
         draws: Draws | None = None,
         crowded: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        self.clock = clock
-        self.network = network
-        self.topology = topology
-        self.engine = engine
-        self.chance = chance
-        self.observer = observer
-        self.gpu = gpu
-        self.draws = draws
-        self.crowded = crowded
-        self.endpoints: dict[str, Any] = {}  # by rank
-        self.copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
-        self.shares: dict[str, PostingShare] = {}  # the same, of GPUs
+        self.clock, self.network, self.topology, self.engine = clock, network, topology, engine
+        self.chance, self.observer, self.draws = chance, observer, draws
+        self.endpoints: dict[str, Any] = {}  # the last of each rank
+        self._gpu = gpu
+        self._crowded = crowded
+        self._copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
+        self._shares: dict[str, PostingShare] = {}  # the same, of GPUs
 
     def threads(self, site: Site) -> PostingThreads | None:
-        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work.
-
-        Ranks of one GPU that serves several (*crowded*) share what their threads must do one at a time.
-        """
-        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
+        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
+        engine, crowded = self.engine, (site.node, site.gpu) in self._crowded
         if engine.threads == 1 and not (crowded and engine.between):
             return None
         share = PostingShare(self.clock, engine.serial, engine.between)
         if crowded:
-            share = self.shares.setdefault(site.name, share)
+            share = self._shares.setdefault(site.name, share)
         return PostingThreads(share, engine.threads)
 
     def send_queue(self, name: str, poster: PostingThread, here: Site, there: Site) -> SendQueue:
         """Return the queue *name* of what *poster*, at *here*, posts to a rank at *there*.
 
-        A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
-        engine has no model for that way, and what `Topology.route` raises.
+        Raise a `BackendUnavailable` if the engine has no model for that way, and what `Topology.route` raises.
         """
         engine, inside = self.engine, here.node == there.node
         model = engine.intra if inside else engine.inter
@@ -527,7 +694,7 @@ class Fabric:
         copier = None
         if model.in_order:
             within = here == there
-            made = CopyEngine(self.clock, self.gpu, self.draws, streams=model.streams, within=within)
-            copier = self.copiers.setdefault(here.name + "/within" * within, made)
+            made = CopyEngine(self.clock, self._gpu, self.draws, streams=model.streams, within=within)
+            copier = self._copiers.setdefault(here.name + "/within" * within, made)
             copier.posters.add(poster)
         return SendQueue(self.network, poster, model, *routes, name, copier, self.draws)

@@ -3,7 +3,7 @@
 
 A chunk that goes in slices, or plane by plane, is up to hundreds of writes, each posted when the one before is
 complete (`SimWriteSequence`).  While nothing meets them, their times follow from the first
-(`SeriesSteps`), so they are one `Series` and cost one event.  They are reported together, at the
+(`Steps`), so they are one `Series` and cost one event.  They are reported together, at the
 end of the last.  Whatever could change their times, or could see that they are not reported yet (another post of the
 endpoint, the end of either side, a flow on their links), *cuts* the series first: what is complete is reported, the
 write under way becomes a transfer of its own, and the rest is posted one by one until another series may begin.
@@ -14,83 +14,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-import numpy as np
 from simpy.events import NORMAL
 
 from pdsim.core.clock import LAST, Alarm
 from pdsim.sim.hosts import ScheduledArrivals
-from pdsim.sim.network import Plan, Times
+from pdsim.sim.network import Plan
 from pdsim.transfer import WriteSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.core.clock import Clock
-    from pdsim.sim.network import Flow, Network, Path, Steps
+    from pdsim.sim.network import Flow, Network, Path, Stages, Steps, Times
     from pdsim.transfer import Batch, Batches, Endpoint, Peer, Transfer
 
     Foresee = Callable[[Peer, Batch, int, bytes, str, Callable[[int, int, Transfer | None], None]], "Series | None"]
 
-__all__ = ["Series", "SeriesSteps", "SimWriteSequence", "Stages"]
-
-
-Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
-
-
-class SeriesSteps:
-    """When each of *count* equal transfers begins and ends, posted one after the other with nothing in their way.
-
-    Each is posted when the one before is complete; with *overlap* its flow begins then, else when it is posted.
-    """
-
-    def __init__(self, count: int, posting: float, overlap: bool, latency: float) -> None:
-        self.count = count
-        self._posting = posting
-        self._overlap = overlap
-        self._latency = latency
-        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for by the plan and its owner
-
-    def alike(self, other: Steps) -> bool:
-        """Return whether the transfers of *other* take as long in every respect."""
-        return isinstance(other, SeriesSteps) and self.key() == other.key()
-
-    def key(self) -> tuple[float, ...]:
-        """Everything that the times depend on beside the start and the flow's length."""
-        return self.count, self._posting, self._overlap, self._latency
-
-    def pause(self, seconds: float) -> float:
-        """Return how long the wire rests after each flow of *seconds*, but for rounding."""
-        return max(self._posting - seconds, 0.0) + self._latency if self._overlap else self._latency + self._posting
-
-    def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
-        """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
-
-        These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
-        """
-        known = self._known
-        if known is None or known[0] != start or known[1] != seconds:
-            known = self._known = (start, seconds, self._sums(start, seconds))
-        return known[2]
-
-    def _sums(self, start: float, seconds: float) -> tuple[Times, ...]:
-        stages: tuple[float, ...] = (self._posting, seconds, self._latency)
-        if self._overlap:
-            stages = (max(self._posting, seconds), self._latency)
-        each = len(stages)
-        terms = np.empty(1 + each * self.count)
-        terms[0] = start
-        for place, stage in enumerate(stages):
-            terms[1 + place :: each] = stage
-        sums = np.add.accumulate(terms)
-        submitted, complete = sums[:-1:each], sums[each::each]
-        if not self._overlap:
-            return submitted, sums[1::each], sums[1::each], sums[2::each], complete
-        return submitted, submitted + self._posting, submitted, submitted + seconds, complete
-
-    def times(self, start: float, seconds: float) -> tuple[Times, Times]:
-        """Return when each flow begins and ends."""
-        _, _, begins, ends, _ = self.stages(start, seconds)
-        return begins, ends
+__all__ = ["Series", "SimWriteSequence"]
 
 
 class SimWriteSequence(WriteSequence):
@@ -161,7 +101,7 @@ class Series:
     def __init__(
         self,
         network: Network,
-        steps: SeriesSteps,
+        steps: Steps,
         peer: str,
         report: Callable[[bool, Times, Times, Times, Times], None],
         resume: Callable[[Stages, Flow | None], Transfer],

@@ -135,7 +135,7 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
     end the run: the recorder has it.
 
-    Its states; `pdsim.sim.transfers` and `backends.base.endpoint` use the same names for the transitions::
+    Its states; `pdsim.sim.endpoint` and `backends.base.endpoint` use the same names for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐

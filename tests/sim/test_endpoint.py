@@ -241,7 +241,7 @@ class TestTimeout:
             bench.write(target=0)
         bench.run()
         assert bench.clock.now <= 1000.0
-        assert len(bench.a.endpoint._initiator.posted._deadlines._ahead) == 0
+        assert len(bench.a.endpoint.posted.deadlines._ahead) == 0
 
 
 class TestLostPeer:

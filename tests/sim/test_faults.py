@@ -8,8 +8,8 @@ import pytest
 from pdsim.core.errors import ConfigError, PeerLost, TransferError
 from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.sim.hosts import JobClock, RankClock
+from pdsim.sim.memory import part_of
 from pdsim.sim.model import Model
-from pdsim.sim.transfers import part_of
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
 

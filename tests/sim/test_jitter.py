@@ -4,9 +4,8 @@ from pdsim.core.clock import Clock
 from pdsim.hardware.costs import Jitter
 from pdsim.sim.faults import Draws
 from pdsim.sim.network import Network
-from pdsim.sim.posting import PostingThread, SendQueue
+from pdsim.sim.posting import CopyEngine, PostingThread, SendQueue
 from pdsim.sim.topology import Route
-from pdsim.sim.wire import CopyEngine
 from tests.support.machines import cost
 
 

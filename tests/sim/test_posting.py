@@ -15,9 +15,8 @@ from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError, SendQueueFull
 from pdsim.hardware.costs import InlineSaving, Ramp
 from pdsim.sim.network import Network
-from pdsim.sim.posting import PostingThread, SendQueue
+from pdsim.sim.posting import CopyEngine, PostingThread, SendQueue
 from pdsim.sim.topology import Route
-from pdsim.sim.wire import CopyEngine
 from tests.support.machines import cost, machine
 
 
@@ -311,7 +310,7 @@ def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
 
 def test_copies_of_two_processes_go_on_side_by_side():
     crossing = Crossing()
-    crossing.lanes["ad"]._poster = PostingThread()  # of another rank on the same GPU
+    crossing.lanes["ad"].poster = PostingThread()  # of another rank on the same GPU
     crossing.post("ac", "ad", "ac", "ad")
     assert crossing.run() == [(2.0, "ac"), (2.0, "ad"), (4.0, "ac"), (4.0, "ad")]
 
@@ -320,7 +319,7 @@ def test_a_process_whose_posting_is_slow_leaves_the_port_to_another():
     crossing = Crossing(overlap=True)
     slow = crossing.lanes["ac"]
     slow.model = cost(call=3.0, descriptor=0.0, latency=0.0, in_order=True, overlap=True)
-    slow._poster = PostingThread()
+    slow.poster = PostingThread()
     crossing.post("ac", "ad")
     assert crossing.run() == [(2.0, "ad"), (3.0, "ac")]
 
@@ -341,8 +340,8 @@ class TestSlices:
         crossing = Crossing(replace(machine().gpu, slice=seconds, **changes), within=within)
         for lane in ("ac", "ad"):
             queue = crossing.lanes[lane]
-            queue._poster = PostingThread()
-            queue._copier.posters.add(queue._poster)
+            queue.poster = PostingThread()
+            queue._copier.posters.add(queue.poster)
         return crossing
 
     def test_a_process_has_the_engine_as_long_as_it_has_something_queued(self):

@@ -334,24 +334,24 @@ class TestWork:
         for i in range(10):
             start([port], 1.0, i, at=2.0 * i + 1.0)
         clock.run()
-        assert (network.events, network.touched, network.solves) == (10, 10, 0)
+        assert (network.events, network.solver.touched, network.solver.solves) == (10, 10, 0)
 
     def test_flows_of_one_instant_that_meet_are_solved_once(self, clock, network, start, done):
         switch = network.link("switch", 4.0)
         for i in range(8):
             start([network.link(f"rail {i}", 1.0), switch], 1.0, i, at=1.0)
         clock.run()
-        assert (len(done), network.events, network.solves) == (8, 3, 2)
+        assert (len(done), network.events, network.solver.solves) == (8, 3, 2)
 
     def test_a_flow_elsewhere_touches_nobody(self, clock, network, start):
         ports = [network.link(str(i), 1.0) for i in range(100)]
         for i, port in enumerate(ports):
             start([port], 100.0, i)
         clock.run(until=1.0)
-        before = network.touched
+        before = network.solver.touched
         start([ports[0]], 1.0, "new")
         clock.run(until=2.0)
-        assert network.touched - before == 1
+        assert network.solver.touched - before == 1
 
     def test_a_flow_replaced_by_another_of_its_path_needs_no_solving(self, clock, network):
         path = network.path([network.link("port", 1.0)])
@@ -362,7 +362,7 @@ class TestWork:
 
         again(100)
         clock.run()
-        assert network.solves == 0
+        assert network.solver.solves == 0
 
     def test_links_that_cannot_limit_are_not_looked_at(self, network):
         """Eight ports fill their switch exactly, so only the ports count."""
