@@ -48,8 +48,18 @@ from backends.base.zmq_channel import Keys
 from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
 from pdsim.hardware.costs import Engine
-from pdsim.transfer import Batch, Batches, Buffer, Notification, Peer, Recorder, Region, Transfer, WriteSequence
-from pdsim.transfer.transfer import check_sides
+from pdsim.transfer import (
+    Batch,
+    Batches,
+    Buffer,
+    Notification,
+    Peer,
+    Recorder,
+    Region,
+    Transfer,
+    WriteSequence,
+    check_sides,
+)
 
 __all__ = ["RealEndpoint"]
 

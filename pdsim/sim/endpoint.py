@@ -33,9 +33,18 @@ from pdsim.sim.memory import RegionTable, copy_bytes, part_of, read_pieces, writ
 from pdsim.sim.posting import Fabric, PostingThread
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Transfer, TransferRecord, WriteSequence
+from pdsim.transfer import (
+    Batch,
+    Buffer,
+    Notification,
+    Peer,
+    Region,
+    Transfer,
+    TransferRecord,
+    WriteSequence,
+    check_sides,
+)
 from pdsim.transfer.log import Kind, RecordRun
-from pdsim.transfer.transfer import check_sides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ __all__ = ["Flow", "Link", "Path", "Waterfill"]
 ENDED: Final = 1.0 + 1e-14
 """Ends within a few roundings of one another, in service, are one end."""
 
-SAME: Final = 1.0 + 1e-12
+SAME: Final = 1e-12
 """Two rates closer than this, relatively, are the same rate with different rounding."""
 
 REBASE: Final = 1000
@@ -32,7 +32,7 @@ OPEN: Final = -1.0
 """The level of a link that limits nobody, or whose level is being determined."""
 
 FEW: Final = 12
-"""From so many links on, those without unset flows are dropped before each scan."""
+"""Up to so many links it is faster to look at all of them than to keep them in order."""
 
 
 class Flow:
@@ -74,6 +74,7 @@ class Link:
         self.free = capacity  # what flows with a rate leave
         self.unset = 0.0  # flows without a rate, while solving
         self.level = OPEN
+        self.key = inf  # the level with which it waits to be settled
         self.was = 0.0  # the level before the solution under way
         self.service = 0.0  # bytes that each flow limited here has received at the time `since`
         self.since = 0.0
@@ -302,6 +303,7 @@ class Waterfill:
         """How many paths were given a rate, over all solves."""
         self._now = 0.0
         self._near: list[Link] = []  # links with flows whose rate is to be determined
+        self._opened: list[Link] = []  # links whose level was taken back
         self._rising = 0  # paths whose rate is to be determined
 
     def solve(self, changed: Iterable[Path], resized: Iterable[Link], now: float) -> None:
@@ -318,6 +320,7 @@ class Waterfill:
                 self._fill()  # what comes now is far from what came before, so that apart both are smaller
             self._recount(path)
         self._fill()
+        self._opened.clear()
 
     def enter_alone(self, path: Path, now: float) -> bool:
         """Give the first flow of *path* its rate if no link of the path has others; return whether that was so."""
@@ -412,6 +415,7 @@ class Waterfill:
         # Its paths have no rate until they are settled again, and leave to their other links what they took.
         # *was* keeps the level, by which service is counted until now.
         near = self._near
+        self._opened.append(link)
         link.was = level = link.level
         link.level = OPEN
         self._rising += len(link.bound)
@@ -436,6 +440,9 @@ class Waterfill:
         while self._rising:
             if len(near) > FEW:
                 near[:] = [link for link in near if link.unset]
+                if len(near) > FEW:
+                    self._fill_many()
+                    return
             lowest = inf
             for link in near:
                 flows = link.unset
@@ -447,6 +454,41 @@ class Waterfill:
             self._settle(tightest, max(lowest, 0.0))
         near.clear()
 
+    def _fill_many(self) -> None:
+        # A link's level can only rise as others settle below it, unless a level is taken back; so an entry is
+        # checked when it comes up, and put back if it is out of date.  This takes logarithmic time a link.
+        heap: list[tuple[float, int, Link]] = []
+        fresh = self._near
+        while self._rising:
+            for link in fresh:
+                flows = link.unset
+                if flows:
+                    level = link.free / flows
+                    if level < link.key:
+                        link.key = level
+                        heappush(heap, (level, link.index, link))
+            fresh.clear()
+            key, index, link = heappop(heap)
+            if key != link.key:
+                continue
+            link.key = inf
+            flows = link.unset
+            if not flows:
+                continue
+            level = link.free / flows
+            if level > key + abs(key) * SAME:  # others were settled since
+                link.key = level
+                heappush(heap, (level, index, link))
+                continue
+            self._opened.clear()
+            self._settle(link, max(level, 0.0))
+            for other in self._opened:  # only this can let a level sink
+                for path in other.bound:
+                    fresh += path.live
+        for _, _, link in heap:
+            link.key = inf
+        fresh.clear()
+
     def _settle(self, link: Link, level: float) -> None:
         # A path that another link allows more than *level* is limited here from now on, so that link is opened
         # first and this one comes up again.  A path that gets less than before leaves more to its other links, so
@@ -456,7 +498,7 @@ class Waterfill:
         if link.level >= 0.0:
             self._open(link)
             return
-        above = level * SAME
+        above = level * (1.0 + SAME)
         limited = []
         fair = True
         for path in link.active:

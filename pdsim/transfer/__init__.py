@@ -1,38 +1,425 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common transfer interface; `pdsim.transfer.transfer` has its classes and their contract."""
+"""The common transfer interface: the waist of pdsim, below it a SimPy model (`pdsim.sim`) and real engines.
 
+A rank's program is a generator that is given a `pdsim.transfer.job.Rank` and yields events.  Times are seconds on
+the rank's clock, sizes bytes, offsets bytes from the start of a region.  Nothing here knows of requests, rooms, pages
+or layers, which engine runs, or whether time is virtual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
+
+from simpy.events import Event
+
+from pdsim.core.clock import Clock, Mailbox, fire
+from pdsim.core.errors import InvalidBatch
 from pdsim.transfer.batch import Batch, Buffer, Region
-from pdsim.transfer.transfer import (
-    Batches,
-    Channel,
-    Device,
-    Endpoint,
-    Message,
-    Notification,
-    Peer,
-    Program,
-    Recorder,
-    Spill,
-    Transfer,
-    TransferRecord,
-    WriteSequence,
-)
 
 __all__ = [
-    "Batch",
-    "Batches",
-    "Buffer",
-    "Channel",
-    "Device",
-    "Endpoint",
-    "Message",
-    "Notification",
-    "Peer",
-    "Program",
-    "Recorder",
-    "Region",
-    "Spill",
-    "Transfer",
-    "TransferRecord",
-    "WriteSequence",
+    *("Batch", "Batches", "Buffer", "Channel", "Device", "Endpoint", "Message", "Notification", "Peer", "Program"),
+    *("Recorder", "Region", "Spill", "Transfer", "TransferRecord", "WriteSequence", "check_sides"),
 ]
+
+Program = Generator[Event, Any, Any]
+
+
+class Device(Protocol):
+    """One GPU, or the host: memory of limited capacity, and the time that work on it takes."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``"cpu"``, ``"cuda:0"`` or, on the model, ``"node0/gpu3"``."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated in all."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated now, those in quarantine included."""
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether buffers have contents; on the model only with ``memory=tracked``."""
+
+    def allocate(self, size: int, pool: str = "default") -> Buffer:
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full.
+
+        Pool ``"symmetric"`` has the memory that `Group.reserve` gave it, and none before.
+        """
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back.  Raise a `RegistrationError` while it is registered with an endpoint."""
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
+
+        They need not be registered: see `Region.local`.  The event succeeds when the bytes are there; copies may end
+        in any order.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its buffer was
+        freed.
+        """
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds*, after all work asked for before; return an event for its end.
+
+        On real targets it is a wait: computation is emulated, and transfers go on meanwhile.
+        """
+
+
+class TransferRecord(NamedTuple):
+    """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
+
+    As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
+    (the engine has taken all descriptors), *tx* is ``seen - posted``, of which ``completed - posted`` is the wire
+    (bytes at the target, acknowledged) and ``seen - completed`` what the poller added.
+    """
+
+    engine: str
+    operation: str  # "write", "read", "all_gather" or "reserve"
+    source: str  # rank; of a collective, all of them
+    target: str  # rank
+    nbytes: int
+    descriptors: int
+    submitted: float
+    prepared: float
+    posted: float
+    completed: float
+    seen: float
+    status: str = "ok"  # or the name of the exception's class
+    label: str = ""  # the caller's, opaque to the engine
+
+
+class Transfer(Event):
+    """One write or read under way.
+
+    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
+    end the run: the recorder has it.  Its states; `pdsim.sim.endpoint` and `backends.base.endpoint` use the same names
+    for the transitions::
+
+                        refused by the engine
+        prepared ───────────────────────────────┐
+            │ post                              │
+            ▼         engine, deadline, peer    ▼
+         posted ────────────────────────────► failed
+            │              fail                 │
+            │ complete                          ├─ bytes may still move ──► quarantined
+            ▼                                   │  quarantine                    │
+        completed                               │ nothing moves                  │ quiesce
+            │                                   ▼                                ▼
+            └──────────────────────────────► quiesced ◄──────────────────────────┘
+
+    *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
+    After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
+    then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
+
+    *posted* is when the call that posts it keeps its thread no longer; on a virtual clock maybe after it returns.
+    """
+
+    def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
+        self.env = cast(Any, clock)  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
+        self.callbacks = []
+        self._defused = True
+        self.batch = batch
+        self.label = label
+        self.posted = clock.now
+        self._settled: Event | None = None  # made when it is asked for, which is seldom
+        self._quiesced = False
+
+    @property
+    def settled(self) -> Event:
+        """The second event; see above."""
+        if self._settled is None:
+            self._settled = Event(self.env)
+            if self._quiesced:
+                fire(self._settled)
+        return self._settled
+
+    def settle(self, *, now: bool = False) -> None:
+        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints.
+
+        With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
+        """
+        if self._settled is None:
+            self._quiesced = True
+        elif self._settled.callbacks and not now:
+            self._settled.succeed()
+        else:
+            fire(self._settled)
+
+
+class Batches(Protocol):
+    """Batches by number, from 0: a list of them, or what makes each when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Batch: ...
+
+
+class WriteSequence(Event):
+    """Writes to one peer, each posted when the one before is complete: the event of `Endpoint.write_sequence`.
+
+    Succeeds with how many writes are complete: all, or fewer after `stop`.  Fails with the error of the first write
+    that fails, and posts no more; *failed* is that write, whose `Transfer.settled` says when nothing of it moves any
+    more, or None if it could not be posted.  *done* says how many are complete so far.
+
+    This class is a loop over `Endpoint.write`.  An endpoint that knows more about its writes may derive from it.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        endpoint: Endpoint,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes,
+        label: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        super().__init__(cast(Any, clock))
+        self._defused = True  # as a `Transfer`: a failure that nobody waits for does not end the run
+        self.done = 0
+        self.failed: Transfer | None = None
+        self._endpoint = endpoint
+        self._peer = peer
+        self._batches = batches
+        self._notify = notify
+        self._label = label
+        self._progress = progress
+        self._stopped = False
+
+    def start(self) -> WriteSequence:
+        """Post the first write, and return this; for endpoints.  Raise what `Endpoint.write` raises."""
+        self._next()
+        return self
+
+    def stop(self) -> None:
+        """Let the write that is under way be the last one."""
+        self._stopped = True
+
+    def _next(self) -> None:
+        if self._stopped or self.done == len(self._batches):
+            fire(self, self.done)
+            return
+        batch = self._batches[self.done]
+        self._follow(self._endpoint.write(self._peer, batch, self._notify, label=self._label))
+
+    def _follow(self, transfer: Transfer) -> None:
+        if transfer.callbacks is None:  # it has ended at once
+            self._on_end(transfer)
+        else:
+            transfer.callbacks.append(self._on_end)
+
+    def _on_end(self, transfer: Event) -> None:
+        assert isinstance(transfer, Transfer)
+        if not transfer.ok:
+            self.failed = transfer
+            fire(self, transfer.value, ok=False)
+            return
+        self._count(1, transfer.batch.nbytes)
+        try:
+            self._next()
+        except Exception as error:  # what `write` refuses
+            fire(self, error, ok=False)
+
+    def _count(self, writes: int, nbytes: int) -> None:
+        self.done += writes
+        if self._progress is not None:
+            self._progress(writes, nbytes)
+
+
+class Notification(NamedTuple):
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes.
+
+    Equal notifications of one sender that follow each other may arrive as one, for as many *times* transfers.
+    """
+
+    sender: str  # rank
+    payload: bytes
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other side of a connection, as `Endpoint.connect` returns it."""
+
+    name: str  # rank
+    regions: Mapping[str, Region]
+    handle: Any = field(default=None, repr=False, compare=False)  # the engine's own
+
+
+def check_sides(rank: str, peer: Peer, batch: Batch, *, write: bool) -> tuple[Region, Region]:
+    """Return the regions of *batch* on the side of *rank*, which posts it, and on that of *peer*.
+
+    Every endpoint calls this before it posts.  Raise `InvalidBatch` if the first is not a region of *rank*, or the
+    second was not in the address that *peer* was connected with.
+    """
+    local, remote = (batch.source, batch.target) if write else (batch.target, batch.source)
+    if local.owner != rank:
+        side, operation = ("source", "write") if write else ("target", "read")
+        raise InvalidBatch(f"the {side} of a {operation} must be a region of {rank}, got one of {local.owner}")
+    known = peer.regions.get(remote.name)
+    if known is not remote and known != remote:
+        raise InvalidBatch(
+            f"region {remote.owner}/{remote.name} is not in the address of {peer.name}, which has "
+            f"{', '.join(sorted(peer.regions)) or 'none'}; connect again with a newer address"
+        )
+    return local, remote
+
+
+class Endpoint(Protocol):
+    """One rank's way to move bytes.
+
+    In this order: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then `write` and
+    `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what it does by
+    notifications.  Transfers to one peer may overlap and complete in any order; notifications of transfers that were
+    posted one after the other's completion arrive in that order, and no other order is promised.
+    """
+
+    @property
+    def engine(self) -> str:
+        """What moves the bytes, as the engine itself reports it, not as it was asked for."""
+
+    @property
+    def notifications(self) -> Mailbox:
+        """The `Notification`s of peers, in order of arrival."""
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers of this endpoint that failed and have not settled."""
+
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine as region *name*.
+
+        Raise a `RegistrationError` if the name is taken, the buffer registered already, or the engine refuses it.
+        """
+
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*.
+
+        Raise a `RegistrationError` if it is not registered or if a transfer over it has not settled.
+        """
+
+    def address(self) -> bytes:
+        """Return what a peer needs to reach this endpoint and the regions registered so far; opaque.
+
+        Send it over the channel.  Regions registered later need a new one.
+        """
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; again with a newer address, to learn of regions registered since.
+
+        Raise `PeerLost` if nothing answers there and a `TransferFailed` if *address* is not an address.
+        """
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* from a region of this endpoint to one of *peer*'s, then deliver *notify* there.
+
+        *timeout* in seconds replaces the endpoint's default deadline.  Raise `InvalidBatch` if a region is not this
+        endpoint's or not *peer*'s, a `RegistrationError` if the local one is no longer registered.
+
+        The event fails with `TransferTimeout` after the deadline and with `PeerLost` if the peer is gone; how it
+        then settles is `Transfer.settled`.  *label* goes into the record and means nothing to the engine.
+        """
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`.
+
+        The peer's program has no part in it and gets no notification.
+        """
+
+    def write_sequence(
+        self,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes = b"",
+        *,
+        label: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WriteSequence:
+        """Write *batches* one after the other, each when the one before is complete, and each with *notify*.
+
+        They have as many descriptors and bytes each; offsets differ.  ``progress(writes, nbytes)`` is called with
+        the writes that have completed since the last call, and their bytes together.  Raise what `write` raises of
+        the first; the sequence fails with what it raises of another.
+        """
+
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
+
+        Every incarnation of that rank that has connected to this endpoint has ended, or has closed its endpoint with
+        nothing under way, and what it sent has landed or is lost.  With none it succeeds at once.
+
+        Where a writer is gone and cannot say `Transfer.settled`, this is the owner's only proof that memory may be
+        handed out again.  It may never come: silence is no proof.  So wait for it with a deadline.
+        """
+
+    def close(self) -> None:
+        """Give everything back: connections, registrations, threads, descriptors.  May be called twice."""
+
+
+class Message(NamedTuple):
+    """A control message: who sent it, and its bytes."""
+
+    sender: str  # rank
+    payload: bytes
+
+
+class Channel(Protocol):
+    """Control messages between ranks.  Those of one sender to one receiver keep their order; others do not.
+
+    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
+    """
+
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were dropped: not of this job's ranks, or not of the schema."""
+
+    def send(self, receiver: str, payload: bytes) -> None:
+        """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
+
+    def receive(self) -> Event:
+        """Return an event that succeeds with the next `Message`.  Yield it at once."""
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused and drop its connection: no more of its messages is received."""
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler*, which must not raise, with every `Message` from now on, instead of `receive`.
+
+        Raise a `RuntimeError` if there is a handler already.
+        """
+
+    def close(self) -> None:
+        """Close the sockets.  May be called twice."""
+
+
+class Spill(Protocol):
+    """Where rows are left that need not stay in memory; append-only, so a run that is killed leaves what it wrote."""
+
+    def append(self, payload: bytes) -> int:
+        """Keep *payload*, and return where."""
+
+    def read(self, position: int) -> bytes:
+        """Return what was kept at *position*."""
+
+
+class Recorder(Protocol):
+    """Where a rank's measurements go."""
+
+    @property
+    def spill(self) -> Spill | None:
+        """Where a program may leave rows that it needs no more; None to keep them in memory."""
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*.  Endpoints call this for every transfer, failed ones included."""
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says of what."""
+
+    def inspect(self, program: object) -> None:
+        """Show *program*, the object that a rank runs, to whoever checks the job while it goes on."""
