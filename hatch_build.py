@@ -29,7 +29,6 @@ SWITCH = "PDSIM_COMPILE"
 OPTIMIZE = "PDSIM_COMPILE_LEVEL"  # of the C compiler: 0 to 3
 MODULES = (
     "pdsim/transfer/batch.py",
-    "pdsim/core/arena.py",
     "pdsim/core/clock.py",
     "pdsim/sim/hosts.py",
     "pdsim/sim/endpoint.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdsim.core.arena import Arena
+from pdsim.transfer.batch import Arena
 
 
 def test_the_first_gap_with_room_is_taken():

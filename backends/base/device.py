@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
-from pdsim.core.arena import Arena
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
 from pdsim.transfer import Batch, Buffer, Region
-from pdsim.transfer.batch import move
+from pdsim.transfer.batch import Arena, move
 from pdsim.transfer.group import SYMMETRIC
 
 __all__ = [

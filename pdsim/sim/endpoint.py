@@ -33,17 +33,8 @@ from pdsim.sim.memory import RegionTable, copy_bytes, part_of, read_pieces, writ
 from pdsim.sim.posting import Fabric, PostingThread
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
-from pdsim.transfer import (
-    Batch,
-    Buffer,
-    Notification,
-    Peer,
-    Region,
-    Transfer,
-    TransferRecord,
-    WriteSequence,
-    check_sides,
-)
+from pdsim.transfer import Notification, Peer, Transfer, TransferRecord, WriteSequence, check_sides
+from pdsim.transfer.batch import Batch, Buffer, Region
 from pdsim.transfer.log import Kind, RecordRun
 
 if TYPE_CHECKING:

@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
-from pdsim.core.arena import Arena
 from pdsim.core.clock import Clock, fire
 from pdsim.core.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.core.units import format_size
 from pdsim.sim.hosts import HostLatency
 from pdsim.sim.topology import SideTraffic
 from pdsim.transfer import Batch, Buffer, Region
-from pdsim.transfer.batch import move
+from pdsim.transfer.batch import Arena, move
 from pdsim.transfer.group import SYMMETRIC
 
 if TYPE_CHECKING:

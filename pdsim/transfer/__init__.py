@@ -2,8 +2,8 @@
 """The common transfer interface: the waist of pdsim, below it a SimPy model (`pdsim.sim`) and real engines.
 
 A rank's program is a generator that is given a `pdsim.transfer.job.Rank` and yields events.  Times are seconds on
-the rank's clock, sizes bytes, offsets bytes from the start of a region.  Nothing here knows of requests, rooms, pages
-or layers, which engine runs, or whether time is virtual.
+the rank's clock, sizes bytes, offsets bytes from the start of a region.  Nothing here knows of requests, rooms,
+pages or layers, which engine runs, or whether time is virtual.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Device(Protocol):
         """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
 
         They need not be registered: see `Region.local`.  The event succeeds when the bytes are there; copies may end
-        in any order.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its buffer was
-        freed.
+        in any order.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its buffer
+        was freed.
         """
 
     def compute(self, seconds: float) -> Event:
@@ -96,8 +96,8 @@ class Transfer(Event):
     """One write or read under way.
 
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
-    end the run: the recorder has it.  Its states; `pdsim.sim.endpoint` and `backends.base.endpoint` use the same names
-    for the transitions::
+    end the run: the recorder has it.  Its states; `pdsim.sim.endpoint` and `backends.base.endpoint` use the same
+    names for the transitions::
 
                         refused by the engine
         prepared ───────────────────────────────┐
@@ -272,10 +272,10 @@ def check_sides(rank: str, peer: Peer, batch: Batch, *, write: bool) -> tuple[Re
 class Endpoint(Protocol):
     """One rank's way to move bytes.
 
-    In this order: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then `write` and
-    `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what it does by
-    notifications.  Transfers to one peer may overlap and complete in any order; notifications of transfers that were
-    posted one after the other's completion arrive in that order, and no other order is promised.
+    In this order: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then `write`
+    and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what it does
+    by notifications.  Transfers to one peer may overlap and complete in any order; notifications of transfers that
+    were posted one after the other's completion arrive in that order, and no other order is promised.
     """
 
     @property
@@ -399,7 +399,7 @@ class Channel(Protocol):
 
 
 class Spill(Protocol):
-    """Where rows are left that need not stay in memory; append-only, so a run that is killed leaves what it wrote."""
+    """Where rows are left that need not stay in memory, append-only: a run that is killed leaves what it wrote."""
 
     def append(self, payload: bytes) -> int:
         """Keep *payload*, and return where."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a device, the name that it has among ranks, and the descriptors of one transfer over two regions."""
+"""Memory of a device: its addresses, the names of regions among ranks, the descriptors of a transfer over two."""
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,29 +16,59 @@ from pdsim.core.errors import InvalidBatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "Batch",
-    "Buffer",
-    "Bytes",
-    "Int64s",
-    "LazyBatch",
-    "Region",
-    "check_disjoint",
-    "check_inside",
-    "int64s",
-    "move",
-    "single_descriptor",
-]
+__all__ = ["Arena", "Batch", "Buffer", "Bytes", "Int64s", "LazyBatch", "Region", "move", "single_descriptor"]
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Buffer(Protocol):
-    """Memory that a `Device` allocated.
+class Arena:
+    """Addresses of a piece of memory of *size* bytes that begins at *base*.
 
-    A buffer is valid until `Device.free`; regions over it must be deregistered first.
+    Invariant: gaps are ascending, do not overlap and do not touch, and their bytes and those taken add up to *size*.
+
+    >>> arena = Arena(100)
+    >>> arena.take(60), arena.take(60), arena.take(40)
+    (0, None, 60)
+    >>> arena.give(0, 60); arena.give(60, 40); arena.take(100)
+    0
     """
+
+    def __init__(self, size: int, base: int = 0) -> None:
+        self.size = size
+        self._gaps = [(base, size)]  # address and size, ascending, never touching
+
+    @property
+    def free(self) -> int:
+        """Bytes of all gaps together."""
+        return sum(size for _, size in self._gaps)
+
+    @property
+    def largest_gap(self) -> int:
+        """The most bytes that the next `take` can get."""
+        return max((size for _, size in self._gaps), default=0)
+
+    def take(self, size: int) -> int | None:
+        """Return the first address with room for *size* bytes, or None."""
+        for index, (address, room) in enumerate(self._gaps):
+            if room >= size:
+                self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        return None
+
+    def give(self, address: int, size: int) -> None:
+        """Undo a `take`."""
+        insort(self._gaps, (address, size))
+        merged: list[tuple[int, int]] = []
+        for start, room in self._gaps:
+            if merged and sum(merged[-1]) == start:
+                start, room = merged[-1][0], merged.pop()[1] + room
+            merged.append((start, room))
+        self._gaps = merged
+
+
+class Buffer(Protocol):
+    """Memory that a `Device` allocated, valid until `Device.free`; regions over it must be deregistered first."""
 
     @property
     def size(self) -> int:
@@ -65,8 +96,7 @@ class Buffer(Protocol):
 class Region:
     """Registered memory as either side names it.
 
-    Plain data that may be sent: `Endpoint.address` contains the regions of an endpoint, `Peer.regions` those of a
-    peer.
+    Plain data that may be sent, in `Endpoint.address`; `Peer.regions` has those of a peer.
     """
 
     owner: str  # the rank that registered it
@@ -81,23 +111,15 @@ class Region:
         return cls(owner, f"local:{buffer.address:#x}", buffer.size, buffer.address, device)
 
 
-def int64s(values: npt.ArrayLike, name: str) -> Int64s:
-    """Return *values* as int64, shape (n,).  Raise an `InvalidBatch` that names *name* for anything else.
-
-    Unsigned and narrower integers are converted; floats are refused, even whole ones.  An empty array may have any
-    type.
-    """
+def _int64s(values: npt.ArrayLike, name: str) -> Int64s:
+    # Floats are refused, even whole ones; an empty array may have any type.
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidBatch(f"{name} must be a one-dimensional array of integers, got {array.dtype} of {array.shape}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
-    """Raise an `InvalidBatch` that names the first descriptor of which *region*, on *side*, does not hold all bytes.
-
-    Offsets and sizes are int64 of shape (n,) with n > 0 and positive sizes.  *side* is "source" or "target".
-    """
+def _check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
     if offset.min() >= 0 and offset.max() <= region.size - int(size.max()):  # sufficient, and makes no arrays
         return
     # offset > region.size - size rather than offset + size > region.size: the sum may overflow
@@ -122,12 +144,7 @@ def _ascending(offset: Int64s, size: Int64s) -> bool:
     return True
 
 
-def check_disjoint(offset: Int64s, size: Int64s) -> None:
-    """Raise an `InvalidBatch` that names two descriptors if their targets overlap.
-
-    *offset* and *size* are int64 of shape (n,), sizes positive.  Pieces in ascending order, as most batches have
-    them, are not sorted.
-    """
+def _check_disjoint(offset: Int64s, size: Int64s) -> None:
     if _ascending(offset, size):  # as batches mostly are: no need to sort
         return
     order = np.argsort(offset, kind="stable")
@@ -147,10 +164,7 @@ _CACHED = 1 << 18
 
 
 def move(source: Bytes, target: Bytes, source_offset: Int64s, target_offset: Int64s, size: Int64s) -> None:
-    """Copy descriptors between two arrays of bytes of which neither has a part of the other.
-
-    *source* and *target* are uint8 of any length; offsets and sizes are int64 of shape (n,), inside their arrays
-    (`check_inside`) and with targets apart (`check_disjoint`), which is not checked again.
+    """Copy the descriptors of a valid `Batch` between two arrays of bytes of which neither has a part of the other.
 
     Small pieces of equal sizes, as the heads of tokens are, go many at a time: a tenth to a third of a loop's time.
     """
@@ -173,8 +187,7 @@ class Batch:
     *target* whoever posts: for a read, *source* is the peer's.
 
     Raise `InvalidBatch` if the batch is empty or the lengths differ, if a size is not positive, if a descriptor
-    reaches outside its region, or if two targets overlap (engines keep no order among descriptors, so the outcome
-    would be chance; sources may overlap).
+    reaches outside its region, or if two targets overlap; sources may.
     """
 
     __slots__ = ("_size", "_source_offset", "_target_offset", "nbytes", "source", "target")
@@ -189,9 +202,9 @@ class Batch:
     ) -> None:
         self.source = source
         self.target = target
-        self._source_offset = int64s(source_offset, "source_offset")
-        self._target_offset = int64s(target_offset, "target_offset")
-        self._size = lengths = int64s(size, "size")
+        self._source_offset = _int64s(source_offset, "source_offset")
+        self._target_offset = _int64s(target_offset, "target_offset")
+        self._size = lengths = _int64s(size, "size")
         count = len(lengths)
         if not len(self._source_offset) == len(self._target_offset) == count:
             raise InvalidBatch(
@@ -203,28 +216,27 @@ class Batch:
         if lengths.min() <= 0:
             index = int(np.argmin(lengths))
             raise InvalidBatch(f"size[{index}]={lengths[index]}: sizes must be positive")
-        check_inside(source, self._source_offset, lengths, "source")
-        check_inside(target, self._target_offset, lengths, "target")
-        check_disjoint(self._target_offset, lengths)
+        _check_inside(source, self._source_offset, lengths, "source")
+        _check_inside(target, self._target_offset, lengths, "target")
+        _check_disjoint(self._target_offset, lengths)
         self.nbytes = int(lengths.sum())
 
     @property
     def source_offset(self) -> Int64s:
         """Where each descriptor begins in the source."""
-        return self._source_offset
+        return self.arrays()._source_offset
 
     @property
     def target_offset(self) -> Int64s:
         """Where each descriptor begins in the target."""
-        return self._target_offset
+        return self.arrays()._target_offset
 
     @property
     def size(self) -> Int64s:
         """The bytes of each descriptor."""
-        return self._size
+        return self.arrays()._size
 
     def __len__(self) -> int:
-        """Return the number of descriptors."""
         return len(self._size)
 
     def __repr__(self) -> str:
@@ -251,11 +263,11 @@ class Batch:
 
 
 class LazyBatch(Batch):
-    """A batch whose arrays are made by *make* when somebody first reads one of them.
+    """A valid batch whose arrays *make* makes when somebody first reads one of them.
 
-    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever
-    makes one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over
-    regions at least as large.  It is called at most once, for all batches that `over` derives from this one.
+    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  *make* is
+    called at most once, for all batches that `over` derives from this one, and returns a batch of *count*
+    descriptors and *nbytes* over regions at least as large; else an `AssertionError` is raised.
     """
 
     __slots__ = ("_count", "_made", "_make")
@@ -279,31 +291,13 @@ class LazyBatch(Batch):
         return self._count
 
     def arrays(self) -> Batch:
-        """Return the batch with arrays that this one stands for.
-
-        Raise an `AssertionError` if *make* returns another number of descriptors or bytes than was promised.
-        """
+        """Return the batch with arrays that this one stands for."""
         made = self._made
         if made is None:
-            made = self._made = self._make()
+            made = self._made = self._make().arrays()
             if len(made) != self._count or made.nbytes != self.nbytes:
                 raise AssertionError(f"{self!r} stands for {made!r}")
         return made
-
-    @property
-    def source_offset(self) -> Int64s:
-        """Where each descriptor begins in the source."""
-        return self.arrays().source_offset
-
-    @property
-    def target_offset(self) -> Int64s:
-        """Where each descriptor begins in the target."""
-        return self.arrays().target_offset
-
-    @property
-    def size(self) -> Int64s:
-        """The bytes of each descriptor."""
-        return self.arrays().size
 
 
 def single_descriptor(source: Region, target: Region, source_offset: int, target_offset: int, size: int) -> Batch:

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over ranks: the part of the waist that more than two ranks take part in.
-
-Which engine the ranks' endpoints use makes no difference here.  A group is had from its rank::
-
-    def program(rank, names):
-        group = rank.group(names)
-        yield group.reserve(4 << 30)
-        source = rank.device.allocate(1 << 20, SYMMETRIC)
-        target = rank.device.allocate(len(names) << 20, SYMMETRIC)
-        record = yield group.all_gather(source, target)
-"""
+"""Collectives over ranks, whichever engine their endpoints use."""
 
 from __future__ import annotations
 
@@ -29,15 +19,13 @@ SYMMETRIC = "symmetric"
 class Group(Protocol):
     """Ranks that call the same collectives in the same order, as the field's communicators do.
 
-    Calls are served in that order, one after the other; each begins when all ranks have made it.  They succeed with
-    a `TransferRecord`, whose *engine* says what moved the bytes and whether as ``plain`` or as ``symmetric`` memory,
-    or fail with a `TransferError`; a failure that nobody waits for does not end the run.
+    `pdsim.transfer.job.Rank.group` makes it, at no cost; the rank's end closes it.  Calls are served in order, one
+    after the other; each begins when all ranks have made it.  They succeed with a `TransferRecord`, whose *engine*
+    says what moved the bytes and whether as ``plain`` or as ``symmetric`` memory, or fail with a `TransferError`; a
+    failure that nobody waits for does not end the run.
 
     A rank that is gone fails what waits for it with `PeerLost`, a deadline with `TransferTimeout`.  Either ends the
-    group on this rank: it is proven that nothing of it moves any more, and further calls fail with `PeerLost`.
-
-    Life: `pdsim.transfer.job.Rank.group` makes it, at no cost; `reserve` gives it symmetric memory, once at the
-    start; then `all_gather` as often as wanted, and `close`.  The rank's end closes it, too.
+    group on this rank: nothing of it moves any more, and further calls fail with `PeerLost`.
     """
 
     @property
@@ -78,8 +66,7 @@ class Group(Protocol):
         With *times* it is repeated without a pause, as the layers of a forward do: `repeated` says on which bytes.
 
         Raise `InvalidBatch` if *size* is not positive or a buffer too small.  Fail with it, and move nothing, where
-        sizes or pools differ between ranks: unequal lengths are padded above (`pdsim.kv.allgather`).  A real group
-        whose configuration says ``check: false`` leaves that to its library, which does not look.
+        sizes or pools differ between ranks (`pdsim.kv.allgather` pads); with ``check: false`` nobody looks.
         """
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
@@ -97,9 +84,7 @@ class Group(Protocol):
 def check_gather(ranks: int, source: Buffer, target: Buffer, size: int, times: int = 1) -> None:
     """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*.
 
-    Every implementation of `Group` calls this before it asks anything of another rank, so the words are the same.
-
-    Sizes in bytes.  Source and target must be two buffers.
+    Every implementation of `Group` calls this before it asks anything of another rank.
     """
     if not 0 < size <= source.size:
         raise InvalidBatch(f"size={size} must be > 0 and at most the {source.size} bytes of the source")

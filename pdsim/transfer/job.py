@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job: the ranks that are started, what each of them is given, and how they ended.
 
-A `Target` runs a job, on the model (`pdsim.sim.model`) or on real engines (`backends.jobs.launcher`); the
-programs of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
+A `Target` runs a job, on the model (`pdsim.sim.model`) or on real engines (`backends.jobs.launcher`).
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ class Rank:
             message = yield rank.channel.receive()
             return {"sender": message.sender, "seconds": rank.clock.now}
 
-    Objects of one rank are not used by another one: on a real engine each is in a process of its own.
-
-    The target makes one for each `RankSpec`, starts the program as a process of its clock, and closes groups,
-    channel and endpoint when the program has ended, however it ended.
+    Objects of one rank are not used by another one: on a real engine each is in a process of its own.  The target
+    closes groups, channel and endpoint when the program has ended, however it ended.
     """
 
     name: str
@@ -53,14 +50,11 @@ class Rank:
     counted: tuple[Callable[[], int], int] | None = None  # what `counts` was given
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""
+        """As `Recorder.gauge`."""
         self.recorder.gauge(kind, name, read)
 
     def counts(self, read: Callable[[], int], of: int) -> None:
-        """Have ``read()``, how many of *of* pieces of the job's work are done, shown to who waits for the job.
-
-        Asked for now and then, at moments that differ from target to target; it has no effect on the job.
-        """
+        """Have ``read()``, how many of *of* pieces of the job's work are done, shown now and then."""
         self.counted = read, of
 
     def group(self, names: Sequence[str]) -> Group:
@@ -95,10 +89,7 @@ class Place:
 class RankSpec:
     """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
 
-    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process
-    boundary.
-
-    *name* is unique in the job; peers address the rank by it.
+    *arguments* and the program's return value are plain data (what JSON can hold).  *name* is unique in the job.
     """
 
     name: str
@@ -109,17 +100,13 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``.
-
-    *engine* is what moved its bytes, as the engine reports itself.  *transfers* are in the order in which they
-    ended.
-    """
+    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``."""
 
     name: str
     value: Any = None
     error: str = ""
-    engine: str = ""
-    transfers: Sequence[TransferRecord] = ()
+    engine: str = ""  # what moved its bytes, as the engine reports itself
+    transfers: Sequence[TransferRecord] = ()  # in the order in which they ended
     refused: int = 0  # messages and connections, see `pdsim.transfer.Channel`
 
 
@@ -136,33 +123,25 @@ class Outcome:
 
 
 class Target(Protocol):
-    """Runs a job: on the model, or on a real engine with one process per rank.
-
-    What implements it: `pdsim.sim.model.Model` in this process, `backends.jobs.launcher.Processes` with an OS
-    process for each rank.  A target may run several jobs, one after the other.
-    """
+    """Runs jobs, one after the other: on the model, or on a real engine with one process per rank."""
 
     def run(
         self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ..., restart: Mapping[str, float] = ...
     ) -> Outcome:
         """Run *ranks* until all have ended.
 
-        *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
-        endpoints of their own; both are name to seconds after the start.  Results are of last incarnations.
+        *kill* ends ranks by force, and *restart* starts again ranks that have ended by then; both are name to
+        seconds after the start.  Results are of last incarnations.
         """
 
     def using(self, engine: Engine) -> Target:
-        """Return the same machine with another *engine*, to compare both in one experiment.
-
-        Nothing is tried: a rank of a job fails with `BackendUnavailable` where the engine does not work.
-        """
+        """Return the same machine with another *engine*, whose ranks fail if it does not work here."""
 
 
 def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
     """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
 
-    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the
-    start.
+    *times* are like those of `Target.run`: ``kill={"a": 0.5}``.
     """
     for name in ranks:
         if ranks.count(name) > 1:

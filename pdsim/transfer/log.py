@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many `TransferRecord`s, and other tables, in little memory: columns that make rows when they are read.
 
-What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
-they are a *run* (`RecordRun`).  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of
-millions of transfers; as objects each takes 330 bytes, in a block (`LogBlock`) 40 and a share of its run, and
-nothing where a log may leave its blocks in a file (`Spill`).  Blocks are msgpack: Arrow's IPC stream cannot be read
-at a place while it is written, and to import pyarrow takes longer than a small run.
+A run of a million requests has tens of millions of transfers: as an object each takes 330 bytes, in a block 40 and a
+share of its run, and nothing where a log may leave its blocks in a file (`Spill`).  Blocks are msgpack: Arrow's IPC
+stream cannot be read while it is written, and importing pyarrow takes longer than a small run.
 """
 
 from __future__ import annotations
@@ -27,18 +25,8 @@ import numpy.typing as npt
 from pdsim.transfer import Spill, TransferRecord
 
 __all__ = [
-    "TIMES",
-    "ArrayColumn",
-    "Compact",
-    "Kind",
-    "LogBlock",
-    "RecordRun",
-    "TransferLog",
-    "TransferShape",
-    "joined",
-    "logs",
-    "plain",
-    "shapes",
+    *("TIMES", "ArrayColumn", "Compact", "Kind", "LogBlock", "RecordRun", "TransferLog", "TransferShape"),
+    *("endpoints", "joined", "logs", "plain", "rows", "shapes"),
 ]
 
 
@@ -46,10 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Compact:
-    """Data of columns that a program is given or returns: it stays as it is where ranks share a process.
-
-    Across the boundary of a process it goes as `plain`.  Nobody changes it once it has been passed on.
-    """
+    """Data of columns that a program is given or returns: across processes as `plain`, within one as it is."""
 
     @abstractmethod
     def plain(self) -> Any:
@@ -94,11 +79,9 @@ class ArrayColumn(Sequence[Any]):
         return ArrayColumn(self.values[which], self.words)
 
     def __len__(self) -> int:
-        """Return the number of values."""
         return len(self.values)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the values as Python objects."""
         numbers = self.values.tolist()
         if self.words is not None:
             return map(self.words.__getitem__, numbers)
@@ -109,7 +92,6 @@ class ArrayColumn(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a value, or a list of them."""
         if isinstance(index, slice):
             return list(ArrayColumn(self.values[index], self.words))
         one = self.values[index].item()
@@ -118,7 +100,6 @@ class ArrayColumn(Sequence[Any]):
         return None if one != one else one
 
     def __eq__(self, other: object) -> bool:
-        """Compare with any sequence, value by value."""
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # an array can change
@@ -143,10 +124,7 @@ TIMES = ("submitted", "prepared", "posted", "completed", "seen")
 
 
 class Kind(NamedTuple):
-    """What few values of a `TransferRecord` are the same in nearly all of a rank.
-
-    A rank has a handful of them, and a log keeps each once: its runs have their codes, in 16 bits.
-    """
+    """What is the same in nearly all records of a rank: a log keeps each kind once, and its runs have codes."""
 
     engine: str
     operation: str
@@ -156,10 +134,7 @@ class Kind(NamedTuple):
 
 
 class RecordRun(NamedTuple):
-    """So many records, one after the other, that differ in nothing but their times.
-
-    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.sim.sequence`).
-    """
+    """So many records, one after the other, that differ in nothing but their times."""
 
     kind: Kind
     label: str
@@ -169,10 +144,7 @@ class RecordRun(NamedTuple):
 
 
 class TransferShape(NamedTuple):
-    """What a transfer looks like to its engine.
-
-    Calibrations cover shapes, so results say how many of theirs lie outside.
-    """
+    """What a transfer looks like to its engine; calibrations cover shapes."""
 
     engine: str
     operation: str
@@ -198,11 +170,7 @@ class LogBlock(msgspec.Struct, array_like=True, gc=False):
         return zip(array("H", self.codes), self.labels, *numbers, strict=True)
 
     def columns(self, kinds: Sequence[Kind], rows: int) -> Iterator[dict[str, ArrayColumn]]:
-        """Yield the columns of the records, of at most so many *rows* at a time; *kinds* are those of the log.
-
-        Columns that few values fill are codes and their words, as Arrow's dictionaries, so that no string is made
-        for a record.
-        """
+        """Yield the columns of the records, of at most so many *rows* at a time; *kinds* are those of the log."""
         codes, counts = np.frombuffer(self.codes, np.uint16), np.frombuffer(self.counts, np.int64)
         numbers = {name: np.frombuffer(getattr(self, name), np.int64) for name in ("nbytes", "descriptors")}
         times = {name: np.frombuffer(part, np.float64) for name, part in zip(TIMES, self.times, strict=True)}
@@ -225,7 +193,7 @@ KEPT = 2048
 
 
 class _RecordSequence(Sequence[TransferRecord]):
-    """A sequence by its iterator and its length: records are made as they are read, a place takes all before it."""
+    # by its iterator and its length: records are made as they are read, a place takes all before it
 
     @overload
     def __getitem__(self, index: int) -> TransferRecord: ...
@@ -244,11 +212,10 @@ class _RecordSequence(Sequence[TransferRecord]):
 
 
 class TransferLog(_RecordSequence):
-    """Records in the order in which they were appended; equal to any sequence of equal records.
+    """Records of *rank* in the order in which they were appended; equal to any sequence of equal records.
 
-    A log is a `pdsim.transfer.Recorder`'s list: `append` takes a record, `extend_run` many at once.  Reading it as a
-    sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  With *spill*, blocks are left
-    there and read again when they are needed.  *rank* is who made the records.
+    Reading it as a sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  With *spill*,
+    blocks are left there and read again when they are needed.
     """
 
     def __init__(
@@ -266,21 +233,15 @@ class TransferLog(_RecordSequence):
 
     @classmethod
     def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
-        """Return what *journal* has of the records of each rank of a run that was killed, for reading.
-
-        *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.
-        """
+        """Return the records of each rank of a killed run, whose *journal* yields what `Spill.append` was given."""
         logs: dict[str, TransferLog] = {}
         for payload in journal:
             block = _decode(payload)
-            logs.setdefault(block.rank, cls(rank=block.rank)).take(block)
+            log = logs.setdefault(block.rank, cls(rank=block.rank))
+            log._blocks.append(block)
+            log._count += sum(array("q", block.counts))
+            log._codes = {kind: code for code, kind in enumerate(block.kinds)}  # a later block has those before it
         return logs
-
-    def take(self, block: LogBlock) -> None:
-        """Add the records of *block*, the next one of a log that nobody appends to."""
-        self._blocks.append(block)
-        self._count += sum(array("q", block.counts))
-        self._codes = {kind: code for code, kind in enumerate(block.kinds)}  # a later block has those before it
 
     def append(self, record: TransferRecord) -> None:
         """Add *record*."""
@@ -359,10 +320,7 @@ class TransferLog(_RecordSequence):
                 yield RecordRun(block.kinds[code], label, nbytes, descriptors, count)
 
     def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
-        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time; none without records.
-
-        No block is joined with the next, so memory is bounded by the larger of *rows* and a block.
-        """
+        """Yield the columns of `TransferRecord`, of at most so many *rows*, or those of a block, at a time."""
         kinds = self.kinds
         return chain.from_iterable(block.columns(kinds, rows) for block in self._read())
 
@@ -386,13 +344,11 @@ class TransferLog(_RecordSequence):
         return [Kind(*kind) for kind in self._codes]
 
     def __len__(self) -> int:
-        """Return the number of records."""
         if self._new:
             self._put_away(None)
         return self._count
 
     def __iter__(self) -> Iterator[TransferRecord]:
-        """Yield the records, made as they are read."""
         for block in self._read():
             stamps = zip(*(array("d", part) for part in block.times), strict=True)
             for code, label, nbytes, descriptors, count in block.runs():
@@ -403,8 +359,6 @@ class TransferLog(_RecordSequence):
 
 
 class _Joined(_RecordSequence):
-    """Logs one after the other, as one sequence; none of their records is copied."""
-
     def __init__(self, logs: Sequence[TransferLog]) -> None:
         self.logs = logs
 
@@ -438,8 +392,5 @@ def endpoints(records: Sequence[TransferRecord]) -> set[str]:
 
 
 def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:
-    """Return how many of *records* have which engine, operation, descriptors and bytes.
-
-    Kept with records that were `joined`, so the second question is free.
-    """
+    """Return how many of *records* have which engine, operation, descriptors and bytes."""
     return records.shapes if isinstance(records, _Joined) else _Joined(logs(records)).shapes

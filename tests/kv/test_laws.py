@@ -17,9 +17,9 @@ from pdsim.core.errors import ConfigError
 from pdsim.kv.pages import PagePool
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
+from pdsim.sim.endpoint import Payload
 from pdsim.sim.links import Link
 from pdsim.sim.model import Model
-from pdsim.sim.endpoint import Payload
 from pdsim.transfer.job import Outcome
 from pdsim.verify.laws import LAWS, LawChecker, broken
 
