@@ -167,7 +167,7 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
     )
     lines = [
         f"# {engine} {version} on {gpu}: a table of operators published by AIConfigurator, written by pdsim profile",
-        "overhead: 0s", "kernels:", *_block(kernels), "source: >-",
+        f"name: {name}", f"engine: {engine}", "overhead: 0s", "kernels:", *_block(kernels), "source: >-",
         *_wrapped(
             f"published: {source['source']}, {engine} {version} (Apache-2.0), "
             f"{sum(one.rows for one in summaries)} rows; rows, and median and p95 of the error in % of those held "
@@ -319,7 +319,7 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 def _yaml(name: str, title: str, models: Sequence[str], fit: fits.KernelFit) -> str:
     # Without *models* it holds for all that need only the operators that there are.
     held = [f"{one.what} {100 * one.median:.1f}" for one in fit.errors if not one.what.endswith(("to", "it"))]
-    lines = [f"# {name}: times of operators, written by pdsim profile", "overhead: 0s"]
+    lines = [f"# {name}: times of operators, written by pdsim profile", f"name: {name}", "overhead: 0s"]
     lines += [f"measured_of: [{', '.join(models)}]"] * bool(models)
     lines += ["kernels:", *_block(fit.kernels)]
     lines += ["source: >-", *_wrapped(f"{title}; medians of the error in %: {'; '.join(held)}")]

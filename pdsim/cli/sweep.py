@@ -237,7 +237,7 @@ class _Composer:
         values = self._plain(choice, words)
         shown = tuple(word.lstrip("+") for word in words)
         try:
-            config = compose.load(values, words)
+            config = compose.load(values, words, self._line.folders)
         except ConfigError as error:
             name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
             return Point(name=name, words=shown, choice=choice, refusal=str(error))

@@ -58,6 +58,10 @@ class Compute:
     be used for another, as *assumed*.  Raise a `ValueError` for a *blend* outside 1 to 64.
     """
 
+    name: str = ""  # as a choice of ``compute``; "auto" is replaced by the one that fits (`pdsim.config.computing`)
+    chosen: str = ""  # why auto took it
+    gpu: str = ""  # on which it was measured: `pdsim.hardware.machine.Gpu.name`; with kernels theirs counts
+    engine: str = ""  # whose kernels, a family such as vllm; none: PyTorch's, or assumed
     flops_share: Annotated[float, "> 0 and <= 1"] = 0.55  # of the peak, that linear layers reach
     attention_share: Share = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
     prefix_share: Share = 0.0  # the same of attention to tokens of earlier chunks; 0 is as *attention_share*
@@ -82,6 +86,11 @@ class Compute:
     def __post_init__(self) -> None:
         if self.blend and not 1.0 <= self.blend <= 64.0:
             raise ValueError(f"compute.blend must be 0 or from 1 to 64, got {self.blend}")
+
+    @property
+    def measured_gpu(self) -> str:
+        """The name of the GPU that it was measured on, or nothing."""
+        return self.kernels.gpu if self.kernels else self.gpu
 
 
 _ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")

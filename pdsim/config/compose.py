@@ -94,7 +94,7 @@ def compose(words: Sequence[str]) -> Config:
 def composed(line: CommandLine) -> Config:
     """Return the typed configuration that *line* asks for.  Raise a `ConfigError`, also for what Hydra refuses."""
     with _explained(), initialized(line):
-        return load(plain(line, line.words), line.words)
+        return load(plain(line, line.words), line.words, line.folders)
 
 
 def typed(values: DictConfig) -> Config:
@@ -187,8 +187,8 @@ def resolved(values: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def load(values: dict[str, Any], words: Sequence[str]) -> Config:
-    """Return *values*, which *words* were composed to, typed and checked.
+def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] = ()) -> Config:
+    """Return *values*, which *words* were composed to with *folders* of one's own, typed and checked.
 
     The keys in *words* matter: a calibration does not replace their values, and quantities need units there.  Raise
     a `ConfigError` with a line for each mistake.
@@ -197,7 +197,7 @@ def load(values: dict[str, Any], words: Sequence[str]) -> Config:
 
     _check_calibration(words, values)
     plain_words = [word.lstrip("+") for word in words]
-    config = loading.load(values, set_keys(plain_words))
+    config = loading.load(values, set_keys(plain_words), folders)
     rules.check_quantities(config, values, leaves(ready(words)))
     rules.check(config)
     return config

@@ -16,13 +16,15 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pdsim.calibration.definition import Calibration, applied, covers, drawn, on_host
 from pdsim.config import Config, Known, build, join, required, split_keys
+from pdsim.config.computing import AUTO, chosen
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import is_number, parse_time
 from pdsim.hardware.costs import Collective, Engine, EngineModel, OptionCosts
@@ -51,8 +53,10 @@ _known: Known = {}
 """The parts of the configuration that was loaded last: frozen, so that the next may have them, too."""
 
 
-def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
+def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Sequence[Path] = ()) -> Config:
     """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
+
+    *folders* are one's own with configuration groups, whose profiles ``compute=auto`` takes first.
 
     What is below ``experiment`` becomes the options of that experiment.  The source called ``"gpu"`` speaks for all
     numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
@@ -66,6 +70,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, policy = _without_policy(values)
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values, known=_known)
+    if config.compute.name == AUTO:
+        config = replace(config, compute=chosen(config, values["compute"], keys, folders))
     backend, changed, spans, errors = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)

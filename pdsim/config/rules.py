@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from pdsim.calibration.definition import covers
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config, Launch
+from pdsim.config import Config, Launch, computing
 from pdsim.core import plugins, units
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
@@ -58,7 +58,8 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     """Return a line for each thing that a run of *config* should say, though it is not wrong.
 
     These are options of a backend that were *typed*, as dotted keys say, and that the model does not look at
-    (`Engine.modelled` has those that it does), and what the backend says of its environment.
+    (`Engine.modelled` has those that it does), what the backend says of its environment, and where times of forwards
+    come from.
     """
     if config.target != "model":
         from backends import registry
@@ -66,10 +67,12 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
         return list(registry.notes(config.backend)) if config.backend.implementation in registry.names() else []
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
+    serves = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "SERVES", False)
+    forwards = computing.notes(config) if serves else []
     if not options:
-        return []
+        return forwards
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
-    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)"]
+    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)", *forwards]
 
 
 def _general(config: Config, experiment: Any) -> Iterator[str]:

@@ -111,8 +111,8 @@ def _of_compute(config: Config) -> str:
     if not compute.source:
         return "assumed: a roofline with the shares and constants of the compute settings"
     here = config.hw.gpu.name if config.hw.gpu else config.hw.name
-    if compute.kernels is not None and here != compute.kernels.gpu:
-        return f"assumed: measured on {compute.kernels.gpu}, scaled by the peaks to {here}: {_text(compute.source)}"
+    if compute.measured_gpu not in ("", here):
+        return f"assumed: measured on {compute.measured_gpu}, scaled by the peaks to {here}: {_text(compute.source)}"
     if not compute.measured_of or config.model.name in compute.measured_of:
         return compute.source
     return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {_text(compute.source)}"

@@ -1,0 +1,81 @@
+"""``compute=auto`` takes the file that fits GPU, engine and model, and says why."""
+
+from pathlib import Path
+
+import pytest
+
+from pdsim.config import computing
+from pdsim.config.compose import CommandLine, compose, composed
+
+PAIR = "hw=2xh200", "parallel=tp1"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "why"),
+    [
+        (
+            ("model=qwen3-8b", "engine=vllm26"),
+            "h200_fa3",
+            "pdsim's own measurement of qwen3-8b, engine=vllm, on H200",
+        ),
+        (
+            ("model=qwen3-8b", "engine=sglang"),
+            "h200_triton",
+            "pdsim's own measurement of qwen3-8b, engine=sglang, on",
+        ),
+        (
+            ("model=qwen3-8b", "engine=generic"),
+            "h200_torch",
+            "pdsim's own measurement of qwen3-8b, engine=generic, on",
+        ),
+        (("model=qwen3-32b", "engine=vllm"), "h200_vllm", "published operators of vllm on H200, table of SHA-256 "),
+        (("hw=8xb200",), "b200_sglang", "published operators of sglang on B200, table of SHA-256 "),
+        (
+            ("hw=8xh20", "model=qwen3-32b"),
+            "roofline",
+            "sglang with qwen3-32b was not measured on H20; TTFT, TPOT and end to end were 27",
+        ),
+        (("hw=loopback",), "roofline", "without a GPU compute is emulated"),
+    ],
+)
+def test_auto_takes_the_first_that_fits(words, name, why):
+    compute = compose([*PAIR, *words]).compute
+    assert compute.name == name
+    assert compute.chosen.startswith(why)
+
+
+def test_keys_set_by_hand_stay_on_what_auto_takes():
+    compute = compose(
+        [*PAIR, "model=qwen3-32b", "compute.overhead=1ms", "compute.kernels.imbalance=balanced"]
+    ).compute
+    assert (compute.name, compute.overhead) == ("h200_sglang_table", 1e-3)
+    assert compute.kernels is not None
+    assert compute.kernels.table == "h200_sglang_table"
+
+
+def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
+    (tmp_path / "compute").mkdir()
+    own = "gpu: H200\nmeasured_of: [qwen3-8b]\nflops_share: 0.5\nsource: 'measured: here'\n"
+    (tmp_path / "compute" / "mine.yaml").write_text(own)
+    for model, name in (("qwen3-8b", "mine"), ("llama-3.1-8b", "h200_triton")):
+        words = (*PAIR, f"model={model}")
+        assert composed(CommandLine(words=words, folder=str(tmp_path))).compute.name == name
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (("model=qwen3-8b", "compute=h200_fa3"), []),
+        (("compute=roofline",), []),
+        (
+            ("model=qwen3-8b", "compute=h100_torch"),
+            ["warning: compute=h100_torch was measured on H100, not on H200; try compute=auto"],
+        ),
+        (
+            ("model=qwen3-32b", "compute=h200"),
+            ["warning: compute=h200 was measured of qwen3-8b, not of qwen3-32b; try compute=auto"],
+        ),
+    ],
+)
+def test_a_compute_that_does_not_fit_warns(words, notes):
+    assert computing.notes(compose([*PAIR, *words])) == notes
