@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of ranks on the model: the simulated `pdsim.transfer.group.Group`.
 
-A call waits for the same call of all other ranks, and for the group's call before it.  An all-gather then takes what
-`CollectiveModel` says, its bytes being flows that share links with everything else; all ranks have it at the instant
-at which the last flow ends.  Bytes are read and written at that instant, as those of an endpoint are.  Not modelled:
-the skew between the first rank to be done and the last, and the multiprocessors that a collective's kernel takes
-from computation.
-
-The end of a rank, `close` or a deadline that passes breaks the group: flows stop, the memory is let go of, and the
-ranks that wait learn of it `DETECTION` later.
+An all-gather takes what `CollectiveModel` says, its bytes being flows that share links with everything else; all
+ranks have it when the last flow ends.  The end of a rank, `close` or a deadline that passes breaks the group: flows
+stop, and the ranks that wait learn of it `DETECTION` later.  Not modelled: skew between ranks, and the
+multiprocessors that a collective's kernel takes from computation.
 """
 
 from __future__ import annotations
@@ -46,10 +42,7 @@ __all__ = ["SimGroup", "SimGroups"]
 
 
 class SimGroups:
-    """All groups of a job, whose collectives are those of *library*.
-
-    A group is made when the first of its ranks asks for it, and known by the names of its ranks in their order.
-    """
+    """All groups of a job, whose collectives are those of *library*, by the names of their ranks in order."""
 
     def __init__(self, fabric: Fabric, library: Collective) -> None:
         self.fabric = fabric
@@ -57,7 +50,7 @@ class SimGroups:
         self._cores: dict[tuple[str, ...], _Core] = {}
 
     def group(self, names: tuple[str, ...], clock: RankClock, device: SimDevice, recorder: Recorder) -> SimGroup:
-        """Return the group of *names* as the rank whose clock, device and recorder these are has it.
+        """Return the membership of the rank whose clock, device and recorder these are.
 
         Raise a `ConfigError` if the machine has no way between two of the ranks for this library.
         """
@@ -78,11 +71,7 @@ class SimGroups:
 
 
 class SimGroup:
-    """One rank's membership: the simulated `pdsim.transfer.group.Group`.
-
-    Calls of one rank are numbered; the collective of a number begins when all ranks have made that call and the one
-    before is over. Times, rates and sizes are those of `pdsim.hardware.costs.CollectiveModel`.
-    """
+    """One rank's membership: the simulated `pdsim.transfer.group.Group`."""
 
     def __init__(self, core: _Core, clock: RankClock, device: SimDevice, recorder: Recorder) -> None:
         self.clock = clock
@@ -95,17 +84,14 @@ class SimGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ranks, in the order of their pieces."""
         return self._core.names
 
     @property
     def index(self) -> int:
-        """The place of this rank among `names`."""
         return self.names.index(self.clock.name)
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's symmetric pool."""
         return self.device.symmetric.reserved
 
     def all_gather(
@@ -118,14 +104,12 @@ class SimGroup:
         timeout: float | None = None,
         label: str = "",
     ) -> Event:
-        """Start to gather; the contract and errors of `pdsim.transfer.group.Group.all_gather`."""
         size = source.size if size is None else size
         check_gather(len(self.names), source, target, size, times)
         one, other = self._own(source), self._own(target)
         return self._call(size, timeout, label, (one, other), times)
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
-        """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
         if size <= 0:
             raise ValueError(f"size={size} must be > 0")
         return self._call(size, timeout, "", None)
@@ -162,14 +146,10 @@ class SimGroup:
 
 @dataclass(eq=False)
 class _GatherRequest:
-    """One rank's part in a call, from that call to its end.
-
-    *size* is the bytes of a rank's piece, or of the reservation; *submitted* is on the job's clock, *timeout* in
-    seconds.
-    """
+    """One rank's part in a call, from that call to its end."""
 
     member: SimGroup
-    size: int
+    size: int  # bytes of a rank's piece, or of the reservation
     event: Event
     submitted: float
     timeout: float
@@ -198,7 +178,7 @@ class _GatherRequest:
 
 @dataclass(eq=False)
 class _Call:
-    """One collective, by the requests of the ranks that have made it."""
+    """One collective, by the requests of the ranks that have made it.  Each rank numbers its calls."""
 
     requests: dict[str, _GatherRequest] = field(default_factory=dict)
     flows: list[Flow] = field(default_factory=list)

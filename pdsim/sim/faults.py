@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong in a modelled job, and the chance that decides it.
 
-A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that
-one seed gives one run.  Nothing here breaks a promise of the waist: messages of one sender to one receiver keep
-their order, and bytes are read and land between the call and `Transfer.settled`.  Without a plan nothing is drawn.
+What happens is drawn from streams of `Model.seed`, one for each source of chance.  Nothing here breaks a promise of
+the waist: messages of one sender to one receiver keep their order, and bytes move before `Transfer.settled`.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ class Slow(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """From *start* to *end*, no control message to or from *rank* arrives; at *end* all do, in order.
-
-    The rank goes on, and so do its transfers: to the others it looks dead until it is back.
-    """
+    """From *start* to *end*, no control message to or from *rank* arrives; at *end* all do, in order."""
 
     rank: str
     start: float
@@ -46,10 +42,7 @@ class Silence(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """From *start* to *end*, *rank* stands still, as a stopped process does; what is due then happens at *end*.
-
-    Transfers that it has posted go on, and so does what it computes.  To the others it looks dead until it is back.
-    """
+    """From *start* to *end*, *rank* stands still, as a stopped process does; what its hardware does goes on."""
 
     rank: str
     start: float
@@ -182,8 +175,8 @@ class Chance:
     def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
         """Yield the parts in which a transfer of *nbytes* moves, each from its first byte to the one after its last.
 
-        After how long the source of the part is read follows, and after how long its target is written, if the
-        transfer may take *seconds*: either at once, at some time in between or, as good as never, at the end.
+        With the delays after which its source is read and its target written, if the transfer may take *seconds*:
+        at once, at some time in between or, as good as never, at the end.
         """
         for first, end in pairwise((0, *self._cuts(nbytes), nbytes)):
             yield first, end, self._instant(seconds), self._instant(seconds)
@@ -202,8 +195,8 @@ class Chance:
 class Ties:
     """Keys for what is scheduled: those of one rank in order within an instant, those of several ranks in any.
 
-    With *each*, every key is drawn: the hardware promises no order at all.  Of one job all share *numbers*, for two
-    ranks may draw the same, and no two keys may be equal.
+    With *each*, every key is drawn: the hardware promises no order at all.  All of one job share *numbers*, so that
+    no two keys are equal.
     """
 
     def __init__(self, clock: Clock, draws: Iterator[float], numbers: Iterator[int], each: bool = False) -> None:
@@ -215,11 +208,9 @@ class Ties:
         self._key = 0
 
     def __iter__(self) -> Ties:
-        """Return itself."""
         return self
 
     def __next__(self) -> int:
-        """Return the next key."""
         now = self._clock.now
         if self._each or now != self._at:
             self._at, self._key = now, int(next(self._draws) * (1 << 20)) << 40

@@ -1,21 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hosts of ranks do on the model: their clocks, their sockets, and when a program acts upon what comes.
 
-**Control messages** go over a TCP socket from every rank to every other.  A message of *n* bytes leaves when those
-before it to the same receiver have left, takes ``n / tcp_rate`` to leave and ``tcp_latency`` to arrive, the *delay*
-of the links between the nodes, and then as long as the receiver takes to act on it.  It costs one event, or two
-where that takes time.  A faulty network holds messages up (`pdsim.sim.faults`), but never lets one overtake another
-on the same socket.  Not modelled: that control messages and data share the node's TCP link, and a sender that is
-slowed down by a receiver that does not read.
-
-**A program acts** upon a message, a notification or the end of a computation *wake* later
-(`pdsim.hardware.machine.Host`), and *idle_wake* more if it has had nothing to act upon for longer than *idle_after*:
-its thread sleeps by then, the processor with it, and other work has taken the caches.  Nothing overtakes what came
-before it.  A rank's own timers, the steps of decode among them, do not keep it from going idle here.
-
-**All ranks** of a job live in one process and on one queue of events.  Each gets a `RankClock`: the same time and
-the same queue, but its events can be told from those of others.  So an exception that nobody handles ends the rank
-whose event it was, and to end a rank by force is to drop its events.
+Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a
+receiver that does not read.
 """
 
 from __future__ import annotations
@@ -44,12 +31,13 @@ __all__ = ["HostLatency", "JobClock", "NotificationInbox", "RankClock", "Schedul
 
 
 class SimChannel:
-    """One rank's sockets: the simulated `pdsim.transfer.Channel`.
+    """One rank's TCP sockets to all others: the simulated `pdsim.transfer.Channel`.
 
-    *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
-    *hold*, if given, is asked when a message arrives: with sender, receiver and the time at which it would without
-    faults.  *watch* is told of every message, *delay* asked how long the links between sender and receiver take one
-    way, and *host_latency* when the rank acts on a message.
+    A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to
+    leave and ``tcp_latency`` to arrive, and the *delay* of the links between the nodes; *host_latency* says when the
+    rank acts upon it.  Faults *hold* it up (given sender, receiver and the time of its arrival without them) but
+    never let one overtake another on the same socket.  *watch* is told of every message, *ranks* has the channels of
+    all.
     """
 
     def __init__(
@@ -82,12 +70,6 @@ class SimChannel:
         ranks[name] = self
 
     def send(self, receiver: str, payload: bytes) -> None:
-        """Send *payload* to rank *receiver* without waiting.
-
-        Messages to one receiver arrive in the order in which they were sent. A message to a rank that is gone, or
-        from a rank that has closed, is lost without a sign, as over a socket whose other end has died. Raise a
-        `KeyError` for a rank that is not of this job.
-        """
         channel = self._ranks.get(receiver)
         if channel is None:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
@@ -107,16 +89,13 @@ class SimChannel:
         job.call_at(at, channel.arrive, Message(self.name, payload))
 
     def receive(self) -> Event:
-        """Return an event that succeeds with the next `Message`.  Yield it at once."""
         return self._inbox.get()
 
     def refuse(self, sender: str) -> None:
-        """Count a message of *sender* as refused; what it sends from now on is lost."""
         self.refused += 1
         self.dropped.add(self._ranks[sender])
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
-        """Call *handler* with every `Message` from now on, instead of `receive`."""
         self._inbox.listen(handler)
 
     def close(self) -> None:
@@ -129,7 +108,6 @@ class SimChannel:
         return at
 
     def arrive(self, message: Message) -> None:
-        """Take *message*, which arrives now."""
         if self._host_latency.instant:
             self._deliver(message)
         elif not self.closed:
@@ -154,21 +132,19 @@ APART = 1e-9
 class ScheduledArrivals:
     """What comes at times that are known, without an event for each."""
 
-    __slots__ = ("acted", "passed", "times")
-
     def __init__(self) -> None:
         self.times: list[float] = []
-        """When, in order."""
-        self.passed = 0
-        """How many of them the rank has acted upon, or will."""
-        self.acted = 0.0
-        """When it acts upon the last of those."""
+        self.passed = 0  # how many of them the rank has acted upon, or will
+        self.acted = 0.0  # when it acts upon the last of those
 
 
 class HostLatency:
-    """One incarnation of one rank; a rank that has just started is not idle."""
+    """When one incarnation of a rank acts upon a message, a notification or the end of a computation.
 
-    __slots__ = ("_coming", "_idle_after", "_idle_wake", "_last", "_wake", "instant")
+    *wake* later (`pdsim.hardware.machine.Host`), and *idle_wake* more if it has had nothing to act upon for longer
+    than *idle_after*; a rank that has just started is not idle, and its own timers do not keep it from going idle.
+    Nothing overtakes what came before it.
+    """
 
     def __init__(self, host: Host | None = None, now: float = 0.0) -> None:
         self._wake, self._idle_wake, self._idle_after = (
@@ -258,11 +234,9 @@ class HostLatency:
 
 
 class NotificationInbox:
-    """The notifications of one rank, in order of arrival, delivered when its host acts upon them.
+    """The notifications of one rank, which arrive on the clock *hardware*, delivered when its host acts upon them.
 
-    *hardware* is the job's clock, on which they arrive; *clock* is the rank's own, which may be paused: then they
-    are deferred until it resumes.  *host_latency* says how long after its arrival the rank acts upon one.  Once the
-    inbox is closed, because the endpoint has ended, what still arrives is dropped.
+    While the rank's own *clock* is paused they are deferred; after `close` they are dropped.
     """
 
     def __init__(self, hardware: Clock, clock: Clock, host_latency: HostLatency) -> None:
@@ -273,21 +247,19 @@ class NotificationInbox:
         self._closed = False
 
     def notify(self, notification: Notification) -> None:
-        """Deliver *notification*, which arrives now, when the rank acts upon it."""
         if self.host_latency.instant:
             self._wake_with(notification)
         else:
             self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._wake_with, notification)
 
     def notify_at(self, at: float, notification: Notification) -> None:
-        """Deliver *notification* at the time *at* in seconds, when the rank acts upon it; now if that is past."""
+        """Deliver *notification* at the time *at*, when the rank acts upon it; now if that is past."""
         if at > self._hardware.now:
             self._hardware.call_at(at, self._wake_with, notification)
         else:
             self.mailbox.deliver(notification)
 
     def close(self) -> None:
-        """Drop whatever is not delivered yet, and all that comes."""
         self._closed = True
 
     def _wake_with(self, notification: Notification) -> None:
@@ -300,7 +272,10 @@ class NotificationInbox:
 
 
 class RankClock(Clock):
-    """What the rank *name* sees of *job*'s clock."""
+    """What the rank *name* sees of *job*'s clock: the same time and queue, with events that are known to be its own.
+
+    So an exception that nobody handles ends the rank whose event it was, and a rank ends by force with its events.
+    """
 
     def __init__(self, job: JobClock, name: str) -> None:
         super().__init__(job.queue)
@@ -342,15 +317,12 @@ class JobClock(Clock):
 
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()
-        self.queue = self._queue
-        """Shared with the clocks of the ranks."""
-        self.ties = ties
-        """Draws, if what is due at one instant on several ranks is to happen in any order."""
+        self.queue = self._queue  # shared with the clocks of the ranks
+        self.ties = ties  # draws, if what is due at one instant on several ranks is to happen in any order
         self.counted = count()
         if ties is not None:
             self.numbers = Ties(self, ties, self.counted, each=True)
-        self.events = 0
-        """Events processed until now."""
+        self.events = 0  # processed until now
 
     def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
         """Process at most *limit* events, until *live* is empty.

@@ -36,21 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-__all__ = [
-    "LAUNCH",
-    "POOLS",
-    "Bytes",
-    "DeviceMemory",
-    "RegionTable",
-    "Registration",
-    "SimBuffer",
-    "SimDevice",
-    "SymmetricPool",
-    "copy_bytes",
-    "part_of",
-    "read_pieces",
-    "write_pieces",
-]
+__all__ = ["LAUNCH", "DeviceMemory", "RegionTable", "Registration", "SimBuffer", "SimDevice", "SymmetricPool"]
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -88,7 +74,6 @@ class SimBuffer:
 
     @property
     def freed(self) -> bool:
-        """Whether its owner has given it back."""
         return self._freed
 
     @property
@@ -111,7 +96,6 @@ class SimBuffer:
         return self._slice(offset, size).tobytes()
 
     def write(self, offset: int, data: bytes) -> None:
-        """Store *data* at *offset*; the errors of `read`."""
         self._slice(offset, len(data))[:] = np.frombuffer(data, np.uint8)
         self.touched = True
 
@@ -120,7 +104,6 @@ class SimBuffer:
         self._held += 1
 
     def release(self) -> None:
-        """End one `hold`."""
         self._held -= 1
         if self._freed and not self._held:
             self._memory.reclaim(self)
@@ -134,7 +117,6 @@ class SimBuffer:
             self._memory.reclaim(self)
 
     def forget(self) -> None:
-        """Let go of the contents; for the memory that it is a piece of, once nobody holds it."""
         self._contents = None
 
     def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
@@ -200,7 +182,6 @@ class DeviceMemory:
         self._arena.give(buffer.address, buffer.size)
 
     def at(self, address: int) -> SimBuffer | None:
-        """Return the buffer that starts at *address*, if any."""
         return self._buffers.get(address)
 
     def turns(self, copier: object) -> bool:
@@ -255,11 +236,9 @@ class SymmetricPool:
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.capacity for segment in self._segments)
 
     def reserve(self, size: int) -> None:
-        """Add a segment of *size* bytes.  Raise `OutOfMemory` if the device has no room."""
         self._segments.append(_Segment(self._memory, size))
 
     def give_back(self) -> None:
@@ -280,7 +259,6 @@ class SymmetricPool:
         )
 
     def at(self, address: int) -> SimBuffer | None:
-        """Return the buffer that starts at *address*, if any."""
         buffers = (segment.at(address) for segment in self._segments)
         return next((buffer for buffer in buffers if buffer is not None), None)
 
@@ -294,10 +272,9 @@ class SymmetricPool:
 class SimDevice:
     """One rank's view of a `DeviceMemory`: the simulated `pdsim.transfer.Device`.
 
-    Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
-    everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a
-    device do not slow each other down.  *copies* says what a copy costs beside bandwidth, *host_latency* when the
-    rank learns of the end of a computation.
+    Copies and computation are streams of their own; copies contend with everything else for the memory's bandwidth.
+    Ranks that share a device do not slow each other's computation.  *copies* says what a copy costs beside
+    bandwidth, *host_latency* when the rank learns of the end of a computation.
     """
 
     holds_bytes: bool
@@ -329,30 +306,22 @@ class SimDevice:
 
     @property
     def name(self) -> str:
-        """Such as ``"node0/gpu3"``."""
         return self.memory.name
 
     @property
     def capacity(self) -> int:
-        """Bytes that can be allocated in all."""
         return self.memory.capacity
 
     @property
     def used(self) -> int:
-        """Bytes that are allocated now, by all ranks, those in quarantine included."""
         return self.memory.used
 
     def allocate(self, size: int, pool: str = "default") -> SimBuffer:
-        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
         buffer = self.symmetric.allocate(size) if pool == SYMMETRIC else self.memory.allocate(size, pool)
         self._buffers[buffer] = None
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        """Give *buffer* back.
-
-        Raise a `RegistrationError` while it is registered, a `ValueError` if it is not one of this device's.
-        """
         if not isinstance(buffer, SimBuffer) or not self.owns(buffer):
             raise ValueError(f"{buffer!r} is not allocated by this rank on {self.name}, or has been freed already")
         if buffer.registered:
@@ -361,15 +330,13 @@ class SimDevice:
         buffer.free()
 
     def owns(self, buffer: SimBuffer) -> bool:
-        """Whether this rank has allocated *buffer* here and not freed it."""
         return buffer in self._buffers
 
     def copy(self, batch: Batch) -> Event:
         """Copy within the device: `Copies.busy`, twice the bytes at a fair share of the bandwidth, `LAUNCH`.
 
         Copies of a rank are planned one after the other; their bytes do not wait for one another.  Contents are read
-        and written at the end.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its
-        buffer is gone.
+        and written at the end.
         """
         source, target = self._buffer(batch.source), self._buffer(batch.target)
         done = self._clock.event()
@@ -385,10 +352,6 @@ class SimDevice:
         return done
 
     def compute(self, seconds: float) -> Event:
-        """Occupy the device for *seconds*, after everything that this rank asked for before.
-
-        Raise a `ValueError` if *seconds* is negative.
-        """
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
@@ -399,7 +362,6 @@ class SimDevice:
         return done
 
     def close(self) -> None:
-        """Free everything that is left, as the end of a process does."""
         for buffer in self._buffers:
             buffer.registered = ""
             buffer.free()
@@ -494,12 +456,7 @@ def _check_pool(pool: str) -> None:
 
 
 class Registration:
-    """A region, its memory, and how many of the endpoint's own transfers over it have not settled.
-
-    While there are any, the region cannot be withdrawn, and its memory is not handed out again.
-    """
-
-    __slots__ = ("buffer", "region", "unsettled")
+    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
 
     def __init__(self, region: Region, buffer: SimBuffer) -> None:
         self.region = region
@@ -508,11 +465,7 @@ class Registration:
 
 
 class RegionTable:
-    """The regions of the endpoint of rank *owner*, by name, all of them in the memory of *device*.
-
-    A buffer is registered at most once at a time, and under one name.  Errors are those that
-    `pdsim.transfer.Endpoint` promises for `register`, `deregister` and for the local side of a batch.
-    """
+    """The regions of the endpoint of rank *owner*, by name, all of them in the memory of *device*."""
 
     def __init__(self, owner: str, device: SimDevice) -> None:
         self._owner = owner
@@ -520,19 +473,12 @@ class RegionTable:
         self._by_name: dict[str, Registration] = {}
 
     def __len__(self) -> int:
-        """Return how many regions are registered."""
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[Region]:
-        """Yield the regions in the order in which they were registered."""
         return (registration.region for registration in self._by_name.values())
 
     def add(self, buffer: Buffer, name: str) -> Region:
-        """Register *buffer* as region *name*.
-
-        Raises:
-            RegistrationError: the name is taken, or the buffer is not of this device or registered already.
-        """
         if name in self._by_name:
             raise RegistrationError(f"{self._owner} has a region {name!r} already; take another name")
         if not isinstance(buffer, SimBuffer) or not self._device.owns(buffer):
@@ -547,11 +493,7 @@ class RegionTable:
         return region
 
     def remove(self, region: Region, before: Callable[[], None]) -> None:
-        """Withdraw *region*, over which no transfer of this endpoint may be unsettled; call *before* just before.
-
-        Raises:
-            RegistrationError: it is not registered, or a transfer over it has not settled.
-        """
+        """Withdraw *region*; call *before* just before."""
         registration = self.find(region)
         if registration is None:
             raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self._owner}")
@@ -564,7 +506,6 @@ class RegionTable:
         del self._by_name[region.name]
 
     def clear(self) -> None:
-        """Withdraw all regions, whatever moves over them: the endpoint has ended."""
         for registration in self._by_name.values():
             registration.buffer.registered = ""
         self._by_name.clear()
@@ -575,7 +516,6 @@ class RegionTable:
         return known if known is not None and (known.region is region or known.region == region) else None
 
     def local(self, region: Region) -> Registration:
-        """Return what is registered as *region*.  Raise a `RegistrationError` if it is not, or not any more."""
         registration = self.find(region)
         if registration is None:
             raise RegistrationError(

@@ -52,18 +52,14 @@ STRIDE = 16384
 
 @dataclass(frozen=True)
 class Model:
-    """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
+    """The simulated `pdsim.transfer.job.Target`: *machine* and *engine* on a virtual clock.
 
-    *collective* is what groups of ranks cost; without it there are none.
     *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*
-    and *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that
-    names them: a rank that waits forever would otherwise not be noticed beside one that never stops asking for it.
-    With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants
-    or up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
-    ``progress(now, done, of)`` is called now and then with the virtual time and what a rank has counted
-    (`pdsim.transfer.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
-
-    With *journal*, records and rows of requests are left there while the job runs, so that memory does not grow.
+    and *jitter*, which are drawn from *seed*: equal arguments give equal outcomes, bit for bit, on any machine.
+    Ranks that still run after *limit* seconds end with an error that names them.  With *samples*, the use of links,
+    memories and what programs register (`Rank.gauge`) is kept at so many instants or up to twice as many, but not
+    with ``faults.shuffle``.  ``progress(now, done, of)`` is called now and then with what a rank has counted
+    (`Rank.counts`).  With *journal*, records and rows of requests are left there, so that memory does not grow.
     """
 
     machine: Machine
@@ -91,22 +87,15 @@ class Model:
         kill: Mapping[str, float] | None = None,
         restart: Mapping[str, float] | None = None,
     ) -> Outcome:
-        """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
+        """Run *ranks* until all have ended; see `pdsim.transfer.job.Target`.
 
-        A program that raises ends its own rank only. When nothing is scheduled any more, the ranks that still wait
-        end with an error. *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
-        again that have ended by then. The outcome has every rank by name, virtual seconds, SimPy events, and the use
-        of links and memory.
-
-        The same arguments give the same outcome, bit for bit, on any machine.
-
-        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
-        or a program that cannot be imported.
+        A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
+        end with an error.  Raise a `ConfigError` for a name that occurs twice or is not there, a place that the
+        machine does not have, or a program that cannot be imported.
         """
         return _ModelJob(self, ranks, kill or {}, restart or {}).run()
 
     def using(self, engine: Engine) -> Model:
-        """Return the same machine with another *engine*."""
         return replace(self, engine=engine)
 
 
@@ -123,11 +112,6 @@ class JobJournal(Protocol):
 
 
 class _Records:
-    """The recorder of *rank*: keeps everything, most of it in *journal* if there is one.
-
-    Gauges are *sampling*'s, and *observer* is shown the rank's program.
-    """
-
     def __init__(
         self,
         rank: str = "",
@@ -180,12 +164,6 @@ class _Member:
 
 
 class _ModelJob:
-    """One run of a `Model`.
-
-    It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes
-    of links), and steps through the events until no rank is left.
-    """
-
     def __init__(
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
@@ -450,9 +428,9 @@ FIRST = 1e-4
 class Sampling:
     """Keeps *count* to twice as many instants of a job, evenly spread.
 
-    *clock* is the job's.  Links are sampled by what they have carried, so a sample is the mean since the one
-    before and no burst is missed between two; gauges (the share of a memory, a pool of pages, a ring in use) are
-    read at the instant.  Halving keeps every sample before it exact: bytes carried are sums since the start.
+    Links are sampled by what they have carried since the start, so a sample is the mean since the one before, also
+    after every second one was dropped; gauges (the share of a memory, a pool of pages, a ring) are read at the
+    instant.
     """
 
     def __init__(self, clock: Clock, network: Network, count: int) -> None:
@@ -467,11 +445,9 @@ class Sampling:
         self._tick(None)
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        """Sample what *read* returns, a share from 0 to 1; a later one of the same *kind* and *name* replaces it."""
         self._gauges[kind, name] = read
 
     def memory(self, memory: DeviceMemory) -> None:
-        """Sample the use of *memory*, all pools together."""
         self.gauge("pool", memory.name, lambda: memory.used / memory.capacity)
 
     def _tick(self, _: object) -> None:
@@ -491,10 +467,9 @@ class Sampling:
         self._carried.append(self._network.carried())
 
     def rows(self) -> Iterator[SampleRow]:
-        """Yield kind, name, time and value of every sample; of a link the mean since the one before.
+        """Yield kind (``link`` or a gauge's), name, time and share of capacity of every sample.
 
-        Kinds are ``link`` and those of gauges; times are seconds on the job's clock, values shares of capacity
-        from 0 to 1.  Links that carried nothing have no rows, gauges none from before they were made.
+        Links that carried nothing have no rows, gauges none from before they were made.
         """
         if self._clock.now > self._times[-1]:
             self._read()

@@ -70,22 +70,6 @@ class Streams:
     way carries at most.
     """
 
-    __slots__ = (
-        "_answer",
-        "_filled",
-        "_initial",
-        "_lanes",
-        "_least",
-        "_most",
-        "_rate",
-        "_segment",
-        "_since",
-        "_timeout",
-        "_trip",
-        "_used",
-        "_window",
-    )
-
     def __init__(self, wire: NetworkLink, trip: float, answer: float, rate: float, lanes: int) -> None:
         self._trip = trip
         self._answer = answer
@@ -102,10 +86,7 @@ class Streams:
         self._used = -inf  # until when
 
     def start(self, now: float, blocks: int, nbytes: float) -> tuple[float, float]:
-        """Let a transfer begin; return how long its bytes take at least, and what is added to the time they take.
-
-        Both without the last answer.
-        """
+        """Let a transfer begin; return how long its bytes take at least, and what is added, but for the last answer."""
         lanes = min(blocks, self._lanes or 1)
         share = nbytes / lanes
         growing = self._grow(now, share, self._rate / lanes)

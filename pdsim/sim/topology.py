@@ -12,11 +12,8 @@
              GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
              GPU memory - port out - port in - GPU memory
 
-Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a
-port, a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
-
-Not modelled: what lies between cards (the fabric is free of contention), sockets, and the copies that a kernel makes
-between its socket buffers and host memory, which `Host.tcp_rate` contains.
+Each direction of a port, a card or a bus is a link of its own; a memory is one link, for reads and writes.  For tcp
+and shm, GPU memory is staged through the host.  The fabric between cards is free of contention.
 """
 
 from __future__ import annotations
@@ -39,23 +36,12 @@ if TYPE_CHECKING:
     from pdsim.sim.network import Flow, Link, Network
     from pdsim.transfer.job import Place
 
-__all__ = [
-    "RATES",
-    "EndpointAddress",
-    "Route",
-    "SideTraffic",
-    "Site",
-    "Topology",
-    "Ways",
-]
+__all__ = ["RATES", "EndpointAddress", "Route", "SideTraffic", "Site", "Topology", "Ways"]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the memory of a rank lies, and the card through which it talks to other nodes.
-
-    Sites of one GPU or host are equal but for the card, which ranks on a host take in turn.
-    """
+    """Where the memory of a rank lies, and the card through which it talks to other nodes."""
 
     node: int
     gpu: int | None  # None: the host
@@ -69,10 +55,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way between two memories: what every byte passes, and the time that the way itself takes.
-
-    *links* are in the physical order, from the source to the target.
-    """
+    """The way between two memories: what every byte passes, and the time that the way itself takes."""
 
     links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
     latency: float  # seconds, on top of the engine's
@@ -80,8 +63,6 @@ class Route:
 
 
 class _GpuLinks:
-    """What belongs to one GPU: its memory, and its PCIe in either direction."""
-
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         assert machine.gpu is not None
         self.memory = network.link(f"{name}/memory", machine.gpu.memory_rate)
@@ -90,8 +71,6 @@ class _GpuLinks:
 
 
 class _Node:
-    """What belongs to one node: host memory, TCP in either direction and within, GPUs, their switch, and cards."""
-
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         host = machine.host
         self.memory = network.link(f"{name}/host/memory", host.memory_rate)
@@ -132,11 +111,7 @@ def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[
 
 
 class Topology:
-    """All links of *machine*, made in *network*, and the ways between its memories.
-
-    Links are made once; the way between two sites is found by kind, as an engine's model names it
-    (`EngineModel.path`). Rates are those of `pdsim.hardware.machine`, in bytes/s and for one direction.
-    """
+    """All links of *machine*, made in *network*, and the ways between its memories."""
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self.machine = machine
@@ -162,7 +137,6 @@ class Topology:
         return Site(node, gpu, self._card(self._nodes[node], gpu))
 
     def memory(self, site: Site) -> Link:
-        """Return the link of the memory at *site*."""
         node = self._nodes[site.node]
         return node.memory if site.gpu is None else node.gpus[site.gpu].memory
 
@@ -176,8 +150,7 @@ class Topology:
     def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
         """Return the links of the GPU at *site* to GPUs of other nodes and back, and of its own node and back.
 
-        Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing
-        is.
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends.
         """
         node = self._nodes[site.node]
         if site.gpu is None:
@@ -283,10 +256,7 @@ class Topology:
 
 
 class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `pdsim.sim.endpoint.SimEndpoint.address` says, as JSON.
-
-    An address is good for one incarnation of a rank; whoever connects with an older one gets `PeerLost`.
-    """
+    """What `SimEndpoint.address` says, as JSON; good for one incarnation of a rank."""
 
     rank: str
     engine: str
@@ -294,7 +264,7 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     born: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
     def __post_init__(self) -> None:
-        """Have an address of the start as many bytes from a compiled clock, which begins at 0.0 and not at 0."""
+        # an address of the start has as many bytes from a compiled clock, which begins at 0.0 and not at 0
         if not self.born:
             msgspec.structs.force_setattr(self, "born", 0)
 
@@ -307,10 +277,7 @@ Ways = tuple[Sequence["Link"], Sequence["Link"]]
 
 
 class SideTraffic:
-    """Flows of one rank's GPU that share links with its transfers; no contents move.
-
-    *offload* and *exchange* are what `pdsim.sim.topology.Topology` returns for its site, empty on a host.
-    """
+    """Flows of one rank's GPU that share links with its transfers; no contents move."""
 
     def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
         self.topology: Topology | None = None  # that `of` finds places in
@@ -328,19 +295,13 @@ class SideTraffic:
         return fabric
 
     def of(self, place: Place) -> SideTraffic:
-        """Return what another GPU puts there: for a rank that stands for an engine of many.
-
-        Raise a `ValueError` if this one was not made by `at`.
-        """
+        """Return what another GPU puts there: for a rank that stands for an engine of many."""
         if self.topology is None:
             raise ValueError(f"no topology is known that {place} could be in: make the traffic by SideTraffic.at")
         return SideTraffic.at(self.topology.site(place), self._clock, self._network, self.topology)
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
-        """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there, at most at *rate*.
-
-        *rate* is in bytes/s.  On a host there is nowhere to go: what has no rate takes no time there.
-        """
+        """Move *size* bytes to the host's memory, or *back*, at most at *rate*; on a host without a rate at once."""
         links = self._offload[back]
         if not links and rate == math.inf:
             return self._clock.timeout(0)
@@ -351,8 +312,7 @@ class SideTraffic:
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
         """Move bytes to GPUs of other nodes and to those of this one, spread over *seconds*, and as many back.
 
-        Where the links carry other bytes too it takes longer.  What is left of the exchange before is dropped, for
-        its forward is over.  Return an event for each way that is used.
+        What is left of the exchange before is dropped, for its forward is over.  Return an event for each way used.
         """
         for flow in self._travelling:
             self._network.abort(flow)
