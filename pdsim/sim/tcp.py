@@ -86,7 +86,7 @@ class Streams:
         self._used = -inf  # until when
 
     def start(self, now: float, blocks: int, nbytes: float) -> tuple[float, float]:
-        """Let a transfer begin; return how long its bytes take at least, and what is added, but for the last answer."""
+        """Let a transfer begin; return the least time of its bytes and what is added, without the last answer."""
         lanes = min(blocks, self._lanes or 1)
         share = nbytes / lanes
         growing = self._grow(now, share, self._rate / lanes)

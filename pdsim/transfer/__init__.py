@@ -19,9 +19,9 @@ from pdsim.core.errors import InvalidBatch
 from pdsim.transfer.batch import Batch, Buffer, Region
 
 __all__ = [
-    *("Batch", "Batches", "Buffer", "Channel", "Device", "Endpoint", "Message", "Notification", "Peer", "Program"),
-    *("Recorder", "Region", "Spill", "Transfer", "TransferRecord", "WriteSequence", "check_sides"),
-]
+    "Batch", "Batches", "Buffer", "Channel", "Device", "Endpoint", "Message", "Notification", "Peer", "Program",
+    "Recorder", "Region", "Spill", "Transfer", "TransferRecord", "WriteSequence", "check_sides",
+]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
 
