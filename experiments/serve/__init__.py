@@ -28,8 +28,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Seconds, format_size
 from pdsim.kv.contents import EVERY
-from pdsim.kv.layout import KvShape
-from pdsim.kv.mapping import Grid
+from pdsim.kv.layout import Grid, KvShape
 from pdsim.kv.policy import Staging
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.units import format_time
-from pdsim.kv.peers import PATHS
+from pdsim.kv.plan import PATHS
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, intervals, mean, percentile, trend
 from pdsim.serving.deployment import ROUTER, Deployment

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdsim.kv.layout import KvShape
-from pdsim.kv.state import StateShape, Tensor
+from pdsim.kv.layout import KvShape, StateShape, Tensor
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
 

@@ -14,10 +14,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
-from pdsim.kv.mapping import owned_heads
+from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable, Tensor, owned_heads, window_span
 from pdsim.kv.pages import Pages
-from pdsim.kv.state import Tensor, window_span
 from pdsim.transfer import Buffer
 
 __all__ = ["EVERY", "Contents"]
@@ -31,15 +29,16 @@ _TOKEN, _MARK, _HEAD, _PLANE, _ROOM = 0, 17, 24, 36, 48  # first bit of each fie
 _MARKED = 1 << _MARK
 """Tokens of which contents can be marked: the bits above are those of later tokens, if there are any."""
 _AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
+_SMALL = 1 << 13
+"""Bytes of rows whose words are kept: small pieces cost more to number than to compare."""
 
 
 class Contents:
     """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold.
 
-    Metadata lies in *aux*, at the same offsets, if that is given.
-
-    `fill` methods are called on the prefill side before bytes move, `verify` methods on the decode side after.
-    Where a device keeps no contents nobody makes or calls one.
+    Metadata lies in *aux*, at the same offsets, if that is given.  Every byte follows from room, layer, head, token
+    and position, so that ranks of any tensor parallelism know what must be there.  `fill` methods are called on the
+    prefill side before bytes move, `verify` methods on the decode side after: they return "" or what is wrong.
     """
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
@@ -52,18 +51,12 @@ class Contents:
         """Whether keys and values are stored by `store`, as ranks gather them, and not by `fill`."""
         self._buffer = buffer
         self._metadata = aux or buffer
-        self._layout = layout
         self._tp_rank = tp_rank
-        heads = owned_heads(layout.shape, layout.tp, tp_rank)
-        self._heads = range(1) if layout.shape.latent_bytes else heads
+        self._heads = range(1) if layout.shape.latent_bytes else owned_heads(layout.shape, layout.tp, tp_rank)
         self._kv, *self._state = layout.tables
 
     def fill(self, room: int, pages: Pages, first_token: int) -> None:
-        """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there.
-
-        Every byte follows from room, layer, head, token and position, so that `verify` on any rank of any tensor
-        parallelism knows what must be there.
-        """
+        """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
         if not self.gathered:
             self._fill(self._kv, 0, room, pages, first_token)
 
@@ -94,17 +87,11 @@ class Contents:
             self._metadata.write(offset, _aux_row(room, index, size))
 
     def verify(self, room: int, pages: Pages, tokens: int, held: int = 0) -> str:
-        """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first other.
-
-        The first *held* pages are not looked at: *pages* are those after them.
-        """
-        return self.differs(self._kv, 0, room, pages, range(held * self._layout.page_size, tokens))
+        """Compare *pages*, which are those after the first *held*, with the first *tokens* tokens of *room*."""
+        return self.differs(self._kv, 0, room, pages, range(held * self.layout.page_size, tokens))
 
     def verify_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> str:
-        """Return "" if *rows* hold the state of *room* after *tokens* tokens, else the first thing that differs.
-
-        Index rows are those of its pages without the first *held* ones.
-        """
+        """Compare *rows* with what `fill_state` writes."""
         for number, table, pages, first in self._parts(rows, tokens, held):
             reason = self.differs(table, number, room, pages, range(first, tokens if table.tensor is None else 1))
             if reason:
@@ -112,17 +99,34 @@ class Contents:
         return ""
 
     def verify_aux(self, room: int, slot: int) -> str:
-        """Return "" if *slot* holds the metadata of *room*, else which buffer does not."""
+        """Compare *slot* with the metadata of *room*."""
         for index, (offset, size) in enumerate(self._aux(slot)):
             if self._metadata.read(offset, size) != _aux_row(room, index, size):
                 return f"room {room}: metadata buffer {index} of slot {slot} holds something else"
         return ""
 
+    def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
+        """Compare *pages* of *table*, the state's *number*-th, with *tokens* of *room*."""
+        for plane, offset, stretch in _stretches(table, pages, tokens.start):
+            piece = range(stretch.start, min(stretch.stop, tokens.stop))
+            if not piece:
+                continue
+            expected = self._rows(table, number, room, plane, piece)
+            actual = np.empty_like(expected)
+            for start, part in self._pieces(table, offset, actual):
+                part[:] = np.frombuffer(self._buffer.read(start, part.size), np.uint8).reshape(part.shape)
+            if not np.array_equal(actual, expected):
+                row = int(np.argmax((actual != expected).any(axis=1)))
+                byte = int(np.argmax(actual[row] != expected[row]))
+                what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
+                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
+        return ""
+
     def _aux(self, slot: int) -> Iterator[tuple[int, int]]:
-        return zip(self._layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
+        return zip(self.layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
 
     def _parts(self, rows: tuple[Pages, ...], tokens: int, held: int) -> Iterator[tuple[int, PageTable, Pages, int]]:
-        state, page_size = self._layout.shape.state, self._layout.page_size
+        state, page_size = self.layout.shape.state, self.layout.page_size
         pages = dict(zip(state.components, rows, strict=True))
         first = {"window": window_span(tokens, state.window, page_size)[0] * page_size, "index": held * page_size}
         for number, table in enumerate(self._state):
@@ -137,28 +141,9 @@ class Contents:
                 for start, piece in self._pieces(table, offset, rows):
                     self._buffer.write(start, piece.tobytes())
 
-    def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
-        """Return "" if *pages* of *table*, the state's *number*-th, hold *tokens* of *room*, else what differs."""
-        for plane, offset, stretch in _stretches(table, pages, tokens.start):
-            piece = range(stretch.start, min(stretch.stop, tokens.stop))
-            if not piece:
-                continue
-            expected = self._rows(table, number, room, plane, piece)
-            parts = list(self._pieces(table, offset, expected))
-            reads = [self._buffer.read(start, part.size) for start, part in parts]
-            if any(have != part.tobytes() for have, (_, part) in zip(reads, parts, strict=True)):
-                actual = np.empty_like(expected)
-                for have, (_, part) in zip(reads, self._pieces(table, offset, actual), strict=True):
-                    part[:] = np.frombuffer(have, np.uint8).reshape(part.shape)
-                row = int(np.argmax((actual != expected).any(axis=1)))
-                byte = int(np.argmax(actual[row] != expected[row]))
-                what = _describe(actual[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
-                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
-        return ""
-
     def _pieces(self, table: PageTable, offset: int, rows: Bytes) -> Iterator[tuple[int, Bytes]]:
-        # The parts are views of *rows*.
-        if not self._layout.by_heads or table.component not in ("kv", "window"):
+        # Where the parts of *rows* lie, of which they are views: with pages by heads, each head of a page.
+        if not self.layout.by_heads or table.component not in ("kv", "window"):
             yield offset, rows
             return
         width = rows.shape[1] // len(self._heads)
@@ -169,7 +154,7 @@ class Contents:
 
     def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
         if table.tensor is not None:
-            return _slot(table.tensor, self._layout.tp, self._tp_rank, (room, number, plane))
+            return _slot(table.tensor, self.layout.tp, self._tp_rank, (room, number, plane))
         heads = (_INDEX,) if table.component == "index" else self._heads
         marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
         return _token_rows(heads, table.item // table.tokens, room, plane, tokens, marks)
@@ -196,8 +181,7 @@ def _token_rows(
     tokens: range,
     marks: npt.NDArray[np.uint64] | None = None,
 ) -> Bytes:
-    # For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in
-    # it.
+    # For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head.
     few = len(tokens) * row <= _SMALL
     words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
     if marks is not None:
@@ -211,9 +195,6 @@ def _words(heads: range | tuple[int, ...], row: int, tokens: range) -> npt.NDArr
     repeated = np.broadcast_to(ours | numbers, (len(tokens), len(heads), -(-(row // len(heads)) // 8)))
     return np.ascontiguousarray(repeated)
 
-
-_SMALL = 1 << 13
-"""Bytes of rows whose words are kept: small pieces cost more to number than to compare."""
 
 _few_words = lru_cache(maxsize=1024)(_words)
 
@@ -241,10 +222,6 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _describe(row: Bytes, byte: int, marked: bool = False) -> str:
     # Where bytes are *marked*, a word has its chunk, modulo 128, beside a token of fewer bits.
-    #
-    # >>> row = _token_rows(range(1), 8, 7, 2, range(5, 6), np.array([3], np.uint64))[0]
-    # >>> _describe(row, 0, marked=True)
-    # 'found room 7 plane 2 head 0 token 5 of chunk 3'
     start = byte // 8 * 8
     word = int.from_bytes(row[start : start + 8].tobytes(), "little")
     if not word:

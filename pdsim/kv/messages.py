@@ -16,8 +16,7 @@ import msgspec
 
 from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
-from pdsim.kv.pages import Pages
-from pdsim.kv.plan import Runs
+from pdsim.kv.pages import Pages, Runs
 
 VERSION = 11
 """Of the schema; to be raised with every change of a message's fields."""

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of a pool are whose."""
+"""Which pages and slots of an instance are whose, and which pages keep prefixes of prompts.
+
+Owners are rooms; all ranks of an instance use the same numbers.  Unknown here: tokens, engines, time.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-__all__ = ["ORDERS", "FreeQueue", "FreeStack", "PagePool", "Pages", "SlotPool", "after", "page_pool"]
+from pdsim.kv.layout import StateShape, window_span
+
+__all__ = [
+    "ORDERS",
+    "FreeQueue",
+    "PagePool",
+    "Pages",
+    "PrefixPagePool",
+    "Runs",
+    "SlotPool",
+    "StatePool",
+    "after",
+    "cut",
+    "page_pool",
+    "pair",
+    "sources",
+    "targets",
+]
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
+
+Runs = tuple[tuple[int, int, int], ...]
+"""Source page, target page, count: pages that are neighbours on both sides."""
 
 ORDERS = ("best_fit", "queue", "stack")
 """How free pages are given out: see `page_pool`."""
@@ -20,13 +44,12 @@ def page_pool(order: str, pages: int) -> PagePool:
     """Return a pool of so many *pages*, all free, that gives them out in *order*.
 
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
-    what was freed longest ago (`FreeQueue`, as vLLM does), ``"stack"`` what was freed last (`FreeStack`, as vLLM
-    0.26 does).  Raise a `ValueError` if there is no such order.
+    what was freed longest ago (as vLLM does), ``"stack"`` what was freed last (as vLLM 0.26 does): `FreeQueue`.
+    Raise a `ValueError` if there is no such order.
     """
     if order not in ORDERS:
         raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
-    kinds: dict[str, Callable[[int], PagePool]] = {"best_fit": PagePool, "queue": FreeQueue, "stack": FreeStack}
-    return kinds[order](pages)
+    return PagePool(pages) if order == "best_fit" else FreeQueue(pages, last_first=order == "stack")
 
 
 def after(pages: Pages, skip: int) -> Pages:
@@ -44,13 +67,66 @@ def after(pages: Pages, skip: int) -> Pages:
     return tuple(rest)
 
 
+def pair(source: Pages, target: Pages) -> Runs:
+    """Return the runs that move the pages of *source*, in order, to the first as many of *target*.
+
+    Raise a `ValueError` if *target* has fewer pages.
+
+    >>> pair(((4, 3), (9, 1)), ((0, 2), (3, 5)))
+    ((4, 0, 2), (6, 3, 1), (9, 4, 1))
+    """
+    runs: list[tuple[int, int, int]] = []
+    targets = iter(target)
+    start, left = 0, 0
+    for first, count in source:
+        while count:
+            if not left:
+                start, left = next(targets, (0, 0))
+                if not left:
+                    raise ValueError(f"{target} has fewer pages than {source}")
+            part = min(count, left)
+            runs.append((first, start, part))
+            first, count, start, left = first + part, count - part, start + part, left - part
+    return tuple(runs)
+
+
+def cut(runs: Runs, first: int, count: int) -> Runs:
+    """Return what of *runs* lies among the *count* pages from the *first*-th on, counted over all runs.
+
+    >>> cut(((10, 20, 4), (30, 40, 4)), first=3, count=3)
+    ((13, 23, 1), (30, 40, 2))
+    """
+    parts: list[tuple[int, int, int]] = []
+    position, end = 0, first + count
+    for source, target, size in runs:
+        skip = max(0, first - position)
+        part = min(size, end - position) - skip
+        if part > 0:
+            parts.append((source + skip, target + skip, part))
+        position += size
+        if position >= end:
+            break
+    return tuple(parts)
+
+
+def sources(runs: Runs) -> Pages:
+    """Return the pages that *runs* come from."""
+    return tuple((source, count) for source, _, count in runs)
+
+
+def targets(runs: Runs) -> Pages:
+    """Return the pages that *runs* go to."""
+    return tuple((target, count) for _, target, count in runs)
+
+
 class PagePool:
-    """The pages of one instance (all its ranks use the same numbers), handed out in runs as long as can be had.
+    """The pages of one instance, handed out in runs as long as can be had.
 
     Takes the smallest free run that holds a request whole and, if none does, the largest ones; the lowest among
-    equals. So one history of calls gives one assignment.  Costs grow with the number of free runs, not of pages.
+    equals.  Costs grow with the number of free runs, not of pages.
 
-    Owners are rooms.  Invariant: free runs are ascending and never touch.
+    *unused* counts pages that nobody has, *peak* is the most that had an owner at one time, *owners* has the runs of
+    each.  Invariant: free runs are ascending and never touch.
 
     >>> pool = PagePool(10)
     >>> pool.allocate(1, 4), pool.allocate(2, 4), pool.release(1), pool.allocate(3, 5)
@@ -61,9 +137,9 @@ class PagePool:
         if pages < 1:
             raise ValueError(f"pages must be >= 1, got {pages}")
         self.pages = pages
-        self.unused = pages  # pages that nobody has
-        self.peak = 0  # most pages that had an owner at one time
-        self._starts = [0]  # of free runs, ascending, never adjacent
+        self.unused = pages
+        self.peak = 0
+        self._starts = [0]  # of free runs
         self._counts = [pages]
         self.owners: dict[int, Pages] = {}
 
@@ -80,10 +156,6 @@ class PagePool:
     def used(self) -> int:
         """Pages that have an owner."""
         return self.pages - self.free
-
-    def owned(self, owner: int) -> Pages:
-        """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
-        return self.owners[owner]
 
     def allocate(self, owner: int, count: int) -> Pages | None:
         """Give *count* pages to *owner* and return their runs, or None if fewer are free.
@@ -124,44 +196,31 @@ class PagePool:
 
     def take(self, count: int) -> Pages:
         """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
-        self.unused -= count
-        used = self.used
-        if used > self.peak:
-            self.peak = used
+        self._count_taken(count)
         taken: list[tuple[int, int]] = []
+        counts = self._counts
         while count:
-            index = self._choose(count)
-            part = min(count, self._counts[index])
+            fitting = [size for size in counts if size >= count]
+            index = counts.index(min(fitting) if fitting else max(counts))
+            part = min(count, counts[index])
             taken.append((self._starts[index], part))
-            self._cut(index, part)
+            if part == counts[index]:
+                del self._starts[index], counts[index]
+            else:
+                self._starts[index] += part
+                counts[index] -= part
             count -= part
         return tuple(sorted(taken)) if len(taken) > 1 else tuple(taken)
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no pages to release")
-        for start, count in self.owners.pop(owner):
+        for start, count in self._taken_back(owner):
             self.put_back(start, count)
 
     def is_whole(self) -> bool:
         """Return whether pages with an owner and pages without one are all pages, however many owners one has."""
-        lent = {
-            page for runs in self.owners.values() for start, count in runs for page in range(start, start + count)
-        }
+        lent = {page for runs in self.owners.values() for page in _numbers(runs)}
         return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
-
-    def _choose(self, count: int) -> int:
-        counts = self._counts
-        fitting = [size for size in counts if size >= count]
-        return counts.index(min(fitting) if fitting else max(counts))
-
-    def _cut(self, index: int, count: int) -> None:
-        if count == self._counts[index]:
-            del self._starts[index], self._counts[index]
-        else:
-            self._starts[index] += count
-            self._counts[index] -= count
 
     def put_back(self, start: int, count: int) -> None:
         """Count a run of pages, which nobody owns any more, as unused."""
@@ -178,92 +237,64 @@ class PagePool:
             counts[index - 1] += counts[index]
             del starts[index], counts[index]
 
+    def _count_taken(self, count: int) -> None:
+        self.unused -= count
+        used = self.used
+        if used > self.peak:
+            self.peak = used
+
+    def _taken_back(self, owner: int) -> Pages:
+        if owner not in self.owners:
+            raise KeyError(f"owner {owner} has no pages to release")
+        return self.owners.pop(owner)
+
 
 class FreeQueue(PagePool):
     """The pages of one instance, given out in the order in which they were freed, those of an owner last one first.
 
     So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives
-    the blocks of a request back in reverse, for its last ones to be evicted first).  A new pool gives out ascending
-    neighbours.  Once every page has been used, requests get descending ones, which no descriptor covers together,
-    then ascending ones again, and later a mixture.
+    the blocks of a request back in reverse).  A new pool gives out ascending neighbours, later descending ones,
+    which no descriptor covers together, then a mixture.  With *last_first*, what was freed last is given out first,
+    as by vLLM 0.26 with blocks that no prefix cache keeps (`prepend_n`).
 
     >>> pool = FreeQueue(4)
-    >>> pool.allocate(1, 4)
-    ((0, 4),)
-    >>> pool.release(1)
-    >>> pool.allocate(2, 2)
-    ((3, 1), (2, 1))
+    >>> pool.allocate(1, 4), pool.release(1), pool.allocate(2, 2)
+    (((0, 4),), None, ((3, 1), (2, 1)))
     """
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, last_first: bool = False) -> None:
         super().__init__(pages)
         self._queue = deque(range(pages))
+        self._last_first = last_first
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
         """As `PagePool.joined`: new pages come last."""
-        return _merged((*pages, *more))
+        return _runs(_numbers((*pages, *more)))
 
     def take(self, count: int) -> Pages:
-        """As `PagePool.take`: the pages that were freed longest ago."""
-        self.unused -= count
-        self.peak = max(self.peak, self.used)
-        return _merged([(self._queue.popleft(), 1) for _ in range(count)])
+        """As `PagePool.take`: the first pages of the queue."""
+        self._count_taken(count)
+        return _runs([self._queue.popleft() for _ in range(count)])
 
     def release(self, owner: int) -> None:
         """As `PagePool.release`: the last page of *owner* is the first of its pages to be given out again."""
-        self._queue.extend(reversed(self._back(owner)))
+        pages = list(_numbers(self._taken_back(owner)))
+        self.unused += len(pages)
+        if self._last_first:
+            self._queue.extendleft(pages)
+        else:
+            self._queue.extend(reversed(pages))
 
     def is_whole(self) -> bool:
         """As `PagePool.is_whole`."""
-        return sorted([*self._queue, *_pages(run for runs in self.owners.values() for run in runs)]) == list(
-            range(self.pages)
-        )
-
-    def _back(self, owner: int) -> list[int]:
-        if owner not in self.owners:
-            raise KeyError(f"owner {owner} has no pages to release")
-        pages = _pages(self.owners.pop(owner))
-        self.unused += len(pages)
-        return pages
-
-
-class FreeStack(FreeQueue):
-    """As `FreeQueue`, but what was freed last is given out first, the last page of an owner before the others.
-
-    So does vLLM 0.26 with blocks that no prefix cache keeps (`prepend_n` in its block pool).  A request alone gets
-    ascending neighbours, the next one the same pages descending, then ascending again.
-
-    >>> pool = FreeStack(4)
-    >>> pool.allocate(1, 2)
-    ((0, 2),)
-    >>> pool.release(1)
-    >>> pool.allocate(2, 3)
-    ((1, 1), (0, 1), (2, 1))
-    """
-
-    def release(self, owner: int) -> None:
-        """As `PagePool.release`: the last page of *owner* is the first of all to be given out again."""
-        self._queue.extendleft(self._back(owner))
-
-
-def _pages(runs: Iterable[tuple[int, int]]) -> list[int]:
-    return [page for first, count in runs for page in range(first, first + count)]
-
-
-def _merged(runs: Iterable[tuple[int, int]]) -> Pages:
-    merged: list[tuple[int, int]] = []
-    for first, count in runs:
-        if merged and first == sum(merged[-1]):
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
-    return tuple(merged)
+        lent = [page for runs in self.owners.values() for page in _numbers(runs)]
+        return sorted([*self._queue, *lent]) == list(range(self.pages))
 
 
 class SlotPool:
     """Numbers from 0, each with one owner at a time; the one given back last is handed out first.
 
-    Owners are rooms; a slot of a pool is a row of metadata, or one mamba state.
+    A slot is a row of metadata, or one mamba state.
     """
 
     def __init__(self, slots: int) -> None:
@@ -293,3 +324,249 @@ class SlotPool:
         if owner not in self.owners:
             raise KeyError(f"owner {owner} has no slot to release")
         self._free.append(self.owners.pop(owner))
+
+
+class StatePool:
+    """The mamba slots and window pages of one instance, a request at a time.
+
+    A request takes one slot, and window pages for the most that its window can touch while it grows, so nothing that
+    runs can run out.  Models without mamba or window layers take none of them.
+    """
+
+    def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:
+        self._shape = shape
+        self._components = shape.components
+        self._page_size = page_size
+        self.slots = SlotPool(slots) if shape.mamba else None
+        self.window = PagePool(window_pages) if shape.window else None
+
+    def __len__(self) -> int:
+        """Return the number of owners."""
+        return max((len(pool) for pool in (self.slots, self.window) if pool is not None), default=0)
+
+    def need(self, tokens: int, reach: int) -> int:
+        """Return the window pages that a request of *tokens* needs which grows to *reach* tokens."""
+        if reach <= tokens:
+            return window_span(tokens, self._shape.window, self._page_size)[1]
+        # as it moves on, it may begin anywhere within its first page
+        return min(-(-self._shape.window // self._page_size) + 1, -(-reach // self._page_size))
+
+    def allocate(self, owner: int, tokens: int, reach: int, pages: Pages) -> tuple[Pages, ...] | None:
+        """Return the rows of each component that *owner* gets, or None if there are too few.
+
+        *tokens* are those of the handoff and *reach* those that it grows to, *pages* its pages of keys and values,
+        where index rows lie too.
+        """
+        if not self._components:
+            return ()
+        rows: dict[str, Pages] = {"index": pages}
+        if self.window is not None:
+            window = self.window.allocate(owner, self.need(tokens, reach))
+            if window is None:
+                return None
+            rows["window"] = window
+        if self.slots is not None:
+            slot = self.slots.allocate(owner)
+            if slot is None:
+                if self.window is not None:
+                    self.window.release(owner)
+                return None
+            rows["mamba"] = ((slot, 1),)
+        return tuple(rows[name] for name in self._components)
+
+    def release(self, owner: int) -> None:
+        """Take the rows of *owner* back.  Raise a `KeyError` if it has none."""
+        for pool in (self.slots, self.window):
+            if pool is not None:
+                pool.release(owner)
+
+
+@dataclass(slots=True)
+class _CachedPage:
+    """A page whose contents are known by a hash."""
+
+    page: int
+    node: int  # the pages that were computed together with it
+    users: int  # requests that have it
+
+
+class PrefixPagePool(PagePool):
+    """A `PagePool` whose pages may have several users, and whose free pages keep prefixes of prompts until needed.
+
+    A page is known by the hash of its tokens and all before them.  Pages without a user wait in order of their last
+    use, the end of a prompt before its beginning, and are evicted in that order: with *eviction* ``"block"`` one
+    page at a time, as of vLLM's free queue of blocks; with ``"radix"`` the page's whole node goes with it, all pages
+    that were computed together and that no prompt has branched off from since, as of the leaves of SGLang's radix
+    tree.
+
+    `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
+    With *host*, so many pages that were known last are in host memory, too: `commit` says how many go there, and
+    `loaded` how many of the pages of the last `reuse` come back.
+
+    >>> pool = PrefixPagePool(4)
+    >>> pool.reuse(1, 3, keys=[])
+    (((0, 3),), 0)
+    >>> pool.commit(1, [70, 71]); pool.release(1)  # two pages of it are known by their contents
+    0
+    >>> pool.match([70, 71, 72]), pool.reuse(2, 4, keys=[70, 71])
+    (2, (((0, 2), (2, 2)), 2))
+    """
+
+    def __init__(self, pages: int, eviction: str = "block", limit: int = 0, host: int = 0) -> None:
+        super().__init__(pages)
+        self.loaded = 0
+        self.evicted = 0  # pages
+        self._host_pages = host
+        self._host: OrderedDict[int, None] = OrderedDict()  # keys in host memory, the next to go first
+        self._radix = eviction == "radix"
+        self._limit = limit
+        self._cached: dict[int, _CachedPage] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # keys without a user, the next to be evicted first
+        # of each owner's first pages; None: another page has that content
+        self._keys: dict[int, list[int | None]] = {}
+        self._nodes: dict[int, list[int]] = {}  # keys in order, where eviction goes by nodes
+        self._node = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that a request can have: unused ones, and cached ones without a user."""
+        return self.unused + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Pages whose contents are known, with users or without."""
+        return len(self._cached)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Return how many of *keys*, from the first on, are here; a lookup does not count as a use."""
+        return _leading(keys, self._cached)
+
+    def in_use(self, keys: Sequence[int]) -> int:
+        """Return how many of *keys*, which are here, have users: another one takes no free page."""
+        return sum(key not in self._idle for key in keys)
+
+    def reuse(self, owner: int, count: int, keys: Sequence[int]) -> tuple[Pages, int] | None:
+        """Give *owner* as many pages as `allocate` does, the first of which are cached ones of *keys*.
+
+        Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
+        are too few.  Raise a `ValueError` as `allocate` does, and unless *count* exceeds the number of *keys* found.
+        """
+        hits, self.loaded = self.match(keys), 0
+        back = _leading(keys[hits:], self._host)
+        if not hits + back:
+            pages = self.allocate(owner, count)
+            return None if pages is None else (pages, 0)
+        if owner in self.owners:
+            raise ValueError(f"owner {owner} has pages already: release them first")
+        if not hits + back < count:
+            raise ValueError(f"{hits + back} cached pages of {count}: at least one must be computed")
+        every, keys = keys[: hits + back], keys[:hits]
+        if count - hits > self.free - (hits - self.in_use(keys)):
+            return None
+        for key in keys:
+            self._idle.pop(key, None)
+            self._cached[key].users += 1
+        if self._radix and keys:
+            self._split(keys[-1])
+        self._keys[owner] = list(keys)
+        self.owners[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - hits))
+        self.commit(owner, every)  # what comes back is known again
+        self.loaded = back
+        return self.owners[owner], hits + back
+
+    def commit(self, owner: int, keys: Sequence[int]) -> int:
+        """Make the first pages of *owner* known by *keys*, one each: their tokens are computed.
+
+        A page with the content of another stays its owner's alone.  Return how many are to be moved to host memory.
+        """
+        mine = self._keys.setdefault(owner, [])
+        begin = len(mine)
+        if len(keys) <= begin:
+            return 0
+        self._node += 1
+        for key, page in zip(keys[begin:], _numbers(after(self.owners[owner], begin)), strict=False):
+            if key in self._cached:
+                mine.append(None)
+                continue
+            mine.append(key)
+            self._cached[key] = _CachedPage(page, self._node, 1)
+            if self._radix:
+                self._nodes.setdefault(self._node, []).append(key)
+        return self._store(keys[begin:])
+
+    def joined(self, pages: Pages, more: Pages) -> Pages:
+        """As `PagePool.joined`: new pages come after those that there are."""
+        return (*pages, *more)
+
+    def release(self, owner: int) -> None:
+        """Take the pages of *owner* back, those that are known by a hash to be found again.
+
+        The beginning of a prompt is the last of its pages to be evicted, because more prompts share it.
+        """
+        pages = self._taken_back(owner)
+        keys = self._keys.pop(owner, [])
+        private = [page for key, page in zip(keys, _numbers(pages), strict=False) if key is None]
+        for first, count in (*_runs(private), *after(pages, len(keys))):
+            self.put_back(first, count)
+        for key in reversed(keys):  # the end of the prompt is evicted first
+            if key is not None:
+                cached = self._cached[key]
+                cached.users -= 1
+                if not cached.users:
+                    self._idle[key] = None
+        while self._limit and len(self._idle) > self._limit:
+            self._evict()
+
+    def take(self, count: int) -> Pages:
+        """As `PagePool.take`, of cached pages without a user if there are too few others."""
+        while self.unused < count:
+            self._evict()
+        return super().take(count)
+
+    def _store(self, keys: Sequence[int]) -> int:
+        if not self._host_pages:
+            return 0
+        new = sum(key not in self._host for key in keys)
+        for key in reversed(keys):
+            self._host[key] = None
+            self._host.move_to_end(key)
+        while len(self._host) > self._host_pages:
+            self._host.popitem(last=False)
+        return new
+
+    def _evict(self) -> None:
+        key = next(iter(self._idle))
+        node = self._cached[key].node
+        for gone in reversed(self._nodes.pop(node)) if self._radix else (key,):
+            self._idle.pop(gone)
+            self.put_back(self._cached.pop(gone).page, 1)
+            self.evicted += 1
+
+    def _split(self, key: int) -> None:
+        node = self._cached[key].node
+        keys = self._nodes[node]
+        rest = keys[keys.index(key) + 1 :]
+        if rest:
+            self._node += 1
+            del keys[len(keys) - len(rest) :]
+            self._nodes[self._node] = rest
+            for other in rest:
+                self._cached[other].node = self._node
+
+
+def _leading(keys: Sequence[int], known: Container[int]) -> int:
+    return next((number for number, key in enumerate(keys) if key not in known), len(keys))
+
+
+def _numbers(runs: Iterable[tuple[int, int]]) -> Iterator[int]:
+    return (page for first, count in runs for page in range(first, first + count))
+
+
+def _runs(pages: Iterable[int]) -> Pages:
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and page == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((page, 1))
+    return tuple(runs)

@@ -1,56 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors: a chunk's pages, as the `Batch` that one write takes.
+"""The writes of a chunk to the decode ranks that need it, and their descriptors.
 
 Batches are built over nameless regions and cached, because the ranks of a group write the same offsets at the same
-time: `Batch.over` then puts the real regions in their place.  Their arrays are made when somebody reads them.
+time: `Batch.over` then puts the real regions in their place.  Arrays are made when somebody reads them.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.core.errors import InvalidBatch
-from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
-from pdsim.kv.mapping import WHOLE, HeadSlice, RankShare
-from pdsim.kv.pages import Pages
-from pdsim.transfer import Batch, Region
+from pdsim.core.errors import InvalidBatch, MessageError
+from pdsim.kv.layout import (
+    AUX_ROWS,
+    REGION,
+    STAGING,
+    WHOLE,
+    Grid,
+    HeadSlice,
+    KvLayout,
+    PageTable,
+    RankMap,
+    RankShare,
+)
+from pdsim.kv.messages import Arrival, Chunk, RegisterPool
+from pdsim.kv.pages import Pages, Runs
+from pdsim.kv.policy import Policy
+from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
+from pdsim.transfer.job import Rank
 
-__all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]
+__all__ = ["PATHS", "BlockPlan", "DecodePeer", "DecodePeers", "Planner", "Write", "block_plans", "metadata_route"]
+__all__ += ["planner"]
+
+PATHS = ("grouped", "sliced", "staged", "metadata")
+"""How a chunk goes to a rank.
+
+- grouped: both ranks keep the same rows: runs of neighbouring pages, all planes in one write or one each
+- sliced: they keep different heads: a descriptor a token and plane
+- staged: the same, gathered before and scattered after: one descriptor (`BlockPlan`)
+- metadata: first-token metadata and state alone, where the other paths do not carry them
+"""
 
 Int64s = npt.NDArray[np.int64]
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
 
-Runs = tuple[tuple[int, int, int], ...]
-"""Source page, target page, count: pages that are neighbours on both sides."""
-
 _AUX_SIZES = np.array(AUX_ROWS, np.int64)
-_NOTHING: Offsets = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
-    """Return the runs of two page lists: a run ends where either side's next page is not its neighbour.
-
-    Raise a `ValueError` if the lists differ in length.
-
-    >>> group([4, 5, 6, 9], [0, 1, 3, 4])
-    ((4, 0, 2), (6, 3, 1), (9, 4, 1))
-    """
-    source_pages, target_pages = np.asarray(source, np.int64), np.asarray(target, np.int64)
-    if len(source_pages) != len(target_pages):
-        raise ValueError(
-            f"{len(source_pages)} source pages and {len(target_pages)} target pages: need as many of each"
-        )
-    if not len(source_pages):
-        return ()
-    breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(target_pages) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.append(starts, len(source_pages)))
-    return tuple(zip(source_pages[starts].tolist(), target_pages[starts].tolist(), counts.tolist(), strict=True))
+# --- what is written -----------------------------------------------------------------------------------------------
 
 
 class Planner:
@@ -59,11 +63,8 @@ class Planner:
     Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads
     of keys and values; each page, if it is kept by heads) or each group of dimensions (mamba) is a descriptor.
 
-    Batches are lazy: what is counted and checked follows from the runs of pages, and no array is made until somebody
-    reads one.  Descriptors of state are few, and made at once.
-
-    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are cached,
-    so they must not be changed.
+    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are lazy and
+    cached, so they must not be changed.  `planes` counts the planes of keys and values that both ranks have.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, part: RankShare = WHOLE) -> None:
@@ -74,21 +75,22 @@ class Planner:
             for mine, other in zip(source.tables, target.tables, strict=True)
             if mine.component in part.components
         ]
-        self._kv = [section for section in sections if section.component == "kv" and section]
+        self._kv = [section for section in sections if section.component == "kv" and section.planes]
         self._state = [
-            [section for section in sections if section.component == component and section]
+            [section for section in sections if section.component == component and section.planes]
             for component in source.shape.state.components
         ]
-        self.planes = sum(map(len, self._kv))
-        """The planes of keys and values that both ranks have."""
-        self._source, self._target = _nameless(source), _nameless(target)
+        self.planes = sum([section.planes for section in self._kv])
+        self._source, self._target = (
+            Region(owner="", name="", size=layout.size, address=0, device="") for layout in self._layouts
+        )
         # with arrays, a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
         self.batch = lru_cache(maxsize=256 if part.heads is None else 8)(self._batch)
         self.plane = lru_cache(maxsize=8)(self._plane)  # asked for by each rank that writes the same heads
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
-        # *state* are the runs of each component of the state, in the order of `StateShape.components`.  What is not
-        # of this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if
+        # *state* are the runs of each component of the state, in the order of `StateShape.components`; descriptors
+        # of it are few, and made at once.  What is not of this planner's part is left out.  Raise `InvalidBatch` if
         # there is nothing to move or if a page or slot lies outside its pool.
         counted = None if any(state) else self._count(runs, slots)
         if counted is None:
@@ -107,6 +109,7 @@ class Planner:
         return LazyBatch(whole.source, whole.target, each, whole.nbytes // planes, arrays)
 
     def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
+        # Descriptors and bytes; None if arrays have to say what is wrong.
         end = -1
         for _, second, count in sorted(runs, key=itemgetter(1)) if len(runs) > 1 else runs:
             if count <= 0 or second < end:
@@ -134,14 +137,12 @@ class Planner:
         if state:
             for sections, rows in zip(self._state, state, strict=True):
                 parts += [section.offsets(rows) for section in sections]
-        source_offset, target_offset, size = parts[0] if parts else _NOTHING
-        if len(parts) > 1:
-            source_offset, target_offset, size = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Batch(self._source, self._target, source_offset, target_offset, size)
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return Batch(self._source, self._target, *(columns or [np.empty(0, np.int64)] * 3))
 
 
-def _nameless(layout: KvLayout) -> Region:
-    return Region(owner="", name="", size=layout.size, address=0, device="")
+planner = lru_cache(maxsize=64)(Planner)
+"""Return the `Planner` of these arguments, the same for all ranks in one process."""
 
 
 class _Section:
@@ -150,15 +151,12 @@ class _Section:
     def __init__(self, source: PageTable, target: PageTable, pieces: Offsets | None) -> None:
         common = [plane for plane in source.planes if plane in set(target.planes)]
         self.component = source.component
+        self.planes = len(common)
         self._rows = source.rows, target.rows
         self._items = source.item, target.item
-        self._source = source.offsets[[source.planes.index(plane) for plane in common]]
-        self._target = target.offsets[[target.planes.index(plane) for plane in common]]
+        self._starts = [table.offsets[[table.planes.index(plane) for plane in common]] for table in (source, target)]
         self._pieces = pieces
-        self._each = (1, self._items[0]) if pieces is None else (len(pieces[2]), int(pieces[2].sum()))
-
-    def __len__(self) -> int:
-        return len(self._source)
+        self._each = (1, source.item) if pieces is None else (len(pieces[2]), int(pieces[2].sum()))
 
     def holds(self, runs: Runs) -> bool:
         first, second = self._rows
@@ -170,38 +168,43 @@ class _Section:
     def count(self, runs: Runs) -> tuple[int, int]:
         rows = sum([count for _, _, count in runs])
         pieces, nbytes = self._each  # of a row
-        return len(self) * (len(runs) if self._pieces is None else rows * pieces), len(self) * rows * nbytes
+        return self.planes * (len(runs) if self._pieces is None else rows * pieces), self.planes * rows * nbytes
 
     def offsets(self, runs: Runs) -> Offsets:
-        # Raise an `InvalidBatch` if a row is not in its pool: it would be one of the next plane.
-        for side, rows in enumerate(self._rows):
-            for run in runs:
-                if run[side] < 0 or run[side] + run[2] > rows:
-                    raise InvalidBatch(
-                        f"{'slots' if self.component == 'mamba' else 'pages'} "
-                        f"{run[side]} to {run[side] + run[2] - 1} are not all in a pool of {rows}"
-                    )
-        return self._whole(runs) if self._pieces is None else self._sliced(runs, *self._pieces)
+        sides = []
+        for side in (0, 1):
+            pages = tuple((run[side], run[2]) for run in runs)
+            _check_inside(self.component, pages, self._rows[side])
+            pieces = None if self._pieces is None else self._pieces[side]
+            sides.append(_spread(self._starts[side], self._items[side], pages, pieces))
+        source, target = sides
+        if self._pieces is None:
+            return (
+                source,
+                target,
+                np.tile(np.array([run[2] for run in runs], np.int64) * self._items[0], self.planes),
+            )
+        return source, target, np.tile(self._pieces[2], len(source) // len(self._pieces[2]))
 
-    def _whole(self, runs: Runs) -> Offsets:
-        item, planes = self._items[0], len(self._source)
-        if len(runs) == 1:
-            ((first, second, count),) = runs
-            return self._source + first * item, self._target + second * item, np.full(planes, count * item)
-        columns = np.array(runs, np.int64).reshape(-1, 3) * item
-        source_offset = self._source[:, None] + columns[:, 0]
-        target_offset = self._target[:, None] + columns[:, 1]
-        return source_offset.ravel(), target_offset.ravel(), np.tile(columns[:, 2], planes)
 
-    def _sliced(self, runs: Runs, source: Int64s, target: Int64s, size: Int64s) -> Offsets:
-        # *source*, *target* and *size* are the pieces of one row: offsets in it, and bytes.
-        first, second, counts = np.array(runs, np.int64).reshape(-1, 3).T
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        ours = (np.repeat(first, counts) + within)[:, None] * self._items[0] + source
-        theirs = (np.repeat(second, counts) + within)[:, None] * self._items[1] + target
-        source_offset = np.asarray(self._source[:, None, None] + ours).ravel()
-        target_offset = np.asarray(self._target[:, None, None] + theirs).ravel()
-        return source_offset, target_offset, np.tile(size, len(source_offset) // len(size))
+def _check_inside(component: str, pages: Pages, rows: int) -> None:
+    # A row outside its pool would be one of the next plane.
+    for first, count in pages:
+        if first < 0 or count < 1 or first + count > rows:
+            name = "slots" if component == "mamba" else "pages"
+            raise InvalidBatch(f"{name} {first} to {first + count - 1} are not all in a pool of {rows}")
+
+
+def _spread(starts: Int64s, item: int, pages: Pages, pieces: Int64s | None) -> Int64s:
+    # Where *pages* lie, plane by plane: each run, or each of the *pieces* (offsets in a page) of each page.
+    first, counts = np.array(pages, np.int64).reshape(-1, 2).T
+    if pieces is None:
+        whole: Int64s = np.add.outer(starts, first * item)
+        return whole.ravel()
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = (np.repeat(first, counts) + within) * item
+    parts: Int64s = np.add.outer(starts, np.add.outer(rows, pieces))
+    return parts.ravel()
 
 
 def _pieces(source: KvLayout, target: KvLayout, table: PageTable, part: RankShare) -> Offsets | None:
@@ -217,12 +220,11 @@ def _heads(source: KvLayout, target: KvLayout, heads: HeadSlice) -> Offsets:
     # Raise a `ValueError` if only one side has heads first.
     if source.by_heads != target.by_heads:
         raise ValueError("one side keeps pages by heads, the other by tokens; give both the same engine.page_order")
+    each = source.shape.head_bytes
     if source.by_heads:
-        head = source.page_size * source.shape.head_bytes
-        columns = ((number * head,) for number in (heads.source, heads.target, heads.heads))
-        first, second, size = (np.array(column, np.int64) for column in columns)
+        first, second, size = (np.array([number * source.page_size * each], np.int64) for number in heads)
         return first, second, size
-    tokens, each = np.arange(source.page_size, dtype=np.int64), source.shape.head_bytes
+    tokens = np.arange(source.page_size, dtype=np.int64)
     size = np.full(source.page_size, heads.heads * each)
     return tokens * source.row + heads.source * each, tokens * target.row + heads.target * each, size
 
@@ -236,50 +238,300 @@ def _dims(ours: tuple[int, ...], theirs: tuple[int, ...], shard: int, dim_bytes:
     return source * dim_bytes, target * dim_bytes, size * dim_bytes
 
 
-planner = lru_cache(maxsize=64)(Planner)
-"""Return the `Planner` of these arguments, the same for all ranks in one process."""
+# --- what is staged ------------------------------------------------------------------------------------------------
 
 
-def pair(source: Pages, target: Pages) -> Runs:
-    """Return the runs that move the pages of *source*, in order, to the first as many of *target*.
+class BlockPlan:
+    """The part of a rank's pool that makes up the blocks between it and one other rank (`block_plans`).
 
-    The same as `group` of the page lists, in time that grows with the runs and not with the pages.  Raise a
-    `ValueError` if *target* has fewer pages.
+    ::
 
-    >>> pair(((4, 3), (9, 1)), ((0, 2), (3, 5)))
-    ((4, 0, 2), (6, 3, 1), (9, 4, 1))
+        [plane][token][head][dim]   of the planes and heads that both have, in the order of the chunk's pages
+
+    These are *heads* heads from the *first* of its own on, of *planes* (numbers in the whole model).  A token is a
+    descriptor in each plane or, if the block has all heads of this rank, a run of pages is.
     """
-    runs: list[tuple[int, int, int]] = []
-    targets = iter(target)
-    start, left = 0, 0
-    for first, count in source:
-        while count:
-            if not left:
-                start, left = next(targets, (0, 0))
-                if not left:
-                    raise ValueError(f"{target} has fewer pages than {source}")
-            part = min(count, left)
-            runs.append((first, start, part))
-            first, count, start, left = first + part, count - part, start + part, left - part
-    return tuple(runs)
+
+    def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int) -> None:
+        table, each = layout.tables[0], layout.shape.head_bytes
+        self._starts = table.offsets[[table.planes.index(plane) for plane in planes]]
+        self._layout = layout
+        self._row = heads * each
+        whole = self._row == layout.row
+        self._pieces = None if whole else np.arange(layout.page_size, dtype=np.int64) * layout.row + first * each
+
+    def nbytes(self, pages: int) -> int:
+        """Return the bytes of a block of so many *pages*."""
+        return len(self._starts) * pages * self._layout.page_size * self._row
+
+    def gather(self, pool: Region, pages: Pages, block: Region) -> Batch:
+        """Return the batch that copies *pages* into the block at the start of region *block*."""
+
+        def arrays() -> Batch:
+            lies, within, size = self._arrays(pages)
+            return Batch(pool, block, lies, within, size)
+
+        counted = self._count(pool, pages, block, 0)
+        return arrays() if counted is None else LazyBatch(pool, block, *counted, arrays)
+
+    def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
+        """Return the batch that copies the block at *offset* of region *block* into *pages*."""
+
+        def arrays() -> Batch:
+            lies, within, size = self._arrays(pages)
+            return Batch(block, pool, within + offset, lies, size)
+
+        counted = self._count(pool, pages, block, offset)
+        return arrays() if counted is None else LazyBatch(block, pool, *counted, arrays)
+
+    def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int] | None:
+        end = total = 0
+        for page, count in sorted(pages) if len(pages) > 1 else pages:
+            if page < end or count < 1:
+                return None
+            end = page + count
+            total += count
+        nbytes = self.nbytes(total)
+        inside = end <= self._layout.pages and pool.size >= self._layout.size and 0 <= offset <= block.size - nbytes
+        if not nbytes or not inside:
+            return None
+        return len(self._starts) * len(pages) if self._pieces is None else nbytes // self._row, nbytes
+
+    def _arrays(self, pages: Pages) -> Offsets:
+        layout = self._layout
+        _check_inside("kv", pages, layout.pages)
+        lies = _spread(self._starts, layout.item, pages, self._pieces)
+        sizes = [count * layout.item for _, count in pages] if self._pieces is None else [self._row]
+        size = np.tile(np.array(sizes, np.int64), len(lies) // max(1, len(sizes)))
+        return lies, np.cumsum(size) - size, size
 
 
-def cut(runs: Runs, first: int, count: int) -> Runs:
-    """Return what of *runs* lies among the *count* pages from the *first*-th on.
+def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice) -> tuple[BlockPlan, BlockPlan]:
+    """Return how the writer gathers and how the reader scatters the blocks between two kinds of rank."""
+    theirs = set(target.tables[0].planes)
+    planes = tuple(plane for plane in source.tables[0].planes if plane in theirs)
+    return (
+        BlockPlan(source, planes, heads.source, heads.heads),
+        BlockPlan(target, planes, heads.target, heads.heads),
+    )
 
-    Runs are ``(source page, target page, pages)``, and pages are counted over all of them:
 
-    >>> cut(((10, 20, 4), (30, 40, 4)), first=3, count=3)
-    ((13, 23, 1), (30, 40, 2))
+# --- writes and those that they go to ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A write of *chunk* to *target*: the sequence of the batches that it takes, made when asked for.
+
+    It moves *rows* (runs of pages), the metadata of the two sides' *slots*, and *state* (runs of each component).
+    With *path* ``"control"`` it is no write but a message with metadata.
     """
-    parts: list[tuple[int, int, int]] = []
-    position, end = 0, first + count
-    for source, target, size in runs:
-        skip = max(0, first - position)
-        part = min(size, end - position) - skip
-        if part > 0:
-            parts.append((source + skip, target + skip, part))
-        position += size
-        if position >= end:
-            break
-    return tuple(parts)
+
+    target: DecodePeer
+    chunk: Chunk
+    path: str
+    rows: Runs = ()
+    slots: tuple[int, int] | None = None
+    state: tuple[Runs, ...] = ()
+    plane: int = -1  # the first one of *rows* that it moves, counted among those that both ranks have; -1 is all
+    count: int = 1  # batches, one after the other, each of the next plane
+    room: Any = field(init=False)  # its `pdsim.kv.push.RoomTransferState`
+    arrival: Arrival = field(init=False)
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return self.count
+
+    def __getitem__(self, number: int, /) -> Batch:
+        """Return the descriptors of the batch *number*."""
+        target = self.target
+        if self.plane >= 0:
+            batch = target.planner.plane(self.rows, self.plane + number)
+        else:
+            batch = target.planner.batch(self.rows, self.slots, self.state)
+        return batch.over(target.source, target.region)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Chunk and target."""
+        return self.chunk.index, self.target.peer.name
+
+    @property
+    def computed(self) -> float:
+        """The share of its forward after which it can be written: K and V of a layer at the layer's end."""
+        if self.plane < 0:
+            return 1.0
+        each = self.target.tensors
+        return (self.plane // each + 1) * each / self.target.planner.planes
+
+
+class DecodePeer:
+    """A decode rank that sent *register*, to which a prefill rank writes *part* of its KV, from region *source*.
+
+    *number* tells the targets of a prefill rank apart.  `metadata` is how first-token metadata goes to this rank,
+    and `fallback` why that is not the policy's way.  `blocks` is None unless chunks may be staged.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        number: int,
+        source: Region,
+        layout: KvLayout,
+        register: RegisterPool,
+        part: RankShare,
+        policy: Policy,
+    ) -> None:
+        self.peer = peer
+        self.number = number
+        self.part = part
+        self.source = source
+        self.region = peer.regions[REGION]
+        self.ring = peer.regions.get(STAGING)
+        self.metadata, self.fallback = metadata_route(policy, AUX_ROWS, register.metadata_rows)
+        self.tensors = layout.shape.tensors  # planes of a layer, which are computed together
+        self.planner = planner(layout, register.layout, part)
+        self.blocks: BlockPlan | None = None
+        if part.heads is not None and self.ring is not None:
+            self.blocks = block_plans(layout, register.layout, part.heads)[0]
+        self._policy = policy
+        self._path = "grouped" if part.heads is None else "sliced"
+        self._call = policy.call if part.heads is None else policy.slices or policy.call
+
+    def block(self, rows: Runs, limit: int) -> int:
+        """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
+        if not rows or self.blocks is None or self.ring is None or "kv" not in self.part.components:
+            return 0
+        size = self.blocks.nbytes(sum(count for _, _, count in rows))
+        return size if size <= min(limit, self.ring.size) else 0
+
+    def writes(self, chunk: Chunk, rows: Runs, by_layer: bool = False) -> list[Write]:
+        """Return the writes of *chunk*, whose pages *rows* this rank writes; metadata and state come last.
+
+        *by_layer* makes a write of each plane, in the order of the layers.
+        """
+        if "kv" not in self.part.components:
+            rows = ()
+        if self._policy.grouping == "pages" and self._path == "grouped":
+            rows = tuple((source + n, target + n, 1) for source, target, count in rows for n in range(count))
+        last = self._with_last(chunk) if chunk.last else []
+        apart = by_layer or self.metadata == "write" or self.blocks is not None or self._call != "chunk"
+        if rows and not apart and last and last[0].path == "metadata":
+            last[0].path, last[0].rows = self._path, rows
+            return last
+        return [*(self._moves(chunk, rows, by_layer) if rows else ()), *last]
+
+    def _moves(self, chunk: Chunk, rows: Runs, by_layer: bool) -> list[Write]:
+        write = partial(Write, self, chunk, self._path)
+        planes = self.planner.planes
+        if by_layer:
+            return [write(rows, plane=plane) for plane in range(planes)]
+        if self._call == "chunk" or self.blocks is not None:
+            return [write(rows)]
+        calls = [(run,) for run in rows] if self._call == "descriptor" else [rows]
+        if self._policy.queues:  # a queue does one thing after the other
+            return [write(own, plane=0, count=planes) for own in calls]
+        return [write(own, plane=plane) for own in calls for plane in range(planes)]
+
+    def _with_last(self, chunk: Chunk) -> list[Write]:
+        slots = chunk.slots if self.part.aux and self.metadata != "control" else None
+        state = chunk.state if any(component != "kv" for component in self.part.components) else ()
+        parts = [(None, state), (slots, ())] if self.metadata == "write" else [(slots, state)]
+        writes = [Write(self, chunk, "metadata", (), *part) for part in parts if any(part)]
+        if self.part.aux and self.metadata == "control":
+            writes.append(Write(self, chunk, "control"))
+        return writes
+
+
+def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
+    """Return the path of metadata between ranks whose rows have these sizes, and why it is not the policy's, or "".
+
+    Descriptors pair row by row.  Rows that differ in number or size go over the control channel if
+    `Policy.metadata_fallback` allows it; otherwise raise a `MessageError`.
+    """
+    way = policy.metadata_by
+    if way == "control" or tuple(mine) == tuple(theirs):
+        return way, ""
+    reason = f"{len(mine)} rows of {sum(mine)} B here, {len(theirs)} of {sum(theirs)} B there"
+    if not policy.metadata_fallback:
+        raise MessageError(
+            f"metadata has {reason}: run one version on both sides, or set policy.metadata_fallback=control"
+        )
+    return "control", reason
+
+
+class DecodePeers:
+    """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to.
+
+    *source* is its pool and *all_cp_ranks* that of `RankMap`.  Instances come with `expect` and `connect`, and go
+    with `drop`.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        source: Region,
+        layout: KvLayout,
+        grid: Grid,
+        index: int,
+        all_cp_ranks: bool,
+        policy: Policy,
+    ) -> None:
+        self._rank = rank
+        self._source = source
+        self._layout = layout
+        self._grid = grid
+        self._index = index
+        self._all_cp_ranks = all_cp_ranks
+        self._policy = policy
+        self._targets: dict[str, list[DecodePeer]] = {}
+
+    def __contains__(self, instance: str) -> bool:
+        """Return whether rooms may go to *instance*."""
+        return instance in self._targets
+
+    def targets(self, instance: str) -> Sequence[DecodePeer]:
+        """Return the ranks of *instance* that this rank writes to; none if it is gone."""
+        return self._targets.get(instance, ())
+
+    def session(self, instance: str) -> int:
+        """Return a number that tells the ranks of *instance* that this rank writes to from those of others."""
+        return sum([target.number for target in self.targets(instance)])
+
+    def connected(self, instance: str, decode: Grid) -> bool:
+        """Return whether this rank can write to all ranks of *instance*, a group of *decode*, that it has to."""
+        return len(self.targets(instance)) == len(self._map(decode).readers(self._index))
+
+    def connect(self, message: RegisterPool) -> None:
+        """Connect to the decode rank that sent *message*.
+
+        Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
+        """
+        layout = message.layout
+        if layout.shape != self._layout.shape:
+            raise MessageError(
+                f"{message.instance} keeps {layout.shape}, this rank {self._layout.shape}: serve one model"
+            )
+        if layout.page_size != self._layout.page_size:
+            raise MessageError(
+                f"{message.instance} has kv.page_size={layout.page_size}, this rank {self._layout.page_size}: "
+                "pages must be equal on both sides"
+            )
+        part = self._map(Grid(layout.tp, layout.pp)).part(self._index, message.index)
+        if part is None:
+            raise MessageError(f"rank {message.index} of {message.instance} needs nothing of rank {self._index}")
+        peer = self._rank.endpoint.connect(message.address)
+        number = sum(map(len, self._targets.values()))
+        target = DecodePeer(peer, number, self._source, self._layout, message, part, self._policy)
+        self._targets.setdefault(message.instance, []).append(target)
+
+    def expect(self, instance: str) -> None:
+        """Expect *instance* to connect, also if this rank has nothing to write there."""
+        self._targets.setdefault(instance, [])
+
+    def drop(self, instance: str) -> None:
+        """Forget the ranks of *instance*, which is lost; a later chunk for it fails its room."""
+        self._targets.pop(instance, None)
+
+    def _map(self, decode: Grid) -> RankMap:
+        return RankMap(self._layout.shape, self._grid, decode, self._all_cp_ranks)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from simpy.events import Event
 
 from pdsim.core.errors import MessageError, PeerLost
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import KvLayout
-from pdsim.kv.mapping import Grid, RankMap, RankShare
+from pdsim.kv.layout import REGION, Grid, KvLayout, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
-from pdsim.kv.pages import Pages
-from pdsim.kv.peers import REGION, sources
-from pdsim.kv.plan import Runs, cut, pair, planner
+from pdsim.kv.pages import Pages, Runs, cut, pair, sources
+from pdsim.kv.plan import planner
 from pdsim.kv.policy import Policy
+from pdsim.kv.push import when_settled
 from pdsim.transfer import Notification, Peer, Transfer
 from pdsim.transfer.job import Rank
 
@@ -41,10 +41,7 @@ class KvSource:
 
     *report* is called with `TransferDone` once all of a room is computed here, and with `RankQuiesced` once an
     aborted room is not computed any more.  Where memory has contents, those of rooms up to number *checked*
-    are written into it.
-
-    States of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended; the last chunk
-    ends it here.  `abort` waits for forwards under way.
+    are written into it.  `expect` begins a forward and `send` ends it; the last chunk ends the room here.
     """
 
     def __init__(
@@ -72,10 +69,6 @@ class KvSource:
         """Return the number of rooms that are being computed."""
         return len(self._rooms)
 
-    def progressed(self) -> bool:
-        """Return False: nothing is written here."""
-        return False
-
     def register(self, incarnation: str, peer: str) -> RegisterPool:
         """Return the message with which decode ranks of *peer* can read from this rank of *incarnation*."""
         return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
@@ -100,9 +93,6 @@ class KvSource:
             del self._rooms[chunk.room]
             self.report(TransferDone(chunk.room, 0))
 
-    def poll(self) -> None:
-        """No-op: there are no writes to poll."""
-
     def abort(self, room: int) -> None:
         """Abort *room*.  `RankQuiesced` follows, at once if none of its forwards is under way."""
         state = self._rooms.get(room) or _ComputedRoom()
@@ -115,8 +105,7 @@ class KvSource:
             self.report(RankQuiesced(number))
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A prefill rank that this rank reads from."""
 
     peer: Peer
@@ -139,18 +128,11 @@ class _ReadRoom:
 class KvReader:
     """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
 
-    *report* is called with `TransferDone` once for each room, when all of it is read or a read has failed;
-    *quiet*
-    once for each room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of
-    rooms up to
-    number *checked* is compared before the room is reported.
-
-    States of a room: `read` posts the reads, `TransferDone` says that all is here or that one failed, and then
-    `forget` is answered by `RankQuiesced` once nothing moves.  A room that was read completely needs no
-    `forget`.
+    *report* is called with `TransferDone` once for each room, when all of it is read or a read has failed; *quiet*
+    once for each room to `forget`, when nothing of it moves any more.  A room that was read completely needs no
+    `forget`.  Where memory has contents, every byte of rooms up to number *checked* is compared before the room is
+    reported.  `posted` is when all reads of this rank are posted, on its clock.
     """
-
-    landing = None  # no write is staged
 
     def __init__(
         self,
@@ -164,22 +146,22 @@ class KvReader:
         checked: int = EVERY,
     ) -> None:
         self.layout = layout
+        self.report = report
+        self.posted = 0.0
         self.ignored = 0
         self.writers = rank_map.writers(index)
         self._rank = rank
         self._index = index
         self._map = rank_map
-        self.report = report
         self._quiet = quiet
         self._checked = checked
         self._rooms: dict[int, _ReadRoom] = {}
         self._sources: dict[str, dict[int, _Source]] = {}  # by incarnation, then rank index
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
-        self.posted = 0.0  # when all reads of this rank are posted, on its clock
-        self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        self._region = rank.endpoint.register(self._buffer, REGION)
-        self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
+        buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        self._region = rank.endpoint.register(buffer, REGION)
+        self.contents = Contents(buffer, layout, rank_map.decode.at(index).tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being read, or not forgotten after a failure."""
@@ -224,11 +206,7 @@ class KvReader:
         self._sources[message.instance][message.index] = source
 
     def read(self, message: ReadRequest) -> None:
-        """Read a room into its pages.  `TransferDone` follows, at once if its prefill instance is gone.
-
-        `posted` is then when the posting thread is free again.  Runs of source and target pages are cut at each
-        other's ends, so that a descriptor is contiguous on both sides.
-        """
+        """Read a room into its pages.  `TransferDone` follows, at once if its prefill instance is gone."""
         room = self._rooms[message.room] = _ReadRoom(message)
         if not self.connected(message.prefill):
             self._fail(room, PeerLost(f"{message.prefill} is gone"), message.prefill)
@@ -275,20 +253,15 @@ class KvReader:
         if event.ok:
             self._succeeded = True
             room.nbytes += event.batch.nbytes
-            self._settled(room, event)
+            self._settled(room)
             if not room.missing and not room.failed:
                 self._complete(room)
             return
-        if event.settled.triggered:
-            self._settled(room, event)
-        else:
-            assert event.settled.callbacks is not None
-            event.settled.callbacks.append(partial(self._settled, room))
-        error = event.value
-        assert isinstance(error, Exception)
+        when_settled(event, lambda: self._settled(room))
+        error: Any = event.value
         self._fail(room, error, room.request.prefill if isinstance(error, PeerLost) else "")
 
-    def _settled(self, room: _ReadRoom, _: Event) -> None:
+    def _settled(self, room: _ReadRoom) -> None:
         room.moving -= 1
         if room.forgotten and not room.moving:
             self._rooms.pop(room.request.room, None)

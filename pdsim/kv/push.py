@@ -2,7 +2,7 @@
 """A pushed handoff on a prefill rank: the end of a forward makes a chunk, and the chunk is written to decode ranks.
 
 A chunk is planned into writes, one for each decode rank that needs a part of it, or one a plane.  Each goes through
-the queue of its room, straight to its pages or by a slot of a staging ring.
+the queue of its room, straight to its pages or by a slot of a staging ring (`pdsim.kv.receiver`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.core.clock import Clock
 from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import HostMetadata, KvLayout, read_metadata
-from pdsim.kv.mapping import Grid, share
+from pdsim.kv.layout import REGION, Grid, HostMetadata, KvLayout, read_metadata, share
 from pdsim.kv.messages import (
     Arrival,
     Chunk,
@@ -30,34 +28,33 @@ from pdsim.kv.messages import (
     TransferDone,
     encode,
 )
-from pdsim.kv.peers import REGION, DecodePeer, DecodePeers, Planes, WriteSpec, sources, targets
-from pdsim.kv.plan import Runs, cut
+from pdsim.kv.pages import Runs, cut, sources, targets
+from pdsim.kv.plan import DecodePeers, Write
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import Status, advance
-from pdsim.kv.staging.ring import GatherBuffers
-from pdsim.transfer import Batch, Program, Transfer, WriteSequence
+from pdsim.transfer import Batch, Buffer, Program, Region, Transfer, WriteSequence
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
-__all__ = ["ChunkWrite", "KvSender", "Queues", "RoomTransferState"]
+__all__ = ["GatherBuffers", "KvSender", "Queues", "when_settled"]
 
 INLINE = Policy()
 """Everything is posted at once."""
 
-
 T = TypeVar("T")
+
+
+# --- queues --------------------------------------------------------------------------------------------------------
 
 
 class _Queue(Generic[T]):
     """Items in order, and the one that the worker is at."""
 
-    __slots__ = ("busy", "item", "items", "number", "program")
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.items: deque[T] = deque()
         self.busy = False
-        self.item: T  # that is worked on, if busy
+        self.item: Any = None  # that is worked on, if busy
         self.program: Program | None = None  # which does that, if it takes more than one event
 
 
@@ -72,15 +69,8 @@ class Queues(Generic[T]):
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        count: int,
-        work: Callable[[T, int], Program | Event | None],
-        failed: Callable[[T, Exception], None],
+        self, count: int, work: Callable[[T, int], Program | Event | None], failed: Callable[[T, Exception], None]
     ) -> None:
-        if count < 0:
-            raise ValueError(f"count must be >= 0, got {count}")
-        self._clock = clock
         self._work = work
         self._failed = failed
         self._queues: list[_Queue[T]] = [_Queue(number) for number in range(count)]
@@ -101,32 +91,34 @@ class Queues(Generic[T]):
 
     def _next(self, queue: _Queue[T]) -> None:
         while queue.items:
-            queue.item = item = queue.items.popleft()
+            queue.item = queue.items.popleft()
             try:
-                waits: Any = self._work(item, queue.number)  # an event has no callbacks once it is over
+                waits: Any = self._work(queue.item, queue.number)
             except Exception as error:
-                self._failed(item, error)
+                self._failed(queue.item, error)
                 continue
             if waits is not None and not isinstance(waits, Event):
                 queue.program = waits
-                waits = self._advance(queue, waits, None)
-            if waits is not None and waits.callbacks is not None:
-                waits.callbacks.append(lambda event: self._resume(queue, event))
+                waits = self._advance(queue, None)
+            if self._waits(queue, waits):
                 return
-        queue.busy = False
+        queue.busy, queue.item = False, None
+
+    def _waits(self, queue: _Queue[T], event: Any) -> bool:
+        if event is None or event.callbacks is None:  # an event has no callbacks once it is over
+            return False
+        event.callbacks.append(partial(self._resume, queue))
+        return True
 
     def _resume(self, queue: _Queue[T], event: Event) -> None:
-        if queue.program is not None:
-            waits = self._advance(queue, queue.program, event)
-            if waits is not None:
-                assert waits.callbacks is not None
-                waits.callbacks.append(lambda event: self._resume(queue, event))
-                return
-        self._next(queue)
+        if queue.program is None or not self._waits(queue, self._advance(queue, event)):
+            self._next(queue)
 
-    def _advance(self, queue: _Queue[T], program: Program, event: Any) -> Any:
+    def _advance(self, queue: _Queue[T], event: Any) -> Any:
+        # Run the program until it waits for an event, which is returned; None if it is over.
         value: Any = None
         ok = True
+        program: Any = queue.program
         while True:
             if event is not None:
                 value, ok = event.value, bool(event.ok)
@@ -143,6 +135,46 @@ class Queues(Generic[T]):
                 return event
         queue.program = None
         return None
+
+
+class GatherBuffers:
+    """The buffers of *rank* in which *count* queues gather, one of *size* bytes each.
+
+    A buffer is filled again once its last write has settled, not before.  Should a write fail and stay in
+    quarantine, its queue gets a fresh buffer, and the old one is given back if the write ever settles.
+    """
+
+    def __init__(self, rank: Rank, count: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._made = 0
+        self._buffers = [self._make() for _ in range(count)]
+        self._writes: list[Transfer | None] = [None] * count
+
+    def take(self, queue: int) -> Region:
+        """Return the buffer of *queue*, in which nothing moves.  Raise `OutOfMemory` if there is none left."""
+        write = self._writes[queue]
+        if write is not None and not write.settled.triggered:
+            old, self._buffers[queue] = self._buffers[queue], self._make()
+            write.settled.callbacks.append(lambda _: self._discard(*old))
+        self._writes[queue] = None
+        return self._buffers[queue][1]
+
+    def lend(self, queue: int, write: Transfer) -> None:
+        """Keep the buffer of *queue* as it is until *write* has settled."""
+        self._writes[queue] = write
+
+    def _make(self) -> tuple[Buffer, Region]:
+        buffer = self._rank.device.allocate(self._size)
+        self._made += 1
+        return buffer, self._rank.endpoint.register(buffer, f"gather{self._made}")
+
+    def _discard(self, buffer: Buffer, region: Region) -> None:
+        self._rank.endpoint.deregister(region)
+        self._rank.device.free(buffer)
+
+
+# --- rooms ---------------------------------------------------------------------------------------------------------
 
 
 class RoomTransferState:
@@ -162,51 +194,10 @@ class RoomTransferState:
         self.last: Arrival | None = None  # of the last chunk, once its forward has ended
         self.aborted = False  # the leader plans no more chunks
         self.asks: dict[tuple[int, str], int | None] = {}  # chunk and target: the slot's position
-        self.parked: dict[tuple[int, str], ChunkWrite] = {}  # writes that wait for that answer
+        self.parked: dict[tuple[int, str], Write] = {}  # writes that wait for that answer
         self.refused: set[str] = set()  # targets that had no slot for a chunk of this room
         self.sequences: list[WriteSequence] = []  # under way
         self.controls: dict[str, int] = {}  # messages with metadata to each target
-
-
-class ChunkWrite(NamedTuple):
-    """A write of a chunk to one target; without a *spec*, metadata over the control channel.
-
-    It is queued when the forward has ended, or later when its staging slot is granted.
-    """
-
-    state: RoomTransferState
-    chunk: Chunk
-    target: DecodePeer
-    spec: WriteSpec | None
-    arrival: Arrival
-
-    @property
-    def writes(self) -> int:
-        """How many writes, or messages, it takes."""
-        return 1 if self.spec is None else self.spec.writes
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Chunk and target."""
-        return self.chunk.index, self.target.peer.name
-
-    @property
-    def waits(self) -> bool:
-        """Whether it goes into a slot that was asked for, and there is no answer yet."""
-        return self.spec is not None and bool(self.spec.rows) and self.state.asks.get(self.key, -1) is None
-
-    @property
-    def computed(self) -> float:
-        """The share of its forward after which it can be written: K and V of a layer at the layer's end."""
-        if self.spec is None or self.spec.plane < 0:
-            return 1.0
-        each = self.target.planes_of_a_layer
-        return (self.spec.plane // each + 1) * each / self.target.planes
-
-    @property
-    def spare(self) -> bool:
-        """Whether a message can take its place: it moves metadata only."""
-        return self.spec is not None and not (self.spec.rows or self.spec.state)
 
 
 class KvSender:
@@ -220,14 +211,12 @@ class KvSender:
     and a chunk waits for the answer.  A target that refuses once is not asked again for that room.  Where memory has
     contents, those of rooms up to number *checked* are written into it first.
 
-    *report* is called with `TransferDone` once a room is over on this rank, and with `RankQuiesced` once
-    nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both
-    sides, must
-    not be reused.
+    `expect` begins a forward and `send` ends it; the end of the last write ends the room.  *report* is called with
+    `TransferDone` once a room is over on this rank, and with `RankQuiesced` once nothing of a failed room moves any
+    more and its leader has called `abort`.  Until then its pages, on both sides, must not be reused.
 
-    States of a room: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
-    writes are queued), writes end, and the last one ends the room.  A failed write fails the room on this rank; its
-    leader then calls `abort`.
+    `posted` is when the scheduler's thread has posted all that it posts itself, on its clock, and `fallbacks` counts
+    why metadata did not go the way of the policy.
     """
 
     def __init__(
@@ -244,29 +233,28 @@ class KvSender:
     ) -> None:
         self.layout = layout
         self.report = report
+        self.posted = 0.0
+        self.fallbacks: dict[str, int] = {}
         self._rank = rank
         self._index = index
         self._policy = policy
-        self._rooms: dict[int, RoomTransferState] = {}
-        self._computing = 0  # forwards that have begun and whose results have not been polled
-        self.posted = 0.0
-        """When the scheduler's thread has posted all that it posts itself; on its clock, in seconds."""
-        self._unpolled: list[RoomTransferState] = []
         self._checked = checked
-        self.links = DecodePeers(rank, layout, grid, index, all_cp_ranks, policy)
-        self.fallbacks: dict[str, int] = {}  # why metadata did not go the way of the policy, and how often
         self._grid = grid
         self._place = grid.at(index)
         self._all_cp_ranks = all_cp_ranks
-        self._queues: Queues[ChunkWrite] = Queues(rank.clock, policy.queues, self._start, self._broken)
-        self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        self._region = rank.endpoint.register(self._buffer, REGION)
-        self._limit = staging.buffer if staging else 0
-        self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
-        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else self._buffer
-        self.contents = Contents(self._buffer, layout, self._place.tp, self._rows)
+        self._rooms: dict[int, RoomTransferState] = {}
+        self._computing = 0  # forwards that have begun and whose results have not been polled
+        self._unpolled: list[RoomTransferState] = []
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
+        self._queues: Queues[Write] = Queues(policy.queues, self._start, self._broken)
+        buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        self._region = rank.endpoint.register(buffer, REGION)
+        self._limit = staging.buffer if staging else 0
+        self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
+        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else buffer
+        self.contents = Contents(buffer, layout, self._place.tp, self._rows)
+        self.links = DecodePeers(rank, self._region, layout, grid, index, all_cp_ranks, policy)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""
@@ -310,19 +298,13 @@ class KvSender:
         state.status = advance(state.status, Status.TRANSFERRING)
         if self._rank.device.holds_bytes and chunk.room <= self._checked:
             self._fill(chunk)
-        arrival = self._arrival(chunk, 0, seconds)
-        if chunk.last:
-            state.last = arrival
-        rows, finished = self._share(chunk)
-        writes: list[ChunkWrite] = []
-        for target in self.links.targets(chunk.decode):
-            writes += self._plan(state, chunk, target, rows, arrival, finished, seconds > 0)
+        writes = self._plan(state, chunk, seconds)
         for write in writes:  # all of them are counted before the first is posted
-            state.unfinished += write.writes
+            state.unfinished += write.count
         for write in writes:
             if seconds:
                 clock.call_at(clock.now + seconds * write.computed, self._put, write)
-            elif state.asks and write.waits:
+            elif state.asks and write.rows and state.asks.get(write.key, -1) is None:
                 state.parked[write.key] = write
             else:
                 self._put(write)
@@ -362,6 +344,13 @@ class KvSender:
         self._computing -= 1
         self._look(None)
 
+    def abort(self, room: int) -> None:
+        """Abort *room*: nothing more of it is written.  `RankQuiesced` follows, at once if it is unknown."""
+        state = self._rooms.get(room) or RoomTransferState(room)
+        state.aborted = True
+        self._fail(state)
+        self._settle(state)
+
     def _look(self, _: None) -> None:
         if self.posted > self._rank.clock.now:
             self._rank.clock.call_at(self.posted, self._look, None)
@@ -369,13 +358,6 @@ class KvSender:
         unpolled, self._unpolled = self._unpolled, []
         for state in unpolled:
             self._conclude(state, looked=True)
-
-    def abort(self, room: int) -> None:
-        """Abort *room*: nothing more of it is written.  `RankQuiesced` follows, at once if it is unknown."""
-        state = self._rooms.get(room) or RoomTransferState(room)
-        state.aborted = True
-        self._fail(state)
-        self._settle(state)
 
     # --- planning ---
 
@@ -385,9 +367,9 @@ class KvSender:
             self.contents.fill_aux(chunk.room, chunk.slots[0])
             self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
-    def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
+    def _arrival(self, chunk: Chunk, seconds: float) -> Arrival:
         pages, now = self._pages(chunk), self._rank.clock.now + seconds
-        return Arrival(chunk.decode, chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now)
+        return Arrival(chunk.decode, chunk.room, self._index, 0, pages, chunk.noticed, chunk.started, now)
 
     def _pages(self, chunk: Chunk) -> int:
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
@@ -414,42 +396,37 @@ class KvSender:
                 request = StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
                 self._rank.channel.send(target.peer.name, encode(request))
 
-    def _plan(
-        self,
-        state: RoomTransferState,
-        chunk: Chunk,
-        target: DecodePeer,
-        rows: Runs,
-        arrival: Arrival,
-        finished: bool,
-        by_layer: bool,
-    ) -> list[ChunkWrite]:
-        specs: list[WriteSpec | None] = [*(target.layers if by_layer else target.writes)(chunk, rows)]
-        if chunk.last and target.part.aux and target.metadata == "control":
-            specs.append(None)
-            if target.fallback:
-                self.fallbacks[target.fallback] = self.fallbacks.get(target.fallback, 0) + 1
-        if not specs:
-            return []
-        name = target.peer.name
-        total = state.writes.get(name, 0)
-        for spec in specs:
-            total += spec.writes if spec else 1
-        state.writes[name] = total
-        if chunk.last if target.part.with_last else finished:
-            arrival = replace(arrival, count=total)
-        return [ChunkWrite(state, chunk, target, spec, arrival) for spec in specs]
+    def _plan(self, state: RoomTransferState, chunk: Chunk, seconds: float) -> list[Write]:
+        # Each target's last write says how many writes there were.
+        arrival = self._arrival(chunk, seconds)
+        if chunk.last:
+            state.last = arrival
+        rows, finished = self._share(chunk)
+        planned: list[Write] = []
+        for target in self.links.targets(chunk.decode):
+            writes, name = target.writes(chunk, rows, seconds > 0), target.peer.name
+            if not writes:
+                continue
+            if writes[-1].path == "control" and target.fallback:
+                self._count_fallback(target.fallback)
+            total = state.writes[name] = state.writes.get(name, 0) + sum([write.count for write in writes])
+            over = chunk.last if target.part.with_last else finished
+            own = replace(arrival, count=total) if over else arrival
+            for write in writes:
+                write.room, write.arrival = state, own
+            planned += writes
+        return planned
 
-    def _put(self, write: ChunkWrite) -> None:
+    def _put(self, write: Write) -> None:
         chunk = write.chunk
         self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), write)
 
     # --- writing ---
 
-    def _start(self, write: ChunkWrite, queue: int) -> Program | Event | None:
+    def _start(self, write: Write, queue: int) -> Program | Event | None:
         return self._handed_over(write, queue) if self._policy.handover else self._begin(write, queue)
 
-    def _handed_over(self, write: ChunkWrite, queue: int) -> Program:
+    def _handed_over(self, write: Write, queue: int) -> Program:
         yield self._rank.clock.timeout(self._policy.handover)
         rest = self._begin(write, queue)
         try:
@@ -460,30 +437,27 @@ class KvSender:
         except TransferError:
             return
 
-    def _begin(self, write: ChunkWrite, queue: int) -> Program | Event | None:
+    def _begin(self, write: Write, queue: int) -> Program | Event | None:
         # That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
         # nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
         # that fails.
-        state, target, spec = write.state, write.target, write.spec
+        state = write.room
         if state.status is Status.FAILED:
             return None
-        if spec is None:
+        if write.path == "control":
             self._control(write)
             return None
-        position = state.asks.get(write.key) if state.asks and spec.rows else None
+        position = state.asks.get(write.key) if state.asks and write.rows else None
         if position is not None and position >= 0:
-            return self._stage(write, spec, queue, position)
-        if spec.writes > 1:
-            return self._planes(write, spec)
-        batch = target.batch(spec).over(self._region, target.region)
-        return self._write(write, batch, spec.path)
+            return self._stage(write, queue, position)
+        return self._sequence(write) if write.count > 1 else self._write(write, write[0], write.path)
 
-    def _planes(self, write: ChunkWrite, spec: WriteSpec) -> WriteSequence:
-        state, target = write.state, write.target
-        notify, label = self._attached(write, spec.path)
+    def _sequence(self, write: Write) -> WriteSequence:
+        state = write.room
+        notify, label = self._attached(write, write.path)
         progress = partial(self._wrote, write)
-        planes = Planes(target, spec, self._region)
-        sequence = self._rank.endpoint.write_sequence(target.peer, planes, notify, label=label, progress=progress)
+        endpoint = self._rank.endpoint
+        sequence = endpoint.write_sequence(write.target.peer, write, notify, label=label, progress=progress)
         state.moving += 1
         self._under_way += 1
         state.sequences.append(sequence)
@@ -493,40 +467,38 @@ class KvSender:
             sequence.callbacks.append(partial(self._sequence_over, write))
         return sequence
 
-    def _wrote(self, write: ChunkWrite, writes: int, nbytes: int) -> None:
-        state = write.state
+    def _wrote(self, write: Write, writes: int, nbytes: int) -> None:
+        state = write.room
         self._succeeded = True
         state.nbytes += nbytes
         state.unfinished -= writes
         if not state.unfinished:
             self._conclude(state)
 
-    def _sequence_over(self, write: ChunkWrite, event: Event) -> None:
+    def _sequence_over(self, write: Write, event: Event) -> None:
         assert isinstance(event, WriteSequence)
-        state = write.state
+        state = write.room
         state.sequences.remove(event)
         self._under_way -= 1
         if not event.ok:
             self._hold(state, event.failed)
-            error = event.value
-            assert isinstance(error, Exception)
-            self._broken(write, error)
+            self._broken(write, event.value)
             return
         state.moving -= 1
         if state.status is Status.FAILED:
             self._settle(state)
 
-    def _stage(self, write: ChunkWrite, spec: WriteSpec, queue: int, position: int) -> Program:
-        state, target = write.state, write.target
+    def _stage(self, write: Write, queue: int, position: int) -> Program:
+        state, target = write.room, write.target
         assert self._gathers is not None
         assert target.blocks is not None
         assert target.ring is not None
         block = self._gathers.take(queue)
-        yield from self._gather(state, target.blocks.gather(self._region, sources(spec.rows), block, 0))
+        yield from self._gather(state, target.blocks.gather(self._region, sources(write.rows), block))
         if state.status is Status.FAILED:
             self._settle(state)
             return
-        size = target.blocks.nbytes(sum(count for _, _, count in spec.rows))
+        size = target.blocks.nbytes(sum(count for _, _, count in write.rows))
         batch = single_descriptor(block, target.ring, 0, position % target.ring.size, size)
         transfer = self._write(write, batch, "staged")
         self._gathers.lend(queue, transfer)
@@ -542,26 +514,25 @@ class KvSender:
         finally:
             state.moving -= 1
 
-    def _write(self, write: ChunkWrite, batch: Batch, path: str) -> Transfer:
+    def _write(self, write: Write, batch: Batch, path: str) -> Transfer:
         notify, label = self._attached(write, path)
         transfer = self._rank.endpoint.write(write.target.peer, batch, notify, label=label)
         if not self._policy.queues:
             self.posted = max(self.posted, transfer.posted)
-        write.state.moving += 1
+        write.room.moving += 1
         self._under_way += 1
         transfer.callbacks.append(partial(self._written, write))
         return transfer
 
-    def _attached(self, write: ChunkWrite, path: str) -> tuple[bytes, str]:
+    def _attached(self, write: Write, path: str) -> tuple[bytes, str]:
         chunk, arrival = write.chunk, write.arrival
         if path == "staged":
             arrival = replace(arrival, chunk=chunk.index)
         return encode(arrival) if self._policy.notify == "write" else b"", f"{chunk.room}/{chunk.index}/{path}"
 
-    def _control(self, write: ChunkWrite) -> None:
-        contents = self._rank.device.holds_bytes
-        rows = read_metadata(self._rows, self.layout, write.chunk.slots[0], contents)
-        state, name = write.state, write.target.peer.name
+    def _control(self, write: Write) -> None:
+        rows = read_metadata(self._rows, self.layout, write.chunk.slots[0], self._rank.device.holds_bytes)
+        state, name = write.room, write.target.peer.name
         state.nbytes += sum(map(len, rows))
         state.controls[name] = state.controls.get(name, 0) + 1
         arrival = write.arrival if self._policy.notify == "write" else replace(write.arrival, count=0)
@@ -570,9 +541,9 @@ class KvSender:
 
     # --- the end of writes and rooms ---
 
-    def _written(self, write: ChunkWrite, event: Event) -> None:
+    def _written(self, write: Write, event: Event) -> None:
         assert isinstance(event, Transfer)
-        state = write.state
+        state = write.room
         self._under_way -= 1
         if event.ok:
             self._succeeded = True
@@ -582,32 +553,31 @@ class KvSender:
             return
         self._hold(state, event)
         error = event.value
-        assert isinstance(error, Exception)
         # what timed out may have arrived, notification and all, and must not be counted twice
         certain = not isinstance(error, PeerLost | TransferTimeout)
-        if self._policy.metadata_fallback and write.spare and certain and state.status is not Status.FAILED:
+        spare = not write.rows and not write.state  # a message can take the place of metadata alone
+        if self._policy.metadata_fallback and spare and certain and state.status is not Status.FAILED:
             self._retry(write, event, error)
-            return
-        self._broken(write, error)
+        else:
+            self._broken(write, error)
+
+    def _retry(self, write: Write, event: Transfer, error: Any) -> None:
+        self._count_fallback(f"{type(error).__name__} over the data path")
+        write.path = "control"
+        when_settled(event, lambda: self._queues.put(0, write))
 
     def _hold(self, state: RoomTransferState, failed: Transfer | None) -> None:
-        if failed is None or failed.settled.triggered:
+        if failed is None:
             state.moving -= 1
         else:
-            failed.settled.callbacks.append(partial(self._settled, state))
+            when_settled(failed, lambda: self._settled(state))
 
-    def _retry(self, write: ChunkWrite, event: Transfer, error: Exception) -> None:
-        reason = f"{type(error).__name__} over the data path"
+    def _settled(self, state: RoomTransferState) -> None:
+        state.moving -= 1
+        self._settle(state)
+
+    def _count_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
-        if event.settled.triggered:
-            self._queues.put(0, write._replace(spec=None))
-        else:
-            event.settled.callbacks.append(lambda _: self._queues.put(0, write._replace(spec=None)))
-
-    def _fail(self, state: RoomTransferState) -> None:
-        state.status = advance(state.status, Status.FAILED)
-        for sequence in state.sequences:
-            sequence.stop()
 
     def _over(self, state: RoomTransferState) -> None:
         state.unfinished -= 1
@@ -635,12 +605,8 @@ class KvSender:
             arrival = replace(last, count=1 + state.controls.get(name, 0))
             self._rank.channel.send(name, encode(arrival))
 
-    def _settled(self, state: RoomTransferState, _: Event) -> None:
-        state.moving -= 1
-        self._settle(state)
-
-    def _broken(self, write: ChunkWrite, error: Exception) -> None:
-        self._break(write.state, write.chunk.decode, error)
+    def _broken(self, write: Write, error: Any) -> None:
+        self._break(write.room, write.chunk.decode, error)
 
     def _break(self, state: RoomTransferState, decode: str, error: Exception) -> None:
         if state.status is not Status.FAILED:
@@ -650,6 +616,11 @@ class KvSender:
             self.report(TransferDone(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 
+    def _fail(self, state: RoomTransferState) -> None:
+        state.status = advance(state.status, Status.FAILED)
+        for sequence in state.sequences:
+            sequence.stop()
+
     def _settle(self, state: RoomTransferState) -> None:
         if state.aborted and not state.planned and not state.moving:
             state.aborted = False  # once
@@ -657,3 +628,11 @@ class KvSender:
             for name in dict.fromkeys(name for _, name in state.asks):
                 self._rank.channel.send(name, encode(StagingRelease(state.room, self._index)))
             self.report(RankQuiesced(state.room))
+
+
+def when_settled(transfer: Transfer, then: Callable[[], None]) -> None:
+    """Call *then* once nothing of *transfer*, which has failed, moves any more: now, or when it has settled."""
+    if transfer.settled.triggered:
+        then()
+    else:
+        transfer.settled.callbacks.append(lambda _: then())

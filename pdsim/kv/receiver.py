@@ -1,31 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side of a handoff, on one rank: pages that wait for bytes, and when they have them all."""
+"""The decode side of a pushed handoff, on one rank: pages that wait for bytes, and the staging ring.
+
+Heads that two ranks do not keep alike may be staged: gathered, written in one piece, and scattered.  A chunk is one
+block between one writer and one reader.  The writer asks for a slot of the reader's ring before the forward begins;
+with the slot and the end of the forward it gathers the block (`pdsim.kv.push`) and writes it with one descriptor,
+and the reader scatters it into pages and frees the slot.
+
+**Safety.**  A slot is granted when its bytes are free, not before, so a writer that has it may write: there is no
+watermark that could be stale.  It is freed by the reader after the scatter, or by the writer's `StagingRelease` once
+nothing of the room moves; a write that failed and never settled keeps it, and the ring allocates around it.  Which
+way a chunk goes between two ranks is decided once, by the answer to its question.
+
+**Liveness.**  Slots are granted first come, first served.  A chunk that holds a slot needs nothing but its forward,
+which has begun, and its place in a queue of chunks that need no slot any more, each of which ends or fails within
+the engine's deadline.  So every slot is freed unless it is in quarantine.  The first in line fits at the latest when
+the ring is empty, for what exceeds the ring was refused at once; what waits longer than `Staging.wait` is refused
+and goes in slices.  So every question is answered, and no two chunks wait for each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from pdsim.core.errors import MessageError
+from pdsim.core.errors import MessageError, OutOfMemory, TransferError
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import HostMetadata, KvLayout, write_metadata
-from pdsim.kv.mapping import RankMap
+from pdsim.kv.layout import REGION, STAGING, HostMetadata, KvLayout, RankMap, write_metadata
 from pdsim.kv.messages import (
     Arrival,
     Destination,
     RankQuiesced,
     RegisterPool,
+    StagingRelease,
+    StagingReply,
     StagingRequest,
     TransferDone,
     decode,
+    encode,
 )
-from pdsim.kv.peers import REGION
+from pdsim.kv.pages import Pages
+from pdsim.kv.plan import BlockPlan, block_plans
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
-from pdsim.kv.staging.staging_receiver import StagingReceiver
-from pdsim.transfer import Notification
+from pdsim.transfer import Notification, Region
 from pdsim.transfer.job import Rank
 
-__all__ = ["KvReceiver"]
+__all__ = ["KvReceiver", "Ring", "Slot", "StagingReceiver"]
 
 DEVICE = Policy()
 """Metadata lies on the device."""
@@ -44,22 +65,20 @@ class _IncomingRoom:
 
 
 class KvReceiver:
-    """Receives what the prefill ranks of *rank_map* write to a decode rank, the *index*-th of its group *instance*.
+    """Receives what the prefill ranks of *rank_map* write to the *index*-th decode rank of its group.
 
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
     scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which
     the room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called
     once for each room with `TransferDone` and the last `Arrival`, *quiet* once for each room to `forget`.
 
-    States of a room: `reserve` and the arrivals come in any order; `TransferDone` is reported when all is here;
-    `forget` ends it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
+    What arrives within `OVER` seconds of `forget` is ignored, and counted in *ignored*.
     """
 
     def __init__(
         self,
         rank: Rank,
         layout: KvLayout,
-        instance: str,
         index: int,
         rank_map: RankMap,
         report: Callable[[TransferDone, Arrival], None],
@@ -69,23 +88,24 @@ class KvReceiver:
         checked: int = EVERY,
     ) -> None:
         self.layout = layout
-        self._checked = checked
-        self._rank = rank
-        self._instance = instance
-        self._index = index
         self.report = report
         self.writers = rank_map.writers(index)
+        self.ignored = 0
+        self._checked = checked
+        self._rank = rank
+        self._index = index
+        self._quiet = quiet
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _IncomingRoom] = {}
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
-        self.ignored = 0  # arrivals and questions of rooms that were forgotten before
-        self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        region = rank.endpoint.register(self._buffer, REGION)
-        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else self._buffer
-        self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
-        self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, quiet) if staging else None
-        self._quiet = quiet
+        buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        region = rank.endpoint.register(buffer, REGION)
+        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else buffer
+        self.contents = Contents(buffer, layout, rank_map.decode.at(index).tp, self._rows)
+        self.landing: StagingReceiver | None = None
+        if staging is not None:
+            self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, self.arrive, quiet)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not complete."""
@@ -96,7 +116,7 @@ class KvReceiver:
         return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
 
     def reserve(self, message: Destination) -> None:
-        """Take note of the pages that a room owns here, which memory with contents needs to be told."""
+        """Record the pages that a room owns here, which memory with contents needs to be told."""
         room = self._room(message.room)
         room.reserve = message
         self._check(message.room, room)
@@ -129,23 +149,17 @@ class KvReceiver:
             self.landing.ask(sender, message)
 
     def notice(self, notification: Notification) -> None:
-        """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
+        """Count a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
         arrival = decode(notification.payload)
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
         if arrival.chunk < 0:
             self.arrive(arrival, count=notification.times)
         elif self.landing is not None:
-            self.landing.scatter(arrival, self.arrive)
-
-    def take(self, message: Arrival) -> None:
-        """Take note of an arrival that came as a message, perhaps with metadata."""
-        if message.rows and message.room not in self._over:
-            self._room(message.room).rows = message.rows
-        self.arrive(message)
+            self.landing.scatter(arrival)
 
     def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
-        """Count one write, or *count* alike; with a *reason*, what cannot be used; not of a room that is forgotten.
+        """Count *count* writes of *arrival*, unless its room is forgotten; a message may bring metadata.
 
         *reason* says why the bytes cannot be used, and is reported with the room.
         """
@@ -153,6 +167,7 @@ class KvReceiver:
             self.ignored += count
             return
         room = self._room(arrival.room)
+        room.rows = arrival.rows or room.rows
         room.received += count
         room.reason = room.reason or reason
         if arrival.count:
@@ -188,3 +203,293 @@ class KvReceiver:
         reason = self.contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
         reason = reason or self.contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
         return reason or self.contents.verify_aux(reserve.room, reserve.slot)
+
+
+# --- the staging ring ----------------------------------------------------------------------------------------------
+
+
+class Slot(NamedTuple):
+    """*size* bytes of a ring from *position* on; positions only grow, ``position % ring.size`` is the offset."""
+
+    position: int
+    size: int
+
+
+class Ring:
+    """*size* bytes, handed out going round: the next slot begins where the last one ended, or at the next gap.
+
+    Every slot and every question has a *key*, of which each is used for one at a time.  `request` and `advance` give
+    out slots; whoever calls `release` or `withdraw` calls `advance` afterwards.  *used* is bytes in slots, *peak*
+    the most at one time.
+
+    >>> ring = Ring(100)
+    >>> ring.request("a", 60), ring.request("b", 60), ring.request("c", 10)  # b waits, and c behind it
+    (Slot(position=0, size=60), None, None)
+    >>> ring.release("a")
+    >>> list(ring.advance())
+    [('b', Slot(position=100, size=60)), ('c', Slot(position=160, size=10))]
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        self.size = size
+        self.head = 0  # position where the next slot may begin
+        self.used = 0
+        self.peak = 0
+        self.slots: dict[Any, Slot] = {}
+        self._line: dict[Any, int] = {}  # in order of arrival
+
+    def __len__(self) -> int:
+        """Return the number of slots and questions."""
+        return len(self.slots) + len(self._line)
+
+    def request(self, key: Hashable, size: int) -> Slot | None:
+        """Return a slot of *size* bytes for *key*, or None: then it stands in line until `advance` yields it.
+
+        Raise `OutOfMemory` if the ring could never hold it, a `ValueError` if *size* is not positive or *key* is
+        taken.
+        """
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        if key in self.slots or key in self._line:
+            raise ValueError(f"{key} has a slot already, or waits for one")
+        if size > self.size:
+            raise OutOfMemory(f"a slot of {size} bytes exceeds the ring of {self.size}; raise kv.staging_ring")
+        slot = None if self._line else self._give(key, size)
+        if slot is None:
+            self._line[key] = size
+        return slot
+
+    def advance(self) -> Iterator[tuple[Any, Slot]]:
+        """Give slots to the first in line for as long as they fit, and yield each."""
+        while self._line:
+            key, size = next(iter(self._line.items()))
+            slot = self._give(key, size)
+            if slot is None:
+                return
+            del self._line[key]
+            yield key, slot
+
+    def release(self, key: Hashable) -> None:
+        """Free the slot of *key*.  Raise a `KeyError` if it has none: nothing is freed twice."""
+        if key not in self.slots:
+            raise KeyError(f"{key} has no slot to release")
+        self.used -= self.slots.pop(key).size
+
+    def withdraw(self, key: Hashable) -> bool:
+        """Take *key* out of the line; return whether it stood there."""
+        return self._line.pop(key, None) is not None
+
+    def offset(self, key: Hashable) -> int:
+        """Return where the slot of *key* begins in the ring's memory."""
+        return self.slots[key].position % self.size
+
+    def _give(self, key: Hashable, size: int) -> Slot | None:
+        position = self._place(size)
+        if position is None:
+            return None
+        slot = self.slots[key] = Slot(position, size)
+        self.head = position + size
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return slot
+
+    def _place(self, size: int) -> int | None:
+        turns, first = divmod(self.head, self.size)
+        if not self.slots:  # whatever lies between here and the end of the round is nobody's
+            return self.head if first + size <= self.size else (turns + 1) * self.size
+        taken = sorted((slot.position % self.size, slot.size) for slot in self.slots.values())
+        for low, turn in ((first, turns), (0, turns + 1)):
+            offset = self._gap(taken, low, size)
+            if offset is not None:
+                return turn * self.size + offset
+        return None
+
+    def _gap(self, taken: list[tuple[int, int]], low: int, size: int) -> int | None:
+        for offset, length in taken:
+            if offset + length <= low:
+                continue
+            if low + size <= offset:
+                return low
+            low = offset + length
+        return low if low + size <= self.size else None
+
+
+_Key = tuple[int, int, int]  # room, writer, chunk
+
+
+class _Question:
+    """A chunk for which a slot was asked."""
+
+    def __init__(self, key: _Key, sender: str, pages: Pages) -> None:
+        self.key = key
+        self.sender = sender
+        self.pages = pages
+        self.arrival: Arrival | None = None  # of the block, which is in its slot
+        self.scattering = False
+        self.forgotten = False  # the pages may be another room's by now
+
+
+class StagingReceiver:
+    """The staging ring of decode rank *index*, whose pool is the region *pool*, laid out as *layout*.
+
+    `ask` is answered with a refusal, or a slot at once or later; `scatter` follows when the block has arrived, and
+    *arrive* is called with its `Arrival` and "", or the text of an error, after which the slot is free.  A room that
+    is forgotten keeps its slots until its writers return them (`give_back`) or are dead (`sever`), for only they
+    know when nothing moves; what arrives there meanwhile is not scattered.  *quiet* is called once for each room to
+    `forget`, as soon as nothing of it is being scattered.  *refused* counts questions that were answered with no.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        layout: KvLayout,
+        index: int,
+        rank_map: RankMap,
+        pool: Region,
+        staging: Staging,
+        arrive: Callable[[Arrival, str], None],
+        quiet: Callable[[RankQuiesced], None],
+    ) -> None:
+        self.ring = Ring(staging.ring)
+        rank.gauge("ring", rank.name, lambda: self.ring.used / self.ring.size)
+        self.refused = 0
+        self._rank = rank
+        self._pool = pool
+        self._wait = staging.wait
+        self._by_writer = staging.scatter == "writer"
+        self._arrive = arrive
+        self._quiet = quiet
+        self._region = rank.endpoint.register(rank.device.allocate(staging.ring), STAGING)
+        self._plans = dict(_plans(layout, index, rank_map))
+        self._questions: dict[_Key, _Question] = {}
+
+    def __len__(self) -> int:
+        """Return the number of questions and slots that are not done with."""
+        return len(self._questions)
+
+    def ask(self, sender: str, message: StagingRequest) -> None:
+        """Answer at once or when there is room, in the order of the questions, within `Staging.wait` from now.
+
+        A block that is larger than the ring is refused at once; so is one that has waited too long.
+        """
+        key = message.room, message.writer, message.chunk
+        self._questions[key] = _Question(key, sender, message.pages)
+        try:
+            slot = self.ring.request(key, message.size)
+        except OutOfMemory:
+            self._refuse(key)
+            return
+        if slot is None:
+            self._rank.clock.call_at(self._rank.clock.now + self._wait, self._expire, key)
+        else:
+            self._answer(key, slot.position)
+
+    def scatter(self, arrival: Arrival) -> None:
+        """Copy the block that has arrived into its pages, unless its room was given up.
+
+        With ``scatter="chunk"`` it waits for the blocks of the other writers that have a slot for this chunk.
+        """
+        key = arrival.room, arrival.writer, arrival.chunk
+        question = self._questions.get(key)
+        if question is None or question.forgotten or key not in self.ring.slots:
+            return
+        question.arrival = arrival
+        together = [question] if self._by_writer else list(self._waiting(arrival))
+        if all(other.arrival is not None for other in together):
+            for other in together:
+                self._scatter(other)
+
+    def give_back(self, message: StagingRelease) -> None:
+        """Free what a writer has of a room of which nothing moves any more; what is scattered, when that ends."""
+        self._drop_all(lambda question: question.key[:2] == (message.room, message.writer))
+
+    def sever(self, rank: str) -> None:
+        """Free all that prefill *rank* has which, as is proven, writes no more and can return nothing itself.
+
+        A writer's number would not do: every prefill instance has one of that number.
+        """
+        self._drop_all(lambda question: question.sender == rank)
+
+    def forget(self, room: int) -> None:
+        """Scatter nothing more of *room*, and drop its questions that have no slot.
+
+        `RankQuiesced` follows when no copy of the room is under way.
+        """
+        for question in list(self._questions.values()):
+            if question.key[0] == room:
+                question.forgotten = True
+                if question.key not in self.ring.slots:
+                    self._drop(question.key)
+        self._advance()
+        self._quiet_if_still(room)
+
+    def _waiting(self, arrival: Arrival) -> Iterator[_Question]:
+        for key, question in self._questions.items():
+            same = key[0] == arrival.room and key[2] == arrival.chunk
+            if same and key in self.ring.slots and not question.scattering:
+                yield question
+
+    def _scatter(self, question: _Question) -> None:
+        assert question.arrival is not None
+        question.scattering = True
+        plan, offset = self._plans[question.arrival.writer], self.ring.offset(question.key)
+        try:
+            copied = self._rank.device.copy(plan.scatter(self._region, offset, self._pool, question.pages))
+        except TransferError as error:
+            self._scattered(question, f"{type(error).__name__}: {error}")
+            return
+        copied.callbacks.append(lambda _: self._scattered(question, ""))
+
+    def _scattered(self, question: _Question, reason: str) -> None:
+        self._drop(question.key)
+        self._advance()
+        if question.forgotten:
+            self._quiet_if_still(question.key[0])
+        else:
+            assert question.arrival is not None
+            self._arrive(question.arrival, reason)
+
+    def _quiet_if_still(self, room: int) -> None:
+        if not any(question.scattering for key, question in self._questions.items() if key[0] == room):
+            self._quiet(RankQuiesced(room))
+
+    def _expire(self, key: _Key) -> None:
+        if self.ring.withdraw(key):
+            self._refuse(key)
+            self._advance()
+
+    def _refuse(self, key: _Key) -> None:
+        self.refused += 1
+        self._answer(key, -1)
+        del self._questions[key]
+
+    def _answer(self, key: _Key, position: int) -> None:
+        room, _, chunk = key
+        self._rank.channel.send(self._questions[key].sender, encode(StagingReply(room, chunk, position)))
+
+    def _advance(self) -> None:
+        for key, slot in self.ring.advance():
+            self._answer(key, slot.position)
+
+    def _drop_all(self, belongs: Callable[[_Question], bool]) -> None:
+        for key, question in list(self._questions.items()):
+            if belongs(question) and not question.scattering:
+                self._drop(key)
+        self._advance()
+
+    def _drop(self, key: _Key) -> None:
+        del self._questions[key]
+        if not self.ring.withdraw(key):
+            self.ring.release(key)
+
+
+def _plans(layout: KvLayout, index: int, rank_map: RankMap) -> Iterator[tuple[int, BlockPlan]]:
+    # Of each prefill rank by index; those that keep the same heads write pages directly, and need no plan.
+    prefill = rank_map.prefill
+    for writer in rank_map.writers(index):
+        part = rank_map.part(writer, index)
+        if part is not None and part.heads is not None and "kv" in part.components:
+            theirs = replace(layout, tp=prefill.tp, pp=prefill.pp, stage=prefill.at(writer).pp)
+            yield writer, block_plans(theirs, layout, part.heads)[1]

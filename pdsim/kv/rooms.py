@@ -3,26 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from pdsim.core.clock import Clock
 from pdsim.kv.pages import PagePool
 
-__all__ = [
-    "OVER",
-    "Consensus",
-    "ExpiringMap",
-    "QuarantineStall",
-    "Status",
-    "Timers",
-    "advance",
-    "out_of_memory",
-]
+__all__ = ["OVER", "Consensus", "ExpiringMap", "QuarantineStall", "Status", "Timers", "advance", "out_of_memory"]
 
 Value = TypeVar("Value")
-
 
 OVER = 600.0
 """Seconds for which a room that failed is remembered, so that no late message revives it: far longer than any
@@ -63,14 +54,11 @@ def advance(old: Status, new: Status) -> Status:
 
 
 class Consensus:
-    """The status of one room in a group of *size* ranks: the least that any of them has.
+    """The status of one room in a group of *size* ranks, kept by its leader: the least that any of them has.
 
-    So one failed rank fails the room, and it has succeeded when all have.  SGLang finds that minimum by a collective
-    before each step of the scheduler.  Here one rank of the group, its leader, schedules: ranks report to it what
-    happened, and it tells them what to do, in one order, so that all of them see the same rooms in the same order.
-
-    Life: `succeed` by each rank, or `fail` once and then `settle` by each rank.  Only the leader has an object of
-    it. Raise a `ValueError` for a *size* below 1.
+    `succeed` by each rank, or `fail` once and then `settle` by each rank.  SGLang takes that minimum by a collective
+    before each step of the scheduler; here ranks report to the leader, which tells them what to do in one order.
+    Raise a `ValueError` for a *size* below 1, and for a rank that the group does not have.
     """
 
     __slots__ = ("_reported", "_size", "status")
@@ -88,24 +76,14 @@ class Consensus:
         return self.status is Status.FAILED or self.status is Status.SUCCESS
 
     def succeed(self, rank: int) -> bool:
-        """Take note that *rank* has done its part; return whether that ends the room.
-
-        A rank counts once however often it says so.  Raise a `ValueError` if there is no such rank.
-        """
-        if not 0 <= rank < self._size:
-            self._check(rank)
-        status = self.status
-        if status is Status.FAILED or status is Status.SUCCESS:  # `over`: most calls of a room are this one
-            return False
-        reported = self._reported
-        reported.add(rank)
-        if len(reported) < self._size:
+        """Record that *rank* has done its part, however often it says so; return whether that ends the room."""
+        if self.over or not self._is_last(rank):
             return False
         self.status = Status.SUCCESS
         return True
 
     def fail(self) -> bool:
-        """Take note that the room has failed on some rank; return whether that ends it, which it does once."""
+        """Record that the room has failed on some rank; return whether that ends it, which it does once."""
         if self.over:
             return False
         self.status = Status.FAILED
@@ -113,25 +91,21 @@ class Consensus:
         return True
 
     def settle(self, rank: int) -> bool:
-        """Take note that of the failed room nothing moves on *rank*; return whether that was the last to say so."""
-        self._check(rank)
-        if self.status is not Status.FAILED or rank in self._reported:
-            return False
-        self._reported.add(rank)
-        return len(self._reported) == self._size
+        """Record that of the failed room nothing moves on *rank*; return whether that was the last to say so."""
+        return self.status is Status.FAILED and rank not in self._reported and self._is_last(rank)
 
-    def _check(self, rank: int) -> None:
+    def _is_last(self, rank: int) -> bool:
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} is not one of {self._size}")
+        self._reported.add(rank)
+        return len(self._reported) == self._size
 
 
 class Timers:
     """A time limit of *seconds* for each of many rooms; *expire* is called with one that reaches it.
 
     All have the same limit, so they expire in the order in which they were added, and one event serves them all.
-    Without a limit (0 seconds) nothing ever expires.
-
-    *expire* is called on the clock, in the order in which rooms were added; a room is dropped before it is called.
+    Without a limit (0 seconds) nothing ever expires.  A room is dropped before *expire* is called.
     """
 
     def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
@@ -164,17 +138,11 @@ class Timers:
 
     def _ring(self, _: Any) -> None:
         self._armed = False
-        due = [room for room, limit in self._due()]
-        for room in due:
-            if self._limits.pop(room, None) is not None:
+        now = self._clock.now
+        for room, _limit in list(takewhile(lambda entry: entry[1] <= now, self._limits.items())):
+            if self._limits.pop(room, None) is not None:  # or *expire* of another one has dropped it
                 self._expire(room)
         self._arm()
-
-    def _due(self) -> Iterator[tuple[int, float]]:
-        for room, limit in self._limits.items():
-            if limit > self._clock.now:
-                return
-            yield room, limit
 
 
 class ExpiringMap(Generic[Value]):
@@ -182,8 +150,6 @@ class ExpiringMap(Generic[Value]):
 
     Nothing runs for it: what is too old is dropped when the next value is set, at a cost that does not grow with the
     number of rooms.  Raise a `ValueError` unless *seconds* is positive.
-
-    A value that is set again lives anew from then on.
     """
 
     def __init__(self, clock: Clock, seconds: float) -> None:
@@ -215,17 +181,16 @@ class ExpiringMap(Generic[Value]):
 
     def pop(self, room: int) -> Value | None:
         """Return what is remembered for *room* and forget it; None if nothing is."""
-        known = room in self
-        entry = self._values.pop(room, None)
-        return entry[1] if entry is not None and known else None
+        value = self.get(room)
+        self._values.pop(room, None)
+        return value
 
 
 class QuarantineStall:
     """For how long nothing but pages in quarantine has been in the way of a queue.
 
     They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever:
-    for *seconds* from when the queue was blocked first, however many wait in it.  *wake* is called when they are
-    over.
+    for *seconds* from when the queue was blocked first.  *wake* is called when they are over.
     """
 
     def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:
@@ -247,19 +212,14 @@ class QuarantineStall:
         return self._until is not None and self._clock.now < self._until
 
     def clear(self) -> None:
-        """Take note that the queue is not blocked, or by rooms that will be over by themselves."""
+        """Record that the queue is not blocked, or by rooms that will be over by themselves."""
         self._until = None
 
 
 def out_of_memory(pages: PagePool, count: int, slot: bool = True) -> str:
-    """Return why a room that needs *count* pages fails: what is in quarantine of pages, slots or rows of state.
-
-    *slot* says whether there is a slot for its metadata.
-    """
+    """Return why a room that needs *count* pages, and has a *slot* for metadata or not, fails."""
     if not slot:
         what = "all slots for metadata"
-    elif pages.free < count:
-        what = f"{pages.used} of {pages.pages} pages"
     else:
-        what = "rows of state"
+        what = f"{pages.used} of {pages.pages} pages" if pages.free < count else "rows of state"
     return f"OutOfMemory: {what} are in quarantine"

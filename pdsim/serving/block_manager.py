@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import PagePool, Pages, after
+from pdsim.kv.pages import PagePool, Pages, PrefixPagePool, StatePool, after
 from pdsim.kv.pages import page_pool as in_order
-from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.kv.state import StatePool
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import HASHED
 from pdsim.serving.settings import Cache

@@ -17,10 +17,9 @@ from pdsim.core.units import format_size
 from pdsim.hardware.costs import CollectiveModel
 from pdsim.hardware.machine import Machine
 from pdsim.kv.contents import EVERY
-from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.kv.mapping import Grid, RankMap
+from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
+from pdsim.kv.pages import StatePool
 from pdsim.kv.policy import Policy, Staging
-from pdsim.kv.state import StatePool
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
-from pdsim.kv.mapping import dp_rank
+from pdsim.kv.layout import dp_rank
 from pdsim.kv.messages import (
     ConnectPeer,
     Fence,

@@ -27,8 +27,7 @@ from pdsim.kv.messages import (
     Submit,
     TransferDone,
 )
-from pdsim.kv.pages import Pages, after
-from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.pages import Pages, Runs, after, cut, pair
 from pdsim.kv.rooms import Consensus, QuarantineStall, out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather

@@ -10,7 +10,7 @@ and from the ends of the forwards on each rank, it is known which tokens a rank 
 * Contents are honest: only computed tokens are written into memory, each marked with the number of the chunk, and so
   of the forward, that computed it.  So what was sent once and never completed, or never computed, is not there.
 
-The pages that a sliding window touches are found here by listing its tokens, not by `pdsim.kv.state.window_span`,
+The pages that a sliding window touches are found here by listing its tokens, not by `pdsim.kv.layout.window_span`,
 which those who write and those who compare share.
 """
 

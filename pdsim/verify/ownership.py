@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
+from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, KvLayout, PageTable
 from pdsim.kv.pages import PagePool, Pages
-from pdsim.kv.peers import REGION, STAGING
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
 from pdsim.serving.prefill_worker import PrefillWorker
@@ -151,11 +150,11 @@ class OwnershipChecker:
         ring = self._members[rank].mover.receiver.landing.ring
         key = room, int(batch.source.owner.partition(".")[2]), chunk
         start, size = int(batch.target_offset[0]), batch.nbytes
-        if key not in ring:
+        if key not in ring.slots:
             self._report("I4", f"chunk {chunk} of room {room} landed in the ring of {rank}, where it has no slot")
             return
-        first = ring[key].position % ring.size
-        if not (first <= start and start + size <= first + ring[key].size <= ring.size):
+        first, length = ring.offset(key), ring.slots[key].size
+        if not (first <= start and start + size <= first + length <= ring.size):
             self._report("I4", f"chunk {chunk} of room {room} landed outside its slot of the ring of {rank}")
         taken = sorted((slot.position % ring.size, slot.size) for slot in ring.slots.values())
         if any(low + length > high for (low, length), (high, _) in pairwise(taken)):

@@ -15,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.kv.contents import Contents
-from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, KvLayout, KvShape
-from pdsim.kv.mapping import Grid, RankMap
-from pdsim.kv.pages import Pages
-from pdsim.kv.plan import Runs, cut, group, planner
-from pdsim.kv.state import StateShape, Tensor, window_span
+from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, Grid, KvLayout, KvShape, RankMap, StateShape, Tensor, window_span
+from pdsim.kv.pages import Pages, Runs, cut, pair
+from pdsim.kv.plan import planner
 
 SIZES = (1, 2, 4, 8, 16)
 ROOM = 5
@@ -80,8 +78,8 @@ class Handoff:
         }
         state = [rows[name] for name in both.shape.state.components]
         self.source_state, self.target_state = (tuple(runs(side[i]) for side in state) for i in (0, 1))
-        self.state = tuple(group(*side) for side in state)
-        self.runs = group(self.source_pages, self.target_pages)
+        self.state = tuple(pair(runs(mine), runs(theirs)) for mine, theirs in state)
+        self.runs = pair(runs(self.source_pages), runs(self.target_pages))
         edges = np.linspace(0, self.pages, chunks + 1).astype(int).tolist()
         self.chunks = [(first, end) for first, end in pairwise(edges) if end > first]
         self.senders = [self.prefill(rank) for rank in range(both.prefill.size)]

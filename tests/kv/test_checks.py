@@ -12,9 +12,8 @@ import pytest
 import pdsim
 from experiments.faults.kinds import KINDS
 from experiments.faults.scenario import Scenario, draw
-from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.layout import REGION, KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
-from pdsim.kv.peers import REGION
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader
 from pdsim.serving.prefill_worker import PrefillWorker

@@ -1,85 +1,263 @@
-"""Where keys and values lie, and the sizes that models of the reference have."""
+"""Where keys, values and state lie, and which rank writes which of them to whom."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, KvLayout, KvShape
+from pdsim.core.errors import MessageError
+from pdsim.kv.layout import (
+    AUX_BYTES,
+    AUX_ROWS,
+    Grid,
+    HostMetadata,
+    KvLayout,
+    KvShape,
+    RankMap,
+    StateShape,
+    Tensor,
+    dp_rank,
+    owned_heads,
+    read_metadata,
+    share,
+    stage_layers,
+    tp_writers,
+    window_span,
+    write_metadata,
+)
+from pdsim.kv.plan import metadata_route
+from pdsim.kv.policy import Policy
 
 LLAMA_8B = KvShape(layers=32, heads=8, head_bytes=128 * 2)
 QWEN3_235B = KvShape(layers=94, heads=4, head_bytes=128 * 2)
 QWEN3_32B = KvShape(layers=64, heads=8, head_bytes=128 * 2)
 DEEPSEEK_V3 = KvShape(layers=61, heads=1, head_bytes=128 * 2, latent_bytes=576 * 2)
+# Qwen3-Next-80B-A3B: q and k of 16 heads of 128 and v of 32 of 128, kernel 4; a float32 state of 32 x 128 x 128
+CONV, SSM = Tensor((2048, 2048, 4096), 3 * 2), Tensor((32,), 128 * 128 * 4)
+QWEN3_NEXT = KvShape(48, heads=2, head_bytes=512, state=StateShape("mmma", mamba=(CONV, SSM)))
+HYBRID = KvShape(6, heads=4, head_bytes=16, state=StateShape("mwa", 8, (Tensor((4, 8), 6), Tensor((4,), 20)), 12))
 
 
 def layout(shape: KvShape, tp: int = 1, page_size: int = 64, pages: int = 256, slots: int = 4) -> KvLayout:
     return KvLayout(shape, tp, page_size, pages, slots)
 
 
+def hybrid(tp: int = 1, pp: int = 1, stage: int = 0) -> KvLayout:
+    return KvLayout(HYBRID, tp, 4, 10, 3, pp, stage, state_slots=2, window_pages=10)
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("shape", "tp", "mebibytes"),
+    ("shape", "tp", "nbytes"),
     [
-        (LLAMA_8B, 1, 1024),
-        (LLAMA_8B, 2, 512),
-        (QWEN3_235B, 4, 376),
-        (QWEN3_32B, 2, 1024),
-        (DEEPSEEK_V3, 1, 549),
-        (DEEPSEEK_V3, 8, 549),
+        (LLAMA_8B, 1, 131_072),
+        (LLAMA_8B, 2, 65_536),
+        (QWEN3_235B, 4, 48_128),
+        (QWEN3_32B, 2, 131_072),
+        (DEEPSEEK_V3, 1, 70_272),
+        (DEEPSEEK_V3, 8, 70_272),
+        (QWEN3_NEXT, 1, 24_576),  # only layers with full attention keep tokens
     ],
 )
-def test_a_chunk_of_8192_tokens_takes_what_the_reference_says(shape: KvShape, tp: int, mebibytes: int):
-    assert 8192 * shape.token_bytes(tp) == mebibytes << 20
+def test_a_token_takes_what_the_reference_says(shape: KvShape, tp: int, nbytes: int):
+    assert shape.token_bytes(tp) == nbytes
 
 
-@pytest.mark.parametrize(
-    ("shape", "tp", "tokens"), [(QWEN3_235B, 4, 1394), (LLAMA_8B, 2, 1024), (QWEN3_32B, 2, 512)]
-)
-def test_64_mebibytes_hold_as_many_tokens_as_the_reference_says(shape: KvShape, tp: int, tokens: int):
-    assert (64 << 20) // shape.token_bytes(tp) == tokens
-
-
-def test_a_latent_token_and_page_take_what_the_reference_says():
-    assert DEEPSEEK_V3.token_bytes(4) == 70_272
-    assert layout(DEEPSEEK_V3, tp=4).item == 73_728
-
-
-def test_a_rank_keeps_its_share_of_the_heads_or_one_replica():
+def test_a_rank_keeps_its_heads_or_one_replica():
     assert [QWEN3_235B.local_heads(tp) for tp in (1, 2, 4, 8, 16)] == [4, 2, 1, 1, 1]
-
-
-def test_sizes_that_do_not_divide_one_another_are_refused():
     with pytest.raises(ValueError, match="4 KV heads over tp=3: one must divide the other"):
         QWEN3_235B.local_heads(3)
 
 
-def test_planes_follow_one_another_and_the_metadata_follows_the_planes():
-    found = layout(LLAMA_8B, tp=2, pages=10, slots=3)
-    assert found.row == 4 * 256
-    assert found.item == 64 * found.row
-    assert found.plane == 10 * found.item
-    assert found.kv_bytes == 2 * 32 * found.plane
-    assert found.size == found.kv_bytes + 3 * AUX_BYTES
+def test_a_mamba_slot_is_divided_group_by_group():
+    assert CONV.nbytes(1) == 8192 * 3 * 2 == 4 * CONV.nbytes(4)
+    assert CONV.local(4) == (512, 512, 1024)
+    pool = KvLayout(QWEN3_NEXT, 1, 64, 1, 1, state_slots=1)
+    assert pool.row_bytes("mamba") == 36 * (8192 * 3 * 2 + (2 << 20))
+    with pytest.raises(ValueError, match=r"mamba dimensions \(32,\) over tp=64: tp must divide each of them"):
+        SSM.local(64)
 
 
-def test_metadata_is_1600_bytes_in_ten_buffers():
+def test_metadata_follows_the_planes_in_ten_buffers():
+    pool = layout(LLAMA_8B, tp=2, pages=10, slots=3)
     assert (AUX_BYTES, len(AUX_ROWS)) == (1600, 10)
+    assert pool.kv_bytes == 2 * 32 * 10 * pool.item == 2 * 32 * 10 * 64 * 4 * 256
+    rows = [zip(pool.aux_offsets(slot).tolist(), AUX_ROWS, strict=True) for slot in range(3)]
+    places = sorted(place for row in rows for place in row)
+    assert places[0][0] == pool.kv_bytes
+    assert all(one[0] + one[1] == other[0] for one, other in pairwise(places))
+    assert sum(places[-1]) == pool.size
 
 
-def test_rows_of_metadata_tile_the_rest_of_the_region():
-    found = layout(LLAMA_8B, slots=3)
-    rows = sorted(
-        (offset, size)
-        for slot in range(3)
-        for offset, size in zip(found.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
-    )
-    assert rows[0][0] == found.kv_bytes
-    assert all(one[0] + one[1] == other[0] for one, other in pairwise(rows))
-    assert sum(rows[-1]) == found.size
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_tables_of_state_tile_the_region_behind_metadata(pp: int):
+    for stage in range(pp):
+        pool = hybrid(pp=pp, stage=stage)
+        ends = [pool.kv_bytes + pool.slots * 1600] + [table.end for table in pool.tables[1:]]
+        assert [table.start for table in pool.tables[1:]] == ends[:-1]
+        assert pool.size == ends[-1]
 
 
-@pytest.mark.parametrize("name", ["tp", "page_size", "pages", "slots"])
-def test_a_pool_without_anything_is_refused(name: str):
-    with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        layout(LLAMA_8B, **{name: 0}) if name != "tp" else layout(LLAMA_8B, tp=0)
+def test_stages_have_the_planes_of_their_layers_between_them():
+    for number, table in enumerate(hybrid().tables):
+        stages = [hybrid(pp=4, stage=stage).tables[number].planes for stage in range(4)]
+        assert tuple(plane for planes in stages for plane in planes) == table.planes
+
+
+@pytest.mark.parametrize(
+    ("what", "changes", "words"),
+    [
+        (HYBRID.state, {"pattern": "mx"}, "pattern='mx' must be of a, w and m, with at least one a"),
+        (HYBRID.state, {"window": 0}, "window=0 must be > 0 exactly if pattern='mwa' has a w"),
+        (HYBRID.state, {"mamba": ()}, "must name tensors exactly if pattern='mwa' has an m"),
+        (HYBRID.state, {"index_bytes": -1}, "index_bytes must be >= 0, got -1"),
+        (hybrid(), {"state_slots": 0}, "state_slots must be >= 1 for layers 'mwa', got 0"),
+        (hybrid(), {"window_pages": 0}, "window_pages must be >= 1 for layers 'mwa', got 0"),
+        (hybrid(), {"stage": 1}, "stage must be >= 0 and < pp=1, got 1"),
+        *((layout(LLAMA_8B), {name: 0}, f"{name} must be >= 1, got 0") for name in ("tp", "page_size", "pages")),
+    ],
+)
+def test_what_is_no_model_or_pool_is_refused(what: object, changes: dict[str, object], words: str):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        replace(what, **changes)
+
+
+# --- metadata ------------------------------------------------------------------------------------------------------
+
+LAYOUT = KvLayout(KvShape(layers=2, heads=2, head_bytes=16), tp=1, page_size=4, pages=8, slots=3)
+ROWS = tuple(bytes([index + 1]) * size for index, size in enumerate(AUX_ROWS))
+ZEROS = tuple(map(bytes, AUX_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("pool", "way", "memory"),
+    [("default", "write", "device"), ("nvlink", "control", "host"), ("intra_node_nvlink", "write", "device")],
+)
+def test_the_pool_decides_the_way_of_metadata(pool: str, way: str, memory: str):
+    assert (Policy(pool=pool).metadata_by, Policy(pool=pool).metadata_on) == (way, memory)
+
+
+def test_rows_in_host_memory_cannot_be_written_by_the_engine():
+    with pytest.raises(ValueError, match=r"use policy\.metadata=control"):
+        Policy(metadata="write", metadata_memory="host")
+
+
+def test_rows_that_do_not_pair_are_refused_or_fall_back():
+    longer = (*AUX_ROWS, 64)
+    assert metadata_route(Policy(), AUX_ROWS, AUX_ROWS) == ("write", "")
+    with pytest.raises(MessageError, match=r"10 rows of 1600 B here, 11 of 1664 B there: run one version"):
+        metadata_route(Policy(), AUX_ROWS, longer)
+    route = metadata_route(Policy(metadata_fallback="control"), AUX_ROWS, longer)
+    assert route == ("control", "10 rows of 1600 B here, 11 of 1664 B there")
+
+
+def test_rows_are_stored_in_their_slot_and_cut():
+    memory = HostMetadata(LAYOUT)
+    write_metadata(memory, LAYOUT, 1, [row + b"more" for row in ROWS] + [b"another"])
+    assert [read_metadata(memory, LAYOUT, slot, contents=True) for slot in range(3)] == [ZEROS, ROWS, ZEROS]
+    assert read_metadata(memory, LAYOUT, 1, contents=False) == ZEROS
+    for wrong in (lambda: memory.write(LAYOUT.kv_bytes - 1, b"ab"), lambda: memory.read(memory.size - 1, 2)):
+        with pytest.raises(IndexError, match="outside the rows"):
+            wrong()
+
+
+# --- who writes what to whom ---------------------------------------------------------------------------------------
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def gqa(heads: int, layers: int = 1) -> KvShape:
+    return KvShape(layers, heads, head_bytes=8)
+
+
+@pytest.mark.parametrize("heads", SIZES)
+def test_ranks_own_every_head_as_often_as_replicated(heads: int):
+    for tp in SIZES:
+        counts = Counter(head for rank in range(tp) for head in owned_heads(gqa(heads), tp, rank))
+        assert counts == dict.fromkeys(range(heads), max(1, tp // heads))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        (Grid(2), Grid(3), "prefill tp=2 and decode tp=3: one must divide the other"),
+        (Grid(1), Grid(1, cp=2), "decode cp=2: decode ranks are not context-parallel"),
+        (Grid(1, pp=2), Grid(1, pp=4), "decode pp=4 and prefill pp=2: decode needs the same stages, or one"),
+        (Grid(1, pp=8), Grid(1), "pp=8 over 4 layers: every stage needs at least one"),
+    ],
+)
+def test_what_has_no_mapping_is_refused(prefill: Grid, decode: Grid, words: str):
+    with pytest.raises(ValueError, match=words):
+        RankMap(KvShape(4, 6, 8), prefill, decode)
+    with pytest.raises(ValueError, match="one must divide the other"):
+        tp_writers(4, 6, 0)
+
+
+def test_ranks_are_numbered_tp_fastest_and_stages_slowest():
+    grid = Grid(tp=2, pp=3, cp=2)
+    assert [grid.at(rank) for rank in (0, 1, 2, 4, 11)] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0), (1, 2, 1)]
+    assert [grid.rank(*grid.at(rank)) for rank in range(grid.size)] == list(range(12))
+    with pytest.raises(IndexError, match="rank 12 is not one of 12"):
+        grid.at(12)
+
+
+@pytest.mark.parametrize(("layers", "pp", "counts"), [(8, 4, [2, 2, 2, 2]), (7, 4, [1, 2, 2, 2]), (61, 2, [30, 31])])
+def test_the_last_stages_have_the_layers_left_over(layers: int, pp: int, counts: list[int]):
+    stages = [stage_layers(layers, pp, stage) for stage in range(pp)]
+    assert list(map(len, stages)) == counts
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_context_parallel_ranks_share_the_positions_of_a_request(cp: int):
+    for pages in (1, 3, 8, 11):
+        shares = [share(pages, cp, rank) for rank in range(cp)]
+        assert [position for part in shares for position in part] == list(range(pages))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reader", "writers"),
+    [
+        (RankMap(gqa(4), Grid(2, cp=3), Grid(2)), 1, (1,)),  # one context-parallel rank writes everything
+        (RankMap(gqa(4), Grid(2, cp=3), Grid(2), all_cp_ranks=True), 1, (1, 3, 5)),
+        (RankMap(gqa(2, 5), Grid(2, pp=2), Grid(1)), 0, (0, 1, 2, 3)),
+        (RankMap(gqa(2, 5), Grid(2, pp=2), Grid(2, pp=2)), 3, (3,)),
+    ],
+)
+def test_a_decode_rank_hears_of_all_that_it_needs(ranks: RankMap, reader: int, writers: tuple[int, ...]):
+    assert ranks.writers(reader) == writers
+    assert all(reader in ranks.readers(writer) for writer in writers)
+
+
+def test_context_parallel_ranks_beyond_the_pages_write_nothing():
+    ranks = RankMap(gqa(1), Grid(tp=1, cp=4), Grid(1), all_cp_ranks=True)
+    assert [ranks.expected(0, pages) for pages in (1, 2, 4, 9)] == [1, 2, 4, 4]
+
+
+def test_ranks_that_repeat_a_latent_row_write_mamba_only():
+    state = StateShape("am", mamba=(Tensor((4,), 8),))
+    ranks = RankMap(KvShape(2, 1, 8, latent_bytes=8, state=state), Grid(2), Grid(1))
+    parts = [ranks.part(writer, 0) for writer in ranks.writers(0)]
+    assert [(part.components, part.aux) for part in parts if part] == [(("kv", "mamba"), True), (("mamba",), False)]
+
+
+def test_a_room_has_the_derived_or_requested_dp_rank():
+    assert [dp_rank(room, 3) for room in range(4)] == [0, 1, 2, 0]
+    assert dp_rank(5, 3, explicit=1) == 1
+    with pytest.raises(ValueError, match="dp_rank must be >= 0 and < dp=3, got 3"):
+        dp_rank(5, 3, explicit=3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "page", "span"),
+    [(100, 16, 4, (21, 4)), (10, 16, 4, (0, 3)), (100, 30, 64, (1, 1)), (5, 1, 1, (4, 1)), (64, 64, 64, (0, 1))],
+)
+def test_a_window_touches_whole_pages(tokens: int, window: int, page: int, span: tuple[int, int]):
+    assert window_span(tokens, window, page) == span

@@ -1,46 +1,90 @@
-"""Pages have one owner at a time, and come in runs as long as can be had."""
+"""Pages and slots have one owner at a time, come in runs as long as can be had, and keep prefixes."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdsim.kv.pages import ORDERS, FreeQueue, FreeStack, PagePool, SlotPool, page_pool
+from pdsim.kv.layout import StateShape, Tensor
+from pdsim.kv.pages import ORDERS, PagePool, Pages, PrefixPagePool, SlotPool, StatePool, page_pool, pair
 
 
-def test_pages_are_handed_out_from_the_lowest():
-    pool = PagePool(10)
-    assert [pool.allocate(1, 3), pool.allocate(2, 4)] == [((0, 3),), ((3, 4),)]
-    assert (pool.free, pool.used) == (3, 7)
-
-
-def test_the_smallest_run_that_fits_is_taken():
-    pool = PagePool(20)
-    for owner, count in enumerate((5, 1, 2, 1, 11)):
+def filled(pool: PagePool, *counts: int) -> PagePool:
+    """Return *pool*, of which owners from 0 on have so many pages each."""
+    for owner, count in enumerate(counts):
         pool.allocate(owner, count)
-    for owner in (0, 2):
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("pages", "counts", "released", "wanted", "given"),
+    [
+        (20, (5, 1, 2, 1, 11), (0, 2), 2, ((6, 2),)),  # the smallest run that fits
+        (9, (1,) * 9, (1, 4, 5, 8), 3, ((1, 1), (4, 2))),  # else the longest, in ascending order
+        (6, (2, 2, 2), (0, 2, 1), 6, ((0, 6),)),  # neighbours that come back are one run again
+    ],
+)
+def test_runs_are_as_long_as_can_be_had(pages, counts, released, wanted, given):
+    pool = filled(PagePool(pages), *counts)
+    for owner in released:
         pool.release(owner)
-    assert pool.allocate(9, 2) == ((6, 2),)
+    assert pool.allocate(99, wanted) == given
 
 
-def test_without_such_a_run_the_longest_are_joined_in_ascending_order():
-    pool = PagePool(9)
-    for owner in range(9):
-        pool.allocate(owner, 1)
-    for owner in (1, 4, 5, 8):
+def test_a_queue_gives_out_what_was_freed_longest_ago():
+    pool = filled(page_pool("queue", 6), 2, 2, 2)
+    for owner in (1, 0, 2):
         pool.release(owner)
-    assert pool.allocate(9, 3) == ((1, 1), (4, 2))
+    assert pool.allocate(9, 5) == ((3, 1), (2, 1), (1, 1), (0, 1), (5, 1))
+    assert pool.is_whole()
 
 
-def test_neighbours_that_come_back_are_one_run_again():
-    pool = PagePool(6)
-    for owner in range(3):
-        pool.allocate(owner, 2)
-    for owner in (0, 2, 1):
-        pool.release(owner)
-    assert pool.allocate(9, 6) == ((0, 6),)
+def test_a_stack_gives_out_what_was_freed_last():
+    pool = filled(page_pool("stack", 6), 2, 2)
+    pool.release(0)
+    pool.release(1)
+    assert pool.allocate(3, 3) == ((3, 1), (2, 1), (1, 1))
+    assert pool.is_whole()
+
+
+def test_what_a_queue_adds_to_an_owner_comes_last():
+    pool = filled(page_pool("queue", 8), 2, 2)
+    assert pool.extend(0, 2)
+    assert (pool.owners[0], pool.count(0)) == (((0, 2), (4, 2)), 4)
+    assert (pool.free, pool.used, pool.peak, len(pool)) == (2, 6, 6, 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_refuses_the_same(order: str):
+    pool = page_pool(order, 4)
+    assert pool.allocate(1, 5) is None
+    pool.allocate(1, 2)
+    assert not pool.extend(1, 3)
+    for wrong, error in (
+        (lambda: pool.allocate(1, 1), ValueError),
+        (lambda: pool.allocate(2, 0), ValueError),
+        (lambda: pool.extend(1, 0), ValueError),
+        (lambda: pool.extend(2, 1), KeyError),
+        (lambda: pool.release(2), KeyError),
+    ):
+        with pytest.raises(error):
+            wrong()
+    pool.release(1)
+    assert (pool.free, pool.used) == (4, 0)
+
+
+def test_an_unknown_order_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match="one of best_fit, queue, stack, got 'random'"):
+        page_pool("random", 4)
+
+
+def test_too_few_target_pages_are_refused():
+    with pytest.raises(ValueError, match="fewer pages"):
+        pair(((0, 5),), ((0, 4),))
 
 
 def test_slots_have_one_owner():
@@ -92,67 +136,144 @@ Pool.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAnyHistory = Pool.TestCase
 
 
-# --- the free queue -----------------------------------------------------------------------------------------------
+# --- rows of state -------------------------------------------------------------------------------------------------
+
+PAGES: Pages = ((4, 3),)
+STATE = StateShape("mwa", 8, (Tensor((4, 8), 6), Tensor((4,), 20)), 12)
 
 
-def test_a_queue_gives_out_what_was_freed_longest_ago():
-    pool = FreeQueue(6)
-    assert [pool.allocate(owner, 2) for owner in range(3)] == [((0, 2),), ((2, 2),), ((4, 2),)]
-    for owner in (1, 0, 2):
+def state(window_pages: int = 6, slots: int = 2) -> StatePool:
+    return StatePool(STATE, 4, slots, window_pages)
+
+
+def test_a_request_gets_a_slot_window_pages_and_index_rows():
+    assert state().allocate(1, 10, 10, PAGES) == (((0, 1),), ((0, 3),), PAGES)
+
+
+def test_a_moving_window_needs_one_page_more():
+    assert [state().need(tokens, tokens) for tokens in (3, 8, 9, 16, 17)] == [1, 2, 3, 2, 3]
+    assert [state().need(3, reach) for reach in (4, 8, 100)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("short", "count"), [({"slots": 1}, 1), ({"window_pages": 5}, 1), ({}, 2)])
+def test_a_request_gets_all_its_state_or_none(short: dict[str, int], count: int):
+    pool = state(**short)
+    got = [pool.allocate(owner, 10, 10, PAGES) for owner in (1, 2)]
+    assert sum(rows is not None for rows in got) == len(pool) == count
+    pool.release(1)
+    assert pool.allocate(3, 10, 10, PAGES) is not None
+
+
+def test_a_model_without_state_has_no_rows():
+    pool = StatePool(StateShape(), 4, 0, 0)
+    assert (pool.allocate(1, 10, 10, PAGES), len(pool)) == ((), 0)
+    pool.release(1)
+
+
+# --- prefixes ------------------------------------------------------------------------------------------------------
+
+
+def serve(pool: PrefixPagePool, owner: int, keys: list[int], count: int | None = None) -> int:
+    """Give *owner* its pages, compute them, and return how many were cached."""
+    reused = pool.reuse(owner, count or len(keys) + 1, keys)
+    assert reused is not None
+    pool.commit(owner, keys)
+    return reused[1]
+
+
+def served(pages: int, *prompts: list[int], **options) -> PrefixPagePool:
+    """Return a pool that has served *prompts*, one after the other."""
+    pool = PrefixPagePool(pages, **options)
+    for owner, keys in enumerate(prompts):
+        serve(pool, owner, keys)
         pool.release(owner)
-    assert pool.allocate(9, 5) == ((3, 1), (2, 1), (1, 1), (0, 1), (5, 1))
+    return pool
 
 
-def test_pages_of_a_queue_ascend_again_when_all_have_been_used_twice():
-    pool = FreeQueue(4)
-    for runs in (((0, 4),), ((3, 1), (2, 1), (1, 1), (0, 1)), ((0, 4),)):
-        assert pool.allocate(1, 4) == runs
-        pool.release(1)
+def test_a_released_prompt_is_reused_up_to_the_first_miss():
+    pool = served(10, [1, 2, 3])
+    assert (pool.free, pool.cached, pool.match([1, 2, 9, 3])) == (10, 3, 2)
+    assert pool.reuse(2, 4, [1, 2, 9]) == (((0, 2), (3, 2)), 2)  # page 2 stays cached
 
 
-def test_a_stack_gives_out_what_was_freed_last():
-    pool = FreeStack(6)
-    assert [pool.allocate(1, 2), pool.allocate(2, 2)] == [((0, 2),), ((2, 2),)]
+def test_pages_in_use_are_shared_and_not_evicted():
+    pool = PrefixPagePool(5)
+    serve(pool, 1, [1, 2])
+    assert serve(pool, 2, [1, 2]) == 2
+    assert (pool.free, pool.in_use([1, 2])) == (1, 2)  # three for the first, one more for the second
+    assert pool.reuse(3, 2, [8]) is None
     pool.release(1)
+    assert (pool.free, pool.in_use([1, 2])) == (2, 2)
     pool.release(2)
-    assert pool.allocate(3, 3) == ((3, 1), (2, 1), (1, 1))
-    assert pool.is_whole()
+    assert (pool.free, pool.used) == (5, 0)
 
 
-def test_what_a_queue_adds_to_an_owner_comes_last():
-    pool = FreeQueue(8)
-    pool.allocate(1, 2)
-    pool.allocate(2, 2)
-    assert pool.extend(1, 2)
-    assert (pool.owned(1), pool.count(1), pool.free, pool.used, pool.peak, len(pool)) == (
-        ((0, 2), (4, 2)),
-        4,
-        2,
-        6,
-        6,
-        2,
-    )
+def test_the_end_of_the_oldest_prompt_is_evicted_first():
+    pool = served(6, [1, 2], [1, 3], [5])  # 2 is the oldest use
+    assert pool.allocate(9, 3) is not None  # of the other two pages, and one of a cached
+    assert [pool.match([1, 2]), pool.match([1, 3]), pool.match([5]), pool.evicted] == [1, 2, 1, 1]
 
 
-@pytest.mark.parametrize("pool", [PagePool(4), FreeQueue(4), FreeStack(4)], ids=ORDERS)
-def test_every_order_refuses_the_same(pool: PagePool | FreeQueue):
-    assert pool.allocate(1, 5) is None
-    pool.allocate(1, 2)
-    assert not pool.extend(1, 3)
-    for wrong, error in (
-        (lambda: pool.allocate(1, 1), ValueError),
-        (lambda: pool.allocate(2, 0), ValueError),
-        (lambda: pool.extend(1, 0), ValueError),
-        (lambda: pool.extend(2, 1), KeyError),
-        (lambda: pool.release(2), KeyError),
-    ):
-        with pytest.raises(error):
-            wrong()
+@pytest.mark.parametrize(("eviction", "left"), [("block", 3), ("radix", 0)])
+def test_a_radix_node_goes_whole_a_block_alone(eviction: str, left: int):
+    pool = served(5, [1, 2, 3, 4], eviction=eviction)
+    assert pool.allocate(9, 2) is not None
+    assert pool.match([1, 2, 3, 4]) == left
+
+
+def test_a_radix_node_parts_where_prompts_do():
+    pool = served(7, [1, 2, 3, 4], [1, 2, 9], eviction="radix")  # 1 and 2 are a node now, 3 and 4 another
+    assert pool.allocate(3, 3) is not None
+    assert [pool.match([1, 2, 3]), pool.match([1, 2, 9])] == [2, 3]
+
+
+def test_an_equal_page_computed_twice_is_given_back():
+    pool = PrefixPagePool(8)
+    serve(pool, 0, [1, 2], 3)
+    assert pool.reuse(1, 3, [])[1] == 0
+    pool.commit(1, [1, 2])
     pool.release(1)
-    assert (pool.free, pool.used) == (4, 0)
+    assert (pool.cached, pool.free) == (2, 5)
 
 
-def test_an_unknown_order_is_refused_with_those_that_there_are():
-    assert [type(page_pool(order, 4)) for order in ORDERS] == [PagePool, FreeQueue, FreeStack]
-    with pytest.raises(ValueError, match="one of best_fit, queue, stack, got 'random'"):
-        page_pool("random", 4)
+def test_a_limit_holds_for_pages_without_users():
+    pool = served(9, [1, 2, 3, 4], limit=2)
+    assert (pool.cached, pool.match([1, 2, 3])) == (2, 2)
+
+
+def test_a_growing_request_evicts_and_keeps_its_order():
+    pool = PrefixPagePool(4)
+    serve(pool, 1, [1, 2], 2)
+    pool.release(1)
+    assert pool.reuse(2, 2, [])[0] == ((2, 2),)
+    assert [pool.extend(2, 2), pool.owners[2], pool.extend(2, 1)] == [True, ((2, 2), (0, 2)), False]
+
+
+def test_a_prompt_that_is_cached_whole_is_refused():
+    with pytest.raises(ValueError, match="1 cached pages of 1: at least one must be computed"):
+        served(4, [1]).reuse(2, 1, [1])
+
+
+@pytest.mark.parametrize("eviction", ["block", "radix"])
+def test_no_page_is_ever_lost_or_given_twice(eviction: str):
+    draw, pool, live = random.Random(7), PrefixPagePool(40, eviction), set()
+    for owner in range(3000):
+        shared = draw.randrange(6)
+        keys = [*range(shared), *(1000 + 100 * (owner % 9) + 10 * shared + n for n in range(3))]
+        if live and draw.random() < 0.5:
+            gone = draw.choice(sorted(live))
+            live.remove(gone)
+            pool.release(gone)
+        if pool.reuse(owner, len(keys) + 1 + draw.randrange(3), keys) is None:
+            continue
+        live.add(owner)
+        if draw.random() < 0.8:
+            pool.commit(owner, keys[: draw.randrange(len(keys) + 1)])
+        if draw.random() < 0.3:
+            pool.extend(owner, 1)
+        mine = [page for first, count in pool.owners[owner] for page in range(first, first + count)]
+        assert len(set(mine)) == len(mine)
+        assert pool.is_whole()
+    for owner in live:
+        pool.release(owner)
+    assert pool.free == 40

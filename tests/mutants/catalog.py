@@ -24,18 +24,16 @@ from experiments.faults import scenario as scenarios
 from experiments.faults.scenario import Scenario, attempt, draw
 from pdsim.core.errors import TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
-from pdsim.kv import contents, mapping, messages, push, state
-from pdsim.kv.mapping import HeadSlice
+from pdsim.kv import contents, layout, messages, pages, push
+from pdsim.kv.layout import HeadSlice
 from pdsim.kv.messages import TransferDone, encode
-from pdsim.kv.peers import DecodePeers
-from pdsim.kv.plan import cut
+from pdsim.kv.pages import cut
+from pdsim.kv.plan import DecodePeers
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
-from pdsim.kv.push import KvSender, Queues
-from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.push import GatherBuffers, KvSender, Queues
+from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.kv.rooms import Status
-from pdsim.kv.staging.ring import GatherBuffers, Ring
-from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.models.parallel import Side
 from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
@@ -216,8 +214,8 @@ def over_with_the_last(self: KvSender, state: Any) -> None:
 
 def counted_as_done(original: Any, self: KvSender, write: Any, error: Exception) -> None:
     original(self, write, error)
-    if write.state.room in self._rooms:
-        self._over(write.state)
+    if write.room.room in self._rooms:
+        self._over(write.room)
 
 
 def concluded_once(original: Any, self: KvSender, state: Any) -> None:
@@ -226,17 +224,17 @@ def concluded_once(original: Any, self: KvSender, state: Any) -> None:
 
 
 def failure_ignored(self: KvSender, write: Any, event: Any) -> None:
-    state = write.state
+    state = write.room
     state.moving -= 1
     self._over(state)
 
 
 def read_twice(original: Any, self: KvSender, write: Any, event: Any) -> None:
-    again = not event.ok and isinstance(event.value, TransferTimeout) and write.state.status is not Status.FAILED
-    if not again or write.spec is None or write.spec.rows or write.spec.state:
+    again = not event.ok and isinstance(event.value, TransferTimeout) and write.room.status is not Status.FAILED
+    if not again or write.rows or write.state:
         original(self, write, event)
         return
-    event.settled.callbacks.append(partial(self._settled, write.state))
+    event.settled.callbacks.append(lambda _: self._settled(write.room))
     self._retry(write, event, event.value)
 
 
@@ -252,7 +250,7 @@ def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
     if not self._all_cp_ranks or not chunk.runs:
         return original(self, chunk)
     first = min(source for source, _, _ in chunk.runs)
-    mine = mapping.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
+    mine = layout.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
     rows = []
     for source, target, count in chunk.runs:
         low, high = max(source, first + mine.start), min(source + count, first + mine.stop)
@@ -304,14 +302,14 @@ def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
 
 
 def gathers_what_failed(original: Any, self: KvSender, write: Any, queue: int) -> Any:
-    position = write.state.asks.get(write.key)
-    if write.spec is not None and write.spec.rows and position is not None and position >= 0:
-        return self._stage(write, write.spec, queue, position)
+    position = write.room.asks.get(write.key)
+    if write.rows and position is not None and position >= 0:
+        return self._stage(write, queue, position)
     return original(self, write, queue)
 
 
 def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
-    landing, number = self.mover.receiver.landing, room.request.room
+    landing, number = getattr(self.mover.receiver, "landing", None), room.request.room
     if landing is not None and room.waits:
         for key, question in list(landing._questions.items()):
             if key[0] == number and not question.scattering:
@@ -336,23 +334,22 @@ def numbered_by_place(original: Any, self: PrefillScheduler, *arguments: Any) ->
     return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
 
 
-def key_unchecked(original: Any, self: Ring[Any], key: Any, size: int) -> Any:
+def key_unchecked(original: Any, self: Ring, key: Any, size: int) -> Any:
     return self.slots[key] if key in self.slots else original(self, key, size)
 
 
-def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
+def stays_in_its_round(original: Any, self: Ring, size: int) -> int | None:
     if self.slots:
         return original(self, size)  # type: ignore[no-any-return]
     return self.head if self.head % self.size + size <= self.size else None
 
 
 def sliced_after_all(original: Any, self: KvSender, write: Any, queue: int) -> Any:
-    position = write.state.asks.get(write.key) if write.spec is not None and write.spec.rows else None
+    position = write.room.asks.get(write.key) if write.rows else None
     if position is None or position < 0 or write.chunk.index % 2:
         yield from original(self, write, queue)
         return
-    batch = write.target.batch(write.spec).over(self._region, write.target.region)
-    yield self._write(write, batch, "staged")
+    yield self._write(write, write[0], "staged")
 
 
 def releases_at_once(original: Any, self: Any, room: Any) -> None:
@@ -387,12 +384,8 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
 def dies(self: Queues[Any], queue: Any, event: Any) -> None:
     if not event.ok:
         return
-    if queue.program is not None:
-        waits = self._advance(queue, queue.program, event)
-        if waits is not None:
-            waits.callbacks.append(lambda event: self._resume(queue, event))
-            return
-    self._next(queue)
+    if queue.program is None or not self._waits(queue, self._advance(queue, event)):
+        self._next(queue)
 
 
 def counts_messages(self: Any, _: int, message: Any) -> None:
@@ -510,8 +503,8 @@ def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfe
         original(self, write, event)
         return
     self._under_way -= 1
-    write.state.moving -= 1
-    self._over(write.state)
+    write.room.moving -= 1
+    self._over(write.room)
 
 
 def counts_metadata_twice(self: KvSender, state: Any, last: messages.Arrival) -> None:
@@ -545,7 +538,7 @@ MUTANTS = (
            ((push, "advance", maximum), (KvSender, "_broken", counted_as_done),
             (KvSender, "_conclude", concluded_once)), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
-           ((mapping, "head_slice", forgets_replicas),), replicating),
+           ((layout, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not begun anew, nor a question refused in time", "I5",
            ((Ring, "_place", stays_in_its_round), (StagingReceiver, "_expire", nothing)), staged),
     Mutant("Z5", "slots of a room that failed are not given back", "I8", ((StagingReceiver, "give_back", nothing),),
@@ -630,7 +623,7 @@ MUTANTS = (
     Mutant("S7", "the message at the end of a room counts the messages with metadata twice", "I5",
            ((KvSender, "_notify", counts_metadata_twice),), messages_of_metadata),
     Mutant("S8", "a window begins one token late, for those who write and those who compare", "I2",
-           ((state, "window_span", one_page_late), (contents, "window_span", one_page_late)),
+           ((pages, "window_span", one_page_late), (contents, "window_span", one_page_late)),
            lambda scenario: scenario.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
            ((PushPrefillLeader, "_count_ready", never_ready_again),), both_back),
@@ -672,7 +665,7 @@ BY_TEST = {
            "it has to be sent between an incarnation's end and the news of it, to a rank that is back by then: "
            "2,000 scenarios with ranks that are back at once show none"),
     "S14": ("a forgotten room is scattered",
-            "tests/kv/test_landing.py::test_a_forgotten_room_keeps_its_slot_and_is_not_scattered",
+            "tests/kv/test_receiver.py::test_a_forgotten_room_keeps_its_slot_and_is_not_scattered",
             "decode forgets a room when it is proven that no write of it moves, so none arrives later"),
 }  # fmt: skip
 """Defects that scenarios cannot show: what is changed, the test that sees it, and why no scenario does."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pdsim.kv.pages import PagePool
-from pdsim.kv.state import StatePool
+from pdsim.kv.pages import PagePool, StatePool
 from pdsim.serving.block_manager import BlockManager
-from tests.kv.test_state import HYBRID
+from tests.kv.test_layout import HYBRID
 
 
 def test_a_request_without_rows_of_state_gives_its_pages_back():

@@ -405,7 +405,6 @@ class PushDecode:
         self.receiver = KvReceiver(
             engine.rank,
             job.decode_layout(engine.index),
-            engine.instance,
             engine.index,
             job.rank_map,
             lambda message, _: engine.tell_leader(message),
@@ -473,7 +472,7 @@ class PushDecode:
         if (
             message.incarnation == self.engine.incarnation
         ):  # or it was on the way to an incarnation that is over: nobody ends its rooms here
-            self.receiver.take(message)
+            self.receiver.arrive(message)
 
     def _ask(self, sender: str, message: StagingRequest) -> None:
         if message.incarnation == self.engine.incarnation:

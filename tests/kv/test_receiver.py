@@ -1,0 +1,274 @@
+"""The staging ring and who is granted what and when, what is scattered, and when all is at rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdsim.core.errors import OutOfMemory
+from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
+from pdsim.kv.messages import Arrival, StagingRelease, StagingReply, StagingRequest, decode
+from pdsim.kv.policy import Staging
+from pdsim.kv.receiver import Ring, Slot, StagingReceiver
+from pdsim.sim.memory import LAUNCH
+from pdsim.sim.model import Model
+from pdsim.transfer import Program
+from pdsim.transfer.job import Place, Rank, RankSpec
+from tests.support.configs import ENGINE, MACHINE
+
+
+def ring(*sizes: int) -> Ring:
+    """Return a ring of 100 bytes that slots of *sizes*, by number, were asked of."""
+    made = Ring(100)
+    for number, size in enumerate(sizes):
+        made.request(number, size)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given"),
+    [
+        ([60, 70], [(1, Slot(100, 70))]),  # the round's last 40 bytes are left out
+        ([100, 100], [(1, Slot(100, 100))]),
+        ([40, 40, 40], [(2, Slot(100, 40))]),
+        ([80, 90, 10], [(1, Slot(100, 90)), (2, Slot(190, 10))]),  # the small one fits, but does not overtake
+    ],
+)
+def test_slots_go_round_in_the_order_of_the_line(sizes: list[int], given: list[tuple[int, Slot]]):
+    one = ring(*sizes)
+    assert list(one.advance()) == []
+    one.release(0)
+    assert list(one.advance()) == given
+
+
+def test_who_leaves_the_line_lets_the_next_go():
+    one = ring(80, 90, 10)
+    assert [one.withdraw(1), one.withdraw(1)] == [True, False]
+    assert list(one.advance()) == [(2, Slot(80, 10))]
+
+
+def test_a_slot_in_quarantine_costs_its_own_bytes_only():
+    one = ring(10, 20)
+    one.release(0)
+    for turn in range(2, 50):
+        assert one.request(turn, 40) is not None
+        one.release(turn)
+    assert (one.slots[1], one.used) == (Slot(10, 20), 20)
+
+
+def test_a_key_has_one_slot_that_fits_and_is_freed_once():
+    one = ring(10)
+    with pytest.raises(OutOfMemory, match=r"101 bytes exceeds the ring of 100; raise kv.staging_ring"):
+        one.request(1, 101)
+    with pytest.raises(ValueError, match="0 has a slot already"):
+        one.request(0, 10)
+    one.release(0)
+    with pytest.raises(KeyError):
+        one.release(0)
+    assert len(one) == 0
+
+
+class Rings(RuleBasedStateMachine):
+    """A ring that barely fits what it is asked for, beside what it should hold."""
+
+    SIZE = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(self.SIZE)
+        self.asked = 0
+        self.slots: dict[int, Slot] = {}
+        self.line: list[int] = []
+        self.high = -1
+
+    def give(self, key: int, slot: Slot) -> None:
+        assert slot.position > self.high
+        self.high = slot.position
+        self.slots[key] = slot
+
+    def advance(self) -> None:
+        for key, slot in self.ring.advance():
+            assert key == self.line.pop(0)
+            self.give(key, slot)
+
+    @rule(size=st.integers(1, SIZE))
+    def request(self, size: int) -> None:
+        self.asked += 1
+        slot = self.ring.request(self.asked, size)
+        if slot is None:
+            self.line.append(self.asked)
+        else:
+            assert not self.line
+            assert slot.size == size
+            self.give(self.asked, slot)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.slots)))
+        self.ring.release(key)
+        del self.slots[key]
+        self.advance()
+
+    @precondition(lambda self: self.line)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.line))
+        assert self.ring.withdraw(key)
+        self.line.remove(key)
+        self.advance()
+
+    @invariant()
+    def slots_are_disjoint_inside_and_counted(self) -> None:
+        taken = [False] * self.SIZE
+        for slot in self.slots.values():
+            offset = slot.position % self.SIZE
+            assert offset + slot.size <= self.SIZE
+            assert not any(taken[offset : offset + slot.size])
+            taken[offset : offset + slot.size] = [True] * slot.size
+        assert self.ring.used == sum(taken)
+        assert len(self.ring) == len(self.slots) + len(self.line)
+        assert self.slots or not self.line
+
+
+TestRings = Rings.TestCase
+TestRings.settings = settings(max_examples=60, stateful_step_count=40)
+
+# --- the receiver --------------------------------------------------------------------------------------------------
+
+SHAPE = KvShape(layers=2, heads=2, head_bytes=1 << 16)
+LAYOUT = KvLayout(SHAPE, tp=1, page_size=4, pages=8, slots=2)
+PAGE = 4 * 4 * (1 << 16)
+"""Bytes of a page of one head, in two layers' K and V."""
+COPY = 2 * PAGE / MACHINE.gpu.memory_rate + LAUNCH
+"""Seconds to scatter it: each byte is read and written."""
+HERE = "tests.kv.test_receiver"
+ASK, ARRIVE = [0.0, "ask", 1, 0, PAGE], [0.5, "arrive", 1, 0]
+FREE = {"used": 0, "left": 0}
+
+
+def program(rank: Rank, *, script: list[list[Any]], wait: float, scatter: str) -> Program:
+    """Do what *script* says, at the times it says; return what was reported and when, and what is left."""
+    reports: list[list[Any]] = []
+    pool = rank.endpoint.register(rank.device.allocate(LAYOUT.size), "kv")
+    landing = StagingReceiver(
+        rank,
+        LAYOUT,
+        0,
+        RankMap(SHAPE, Grid(2), Grid(1)),
+        pool,
+        Staging(ring=2 * PAGE, buffer=1, wait=wait, scatter=scatter),
+        lambda arrival, reason: reports.append([rank.clock.now, "scattered", arrival.room, reason]),
+        lambda message: reports.append([rank.clock.now, "quiet", message.room]),
+    )
+
+    def arrive(room: int, chunk: int, index: int = 0) -> None:
+        landing.scatter(Arrival("decode0@1", room, index, 0, 1, 0.0, 0.0, 0.0, chunk))
+
+    def ask(room: int, chunk: int, size: int, index: int = 0) -> None:
+        landing.ask("writer", StagingRequest("decode0@1", room, index, chunk, size, ((room, 1),)))
+
+    actions = {"ask": ask, "arrive": arrive, "forget": landing.forget, "sever": landing.sever}
+    actions["return"] = lambda room: landing.give_back(StagingRelease(room, 0))
+    for at, action, *arguments in script:
+        yield rank.clock.at(at)
+        actions[action](*arguments)
+    yield rank.clock.timeout(10.0)
+    return {"reports": reports, "used": landing.ring.used, "left": len(landing), "refused": landing.refused}
+
+
+def writer(rank: Rank, *, answers: int) -> Program:
+    """Return the answers that come: room, chunk and position."""
+    grants = []
+    for _ in range(answers):
+        grant = decode((yield rank.channel.receive()).payload)
+        assert isinstance(grant, StagingReply)
+        grants.append([grant.room, grant.chunk, grant.position])
+    return grants
+
+
+def run(*script: list[Any], wait: float = 1.0, scatter: str = "chunk") -> tuple[list[Any], list[Any], Any]:
+    """Return what was reported, the answers, and what is left."""
+    answers = sum(step[1] == "ask" for step in script)
+    ranks = [
+        RankSpec("reader", f"{HERE}:program", Place(0, 0), {"script": script, "wait": wait, "scatter": scatter}),
+        RankSpec("writer", f"{HERE}:writer", Place(0, 1), {"answers": answers}),
+    ]
+    outcome = Model(MACHINE, ENGINE).run(ranks)
+    assert not any(rank.error for rank in outcome.ranks.values())
+    value = outcome.ranks["reader"].value
+    left = {name: value[name] for name in ("used", "left", "refused") if name != "refused" or value[name]}
+    return value["reports"], outcome.ranks["writer"].value, left
+
+
+def test_a_block_is_scattered_and_its_slot_freed():
+    reports, answers, left = run(ASK, ARRIVE)
+    assert reports == [[pytest.approx(0.5 + COPY, rel=1e-12), "scattered", 1, ""]]
+    assert (answers, left) == ([[1, 0, 0]], FREE)
+
+
+@pytest.mark.parametrize(("scatter", "first"), [("chunk", 0.7), ("writer", 0.5)])
+def test_a_chunk_is_scattered_when_all_its_writers_arrived(scatter: str, first: float):
+    reports, _, left = run(ASK, [*ASK, 1], ARRIVE, [0.7, "arrive", 1, 0, 1], scatter=scatter)
+    assert reports[0][0] == pytest.approx(first + COPY, rel=1e-3)
+    assert [line[1:] for line in reports] == [["scattered", 1, ""]] * 2
+    assert left == FREE
+
+
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        # after the scatter of the one before
+        ([[0.0, "ask", 1, 0, 2 * PAGE], [0.0, "ask", 2, 0, 2 * PAGE], ARRIVE], [[1, 0, 0], [2, 0, 2 * PAGE]]),
+        # when that is returned
+        (
+            [[*ASK[:4], 2 * PAGE], [0.0, "ask", 2, 0, PAGE], [0.1, "return", 1]],
+            [[1, 0, 0], [2, 0, 2 * PAGE]],
+        ),
+        # when the one before has waited too long
+        ([ASK, [0.1, "ask", 2, 0, 2 * PAGE], [0.2, "ask", 3, 0, PAGE]], [[1, 0, 0], [2, 0, -1], [3, 0, PAGE]]),
+        # never, for it exceeds the ring
+        ([[0.0, "ask", 1, 0, 2 * PAGE + 1]], [[1, 0, -1]]),
+    ],
+)
+def test_who_waits_is_answered(script: list[list[Any]], wanted: list[list[int]]):
+    _, answers, left = run(*script)
+    assert answers == wanted
+    assert left.get("refused", 0) == sum(position < 0 for *_, position in wanted)
+
+
+def test_chunks_may_arrive_in_any_order():
+    reports, _, left = run(ASK, [0.0, "ask", 1, 1, PAGE], [0.5, "arrive", 1, 1], [0.6, "arrive", 1, 0])
+    assert ([line[1:] for line in reports], left) == ([["scattered", 1, ""]] * 2, FREE)
+
+
+def test_a_forgotten_room_keeps_its_slot_and_is_not_scattered():
+    script = [ASK, [0.1, "forget", 1], [0.2, "arrive", 1, 0]]
+    reports, _, left = run(*script)
+    assert (reports, left) == ([[0.1, "quiet", 1]], {"used": PAGE, "left": 1})
+    assert run(*script, [0.3, "return", 1])[2] == FREE
+
+
+def test_a_room_is_quiet_only_when_its_scatter_has_ended():
+    half = 0.5 + COPY / 2
+    reports, _, left = run(ASK, ARRIVE, [half, "forget", 1], [half, "return", 1])
+    assert (reports, left) == ([[pytest.approx(0.5 + COPY, rel=1e-12), "quiet", 1]], FREE)
+
+
+@pytest.mark.parametrize(
+    ("script", "left"),
+    [
+        ([[0.0, "forget", 1], [0.1, *ASK[1:]], [0.2, "return", 1]], FREE),  # asked after it was forgotten
+        ([ASK, [0.1, "return", 1], [0.2, "arrive", 1, 0]], FREE),  # arrived after it was returned
+        ([ASK, [0.1, "sever", "writer"]], FREE),
+        ([ASK, [0.1, "sever", "another"]], {"used": PAGE, "left": 1}),
+    ],
+)
+def test_slots_go_back_to_the_ring_unscattered(script: list[list[Any]], left: dict[str, int]):
+    reports, _, kept = run(*script)
+    assert [line for line in reports if line[1] == "scattered"] == []
+    assert kept == left
