@@ -25,28 +25,16 @@ attach."""
 
 @dataclass(frozen=True)
 class EngineLibrary:
-    """The name of an engine's library and its installation.
+    """The name of an engine's library and its installation."""
 
-    It is probed in a process of its own, for native libraries do not always fail politely.
-
-    *probe* is Python source that exits without an error if the library works; *distributions* are the names it may
-    be installed under, tried in order; *install* is the command to print.
-    """
-
-    probe: str  # a statement that works if the library does
-    distributions: tuple[str, ...]
-    install: str
+    probe: str  # Python source that exits without an error, in a process of its own, if the library works
+    distributions: tuple[str, ...]  # names that it may be installed under, tried in order
+    install: str  # the command to print
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way in which an endpoint class moves bytes; a backend with several works if one of them does.
-
-    Raise a `ValueError` for a device or a kind of memory that pdsim does not know.
-
-    *check* yields a line for each reason why a configuration is wrong, *notes* one for each thing that a run should
-    say, though it is not wrong.
-    """
+    """One way in which an endpoint class moves bytes; a backend with several works if one of them does."""
 
     backend: str  # as `conf/backend` names it
     requires: EngineLibrary | None = None  # None: its package is all it needs
@@ -55,11 +43,11 @@ class Variant:
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
     proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
     posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time
-    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.installed`: it runs in the RDMA guest
+    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.server`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
     tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # options, by suffix
-    check: Callable[[Engine], Iterable[str]] | None = None
-    notes: Callable[[Engine], Iterable[str]] | None = None
+    check: Callable[[Engine], Iterable[str]] | None = None  # yields reasons why a configuration is wrong
+    notes: Callable[[Engine], Iterable[str]] | None = None  # yields what a run should say, though it is not wrong
 
     def __post_init__(self) -> None:
         one_of("variant", ("", *DEVICES), device=self.device)
@@ -76,10 +64,7 @@ Declared = TypeVar("Declared", bound=Variant)
 
 
 def declared(variants: Iterable[Declared], backend: str) -> list[Declared]:
-    """Return those of *variants* that are *backend*, for endpoint classes.  Raise `BackendUnavailable` without any.
-
-    Order is that of *variants*.
-    """
+    """Return those of *variants* that are *backend*, in order.  Raise `BackendUnavailable` without any."""
     every = list(variants)
     matching = [variant for variant in every if variant.backend == backend]
     if not matching:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices and libraries of this machine, each with a remedy where it does not work.
 
-Native libraries are tried in a process of their own, since some abort, and CUDA does not survive a
-fork.  What a process says is kept: this machine does not change while a command runs.
+Native libraries are tried in a process of their own, since some abort, and CUDA does not survive a fork.  What a
+process says is kept: this machine does not change while a command runs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from pathlib import Path
 
 from backends.capabilities import EngineLibrary
 
-__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
+__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed", "rdma_devices"]
+
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of an engine or a device on this machine: works, or a reason and a remedy.
-
-    *version* is empty if it is not known; *reason* and *remedy* are empty if it works.
-    """
+    """The state of an engine or a device on this machine: works, or a reason and a remedy, empty if it works."""
 
     name: str
     works: bool
-    version: str = ""
+    version: str = ""  # if it is known
     reason: str = ""  # why not, in one line
     remedy: str = ""  # what to install or do
 
@@ -43,6 +42,11 @@ def devices() -> tuple[Diagnosis, ...]:
 def gpu_count() -> int:
     """Return how many NVIDIA GPUs a process of this machine sees."""
     return len(_nvidia().splitlines())
+
+
+def rdma_devices() -> list[str]:
+    """Return the names of the RDMA devices that Linux has."""
+    return sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
 
 
 def installed(library: EngineLibrary) -> str:
@@ -58,6 +62,7 @@ def installed(library: EngineLibrary) -> str:
 def _python(code: str) -> tuple[int, str, str]:
     # A status of 1 and a message stand for a process that did not end within 60 s.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    # UCX is kept from loading its InfiniBand modules
     environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
     command = [sys.executable, "-c", f"{code}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"]
     try:
@@ -71,7 +76,7 @@ def _python(code: str) -> tuple[int, str, str]:
 def error_of(statement: str) -> str:
     """Return the last line of what *statement* says in a new process, or nothing if it works.
 
-    Runs for up to 60 s, once for each statement in this process; UCX is kept from loading its InfiniBand modules.
+    Runs for up to 60 s, once for each statement in this process.
     """
     status, _, said = _python(statement)
     if not status:
@@ -106,26 +111,22 @@ def _gpus() -> Diagnosis:
     why = "no NVIDIA driver and no /dev/kfd"
     if Path("/proc/driver/nvidia/version").exists():
         why = error_of(_LIST_GPUS) or "the NVIDIA driver finds no GPU"
-    return Diagnosis(
-        "gpu", works=False, reason=why, remedy="a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty"
-    )
+    remedy = "a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty"
+    return Diagnosis("gpu", works=False, reason=why, remedy=remedy)
 
 
 def _rdma() -> Diagnosis:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if devices:
-        return Diagnosis("rdma", works=True, version=", ".join(devices))
+    if names := rdma_devices():
+        return Diagnosis("rdma", works=True, version=", ".join(names))
     remedy = "a machine with RDMA NICs and their drivers, or an emulated one (hw=rdma_guest)"
-    return Diagnosis("rdma", works=False, reason=f"no device in {folder}", remedy=remedy)
+    return Diagnosis("rdma", works=False, reason=f"no device in {_INFINIBAND}", remedy=remedy)
 
 
 def _shm() -> Diagnosis:
     folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return Diagnosis(
-            "shm", works=False, reason=f"{folder} cannot be written to", remedy=f"mount a tmpfs at {folder}"
-        )
+        remedy = f"mount a tmpfs at {folder}"
+        return Diagnosis("shm", works=False, reason=f"{folder} cannot be written to", remedy=remedy)
     free = shutil.disk_usage(folder).free
     return Diagnosis("shm", works=True, version=f"{free / 2**20:.0f} MiB free in {folder}")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed engines: entry points of the group ``pdsim.backends``, each an `Endpoint` class.
 
-Built-in engines use the same way in as those of other packages.  Names are listed without importing anything; what a
-backend needs is read from its class (`backends.capabilities`), which imports no engine's library either.
+Names are listed without importing anything; what a backend needs is read from its class (`backends.capabilities`),
+which imports no engine's library either.
 """
 
 from __future__ import annotations
@@ -49,19 +49,13 @@ def load(name: str) -> Any:
 
 
 def variants(implementation: str) -> tuple[Variant, ...]:
-    """Return what the class called *implementation* declares.
-
-    One that declares nothing is a backend of that name.
-    """
+    """Return what the class called *implementation* declares; without declarations, a backend of that name."""
     declared: tuple[Variant, ...] = getattr(load(implementation), "variants", ())
     return declared or (Variant(backend=implementation),)
 
 
 def variants_of(backend: str) -> tuple[Variant, ...]:
-    """Return the variants of *backend* (as in ``conf/backend``).  Raise a `ConfigError` if no class declares any.
-
-    A class without declarations counts as one variant of its own name.
-    """
+    """Return the variants of *backend* (as in ``conf/backend``).  Raise a `ConfigError` if no class declares any."""
     return tuple(variant for variant in variants(implementation_of(backend)) if variant.backend == backend)
 
 
@@ -111,23 +105,21 @@ def _importable() -> tuple[str, ...]:
 def diagnose(backend: str) -> Diagnosis:
     """Return whether *backend* (as in ``conf/backend``) works here; a `ConfigError` for an unknown one.
 
-    If not, the reason names everything that is missing.
-
-    Libraries are probed in processes of their own, and the answer is kept for this process.  A backend works if all
-    of its libraries do and one of its variants finds its device.
+    It works if all of its libraries do and one of its variants finds its device; if not, the reason names everything
+    that is missing.
     """
     implementation = implementation_of(backend)
     try:
         ways = variants_of(backend)
     except BackendUnavailable as error:
         return Diagnosis(backend, works=False, reason=str(error), remedy=f"reinstall {_provider(implementation)}")
-    missing = [(why, library.install) for library in _libraries(ways) if (why := error_of(library.probe))]
+    libraries = _libraries(ways)
+    missing = [(why, library.install) for library in libraries if (why := error_of(library.probe))]
     needed = [device for device in devices() if device.name in {way.device for way in ways}]
     if all(way.device for way in ways) and not any(device.works for device in needed):
         hosts = ", ".join(on_hosts()) or "none is installed"
         others = f"use target=model, or a backend that moves host memory: {hosts}"
         missing.append((" and ".join(device.reason for device in needed), others))
-    libraries = _libraries(ways)
     versions = " ".join(filter(None, map(installed, libraries))) if libraries else _provider(implementation)
     if not missing:
         return Diagnosis(backend, works=True, version=versions or "version unknown")
@@ -164,9 +156,9 @@ def notes(engine: Engine) -> Iterator[str]:
 
 def check_collective(collective: Collective) -> Iterator[str]:
     """Yield a line for each reason why ``target=real`` cannot gather with *collective*."""
-    from backends.collectives import libraries
+    from backends.collectives import base
 
-    yield from libraries.check(collective)
+    yield from base.check(collective)
 
 
 def _libraries(ways: Iterable[Variant]) -> list[EngineLibrary]:

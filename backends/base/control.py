@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections between endpoints beside the engine: signs of life, and short notes of a `kind`.
 
-Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX
-over shared memory never does, and neither tells an initiator that the other side withdrew memory.
-So endpoints that know each other keep a TCP connection of their own: the kernel closes it when a
-process ends, however it ends, and the other side sees that in milliseconds.  A process that is
-stopped keeps its connection; only a deadline can tell.
-
-As with the control channel, only ranks of the job can connect, and one that sends what is no note
-is lost.  Both ends of a line dial, so each sends on a socket of its own, watches that, and
-receives all notes at one inbox.
+Engines differ in what they report: Mooncake says nothing when a peer dies between transfers, UCX over shared memory
+never does.  So endpoints that know each other keep a TCP connection of their own, which the kernel closes when a
+process ends.  A process that is stopped keeps it; only a deadline can tell.  Both ends of a line dial, so each sends
+on a socket of its own, watches that, and receives all notes at one inbox.
 """
 
 from __future__ import annotations
@@ -19,47 +14,40 @@ import secrets
 import select
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from backends.base.processes import myself
-from backends.base.zmq_channel import Inbox, Keys, dial
+from backends.base.zmq_channel import FAILURES, Inbox, Keys, dial
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import MessageError, PeerLost
 
-__all__ = ["Card", "Control", "PeerLine", "fields"]
-
-_Kind = TypeVar("_Kind", str, int)
+__all__ = ["Card", "Control", "Handler", "PeerLine", "fields"]
 
 _HELLO, _BYE = b"hello", b"bye"
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILURES
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """Who an endpoint is and where it listens.  The token tells two incarnations of one name apart.
-
-    *uri* is where its control port listens, *token* 16 random bytes of each endpoint.  It is part of the endpoint's
-    address.
-    """
+    """Who an endpoint is and where its control port listens; part of its address."""
 
     name: str
     uri: str
-    token: bytes
+    token: bytes  # 16 random bytes, which tell two incarnations of one name apart
     process: str  # see `backends.base.processes`
 
 
 @dataclass(eq=False)
 class PeerLine:
-    """The connection to one other endpoint.
-
-    *lost* never becomes empty again: another incarnation of the rank has another token, and so a line of
-    its own.
-    """
+    """The connection to one other endpoint; another incarnation of the rank has a line of its own."""
 
     card: Card  # who is at the other end
     socket: Any  # on which notes are sent; they are dropped when it can take no more
     monitor: Any  # reports the handshake and the end of the connection
-    lost: str = ""  # why it is gone
+    lost: str = ""  # why it is gone, for ever
     closed: bool = False  # whether it said goodbye, with nothing under way
 
     @property
@@ -72,11 +60,8 @@ Handler = Callable[[PeerLine, list[bytes]], None]
 """Called with the line and the body of a note; raises a `MessageError` if that is not what it must be."""
 
 
-def fields(body: list[bytes], *kinds: type[_Kind]) -> list[_Kind]:
-    """Return *body* as one field of each of *kinds*, ``str`` or ``int``.
-
-    Raise a `MessageError` if it is not that.
-    """
+def fields(body: list[bytes], *kinds: type[str] | type[int]) -> list[Any]:
+    """Return *body* as one field of each of *kinds*.  Raise a `MessageError` if it is not that."""
     if len(body) != len(kinds):
         raise MessageError(f"{len(body)} fields in a note, need {len(kinds)}")
     try:
@@ -90,10 +75,9 @@ class Control:
 
     *handlers* are called with notes by kind; *on_lost* with a line whose other end has gone, once.
 
-    It listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
-    greeting), and go when the connection closes.  A line that is lost stays in `known`, because its end is a proof
-    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier
-    incarnation of this rank are ignored.
+    Lines come about when this endpoint connects (`reach`) or another one does (a greeting).  One that is lost stays
+    in `known`, because its end is a proof about its process.  Notes are ``kind, own token, token of the receiver,
+    body...``; those for an earlier incarnation of this rank are ignored, and one that is no note loses the line.
     """
 
     def __init__(
@@ -104,11 +88,6 @@ class Control:
         handlers: Mapping[bytes, Handler],
         on_lost: Callable[[PeerLine], None],
     ) -> None:
-        import zmq
-        from zmq.utils.monitor import recv_monitor_message
-
-        self._zmq = zmq
-        self._read_event = recv_monitor_message
         self._clock = clock
         self._context = zmq.Context()
         self._handlers = handlers
@@ -120,8 +99,6 @@ class Control:
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
         self.card = Card(keys.name, self._inbox.uri, secrets.token_bytes(16), myself())
         clock.watch(self)
-
-    # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Deliver notes and notice lost lines."""
@@ -139,8 +116,6 @@ class Control:
     def busy(self) -> bool:
         """Return False: the descriptor tells."""
         return False
-
-    # --- lines -----------------------------------------------------------------------------------------------------
 
     @property
     def refused(self) -> int:
@@ -165,9 +140,12 @@ class Control:
         line = self._lines.get(card.token)
         if line is None:
             line = self._dial(card)
-            self._await_handshake(line, timeout)
-            self._lines[card.token] = line
-            self._epoll.register(line.monitor.FD, select.EPOLLIN)
+            event = recv_monitor_message(line.monitor)["event"] if line.monitor.poll(int(timeout * 1e3)) else 0
+            if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._hang_up(line)
+                reason = "refused the connection" if event else f"did not answer within {timeout:g} s"
+                raise PeerLost(f"{line.name} at {card.uri} {reason}")
+            self._add(line)
             self.send(line, _HELLO, msgspec.msgpack.encode(self.card))
         self._watch(line)
         if line.lost:
@@ -180,8 +158,8 @@ class Control:
 
     def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
         """Send a note; one to a lost line goes nowhere.  Never waits."""
-        with contextlib.suppress(self._zmq.Again):
-            line.socket.send_multipart([kind, self.card.token, line.card.token, *body], self._zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):
+            line.socket.send_multipart([kind, self.card.token, line.card.token, *body], zmq.NOBLOCK)
 
     def close(self, clean: bool) -> None:
         """Say goodbye (*clean*: nothing of this endpoint is under way any more) and close all sockets."""
@@ -197,30 +175,18 @@ class Control:
         self._context.term()
 
     def _dial(self, card: Card) -> PeerLine:
-        zmq = self._zmq
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        failures = (
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
         monitors: list[Any] = []
 
-        def watch(socket: Any) -> None:
-            monitors.append(socket.get_monitor_socket(events | failures))
+        def watch(socket: Any) -> None:  # before it connects: it must see the handshake
+            monitors.append(socket.get_monitor_socket(_EVENTS))
             monitors[0].linger = 0
 
         socket = dial(self._context, card.uri, self._keys, card.name, watch)
         return PeerLine(card, socket, monitors[0])
 
-    def _await_handshake(self, line: PeerLine, timeout: float) -> None:
-        event = 0
-        if line.monitor.poll(int(timeout * 1e3)):
-            event = self._read_event(line.monitor)["event"]
-        if event != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._hang_up(line)
-            reason = "refused the connection" if event else f"did not answer within {timeout:g} s"
-            raise PeerLost(f"{line.name} at {line.card.uri} {reason}")
+    def _add(self, line: PeerLine) -> None:
+        self._lines[line.card.token] = line
+        self._epoll.register(line.monitor.FD, select.EPOLLIN)
 
     def _hang_up(self, line: PeerLine) -> None:
         with contextlib.suppress(OSError, ValueError):  # never registered, or the descriptor is closed already
@@ -231,8 +197,8 @@ class Control:
 
     def _watch(self, line: PeerLine) -> bool:
         progressed = False
-        while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
-            if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        while line.monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            if recv_monitor_message(line.monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 progressed |= self._lose(line, "is gone: its connection was closed")
         return progressed
 
@@ -252,7 +218,6 @@ class Control:
             raise
 
     def _hear(self, sender: str, frames: list[bytes]) -> None:
-        # Raise a `MessageError` for what is no note, or carries another rank's token.
         if len(frames) < 3:
             raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
         kind, token, target, *body = frames
@@ -262,7 +227,9 @@ class Control:
         if line is not None and line.name != sender:
             raise MessageError(f"a token of {line.name}")
         if kind == _HELLO:
-            self._accept(_card(sender, body))
+            card = _card(sender, body)
+            if card.token not in self._lines:
+                self._add(self._dial(card))
         elif kind == _BYE:
             if line is not None:
                 line.closed = True
@@ -271,11 +238,6 @@ class Control:
             raise MessageError(f"a note of the unknown kind {kind!r}")
         elif line is not None:
             self._handlers[kind](line, body)
-
-    def _accept(self, card: Card) -> None:
-        if card.token not in self._lines:
-            line = self._lines[card.token] = self._dial(card)
-            self._epoll.register(line.monitor.FD, select.EPOLLIN)
 
 
 def _card(sender: str, body: list[bytes]) -> Card:

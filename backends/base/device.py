@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real memory as a `Device`: accounts, quarantine, and a queue of emulated work.
 
-`HostDevice` is the host's: bytes that the processor copies.  It serves ranks without a GPU, so that
-``target=real hw=loopback`` moves real bytes on any machine.
-
-It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers
-that bytes may still move in or out of.  Memory that is held is not given back to the system, and not handed out
-again.
+`HostDevice` is memory that the processor copies.  Engines mark buffers as *registered* while they know their
+addresses, and *hold* those that bytes may still move in or out of: held memory is neither given back nor used again.
 """
 
 from __future__ import annotations
@@ -28,27 +24,14 @@ from pdsim.transfer import Batch, Buffer, Region
 from pdsim.transfer.batch import Arena, move
 from pdsim.transfer.group import SYMMETRIC
 
-__all__ = [
-    "POOLS",
-    "Cut",
-    "HostBuffer",
-    "HostDevice",
-    "HostPiece",
-    "RealBuffer",
-    "RealDevice",
-    "ReservedPool",
-]
-
+__all__ = ["POOLS", "Cut", "HostBuffer", "HostDevice", "RealBuffer", "RealDevice", "ReservedPool", "host_buffer"]
 
 POOLS = ("default", SYMMETRIC, "nvlink")
 """The pools that `pdsim.transfer.Device` names; here they differ in nothing but their accounts."""
 
 
 class RealBuffer(ABC):
-    """Zeroed memory at *address*, a pointer of this process.
-
-    The memory goes back when the buffer is freed and nothing holds it.  *size* is in bytes, *pool* one of `POOLS`.
-    """
+    """Zeroed memory at *address*, a pointer of this process; it goes back when it is freed and nothing holds it."""
 
     def __init__(self, address: int, size: int, pool: str) -> None:
         self.address = address
@@ -86,31 +69,21 @@ class RealBuffer(ABC):
 
 
 class RealDevice(ABC):
-    """Memory of limited capacity, and one queue of emulated work.
+    """Memory of limited capacity, and one queue of emulated work; subclasses provide memory (`_make`) and copies.
 
-    Subclasses provide memory (`_make`) and copies.  Used on the clock's thread, but for `enter`,
-    which every thread of an engine calls for itself.  Raise a `ValueError` for a capacity that is
-    not positive.
-
-    Attributes:
-        holds_bytes: True: contents can be read, and compared.
-        clock: Of the rank.
-        name: Such as "cpu" or "cuda:0".
-        capacity: Bytes that may be allocated, held ones included.
-        symmetric: The pool that groups reserve.
-        peak: Most bytes of each pool so far.
+    Used on the clock's thread, but for `enter`, which every thread of an engine calls for itself.
     """
 
-    holds_bytes = True
+    holds_bytes = True  # contents can be read, and compared
 
     def __init__(self, clock: WallClock, capacity: int, name: str) -> None:
         if capacity <= 0:
             raise ValueError(f"capacity must be > 0 bytes, got {capacity}")
         self.clock = clock
-        self.name = name
-        self.capacity = capacity
-        self.symmetric = ReservedPool(name)
-        self.peak = dict.fromkeys(POOLS, 0)  # bytes
+        self.name = name  # such as "cpu" or "cuda:0"
+        self.capacity = capacity  # bytes that may be allocated, held ones included
+        self.symmetric = ReservedPool(name)  # that groups reserve
+        self.peak = dict.fromkeys(POOLS, 0)  # most bytes of each pool so far
         self._used = dict.fromkeys(POOLS, 0)
         self._buffers: dict[int, RealBuffer] = {}  # by address
         self._free_at = 0.0  # when the queue of work is empty
@@ -220,15 +193,11 @@ Cut = Callable[[int, int, Callable[[], None]], Any]
 
 
 class ReservedPool:
-    """Segments, each with what the device needs to make a buffer of a part of it.
-
-    *owner* is the one group whose gathers may use the pool.  Segments are added by `Group.reserve` and stay until
-    the process ends.
-    """
+    """Segments that `Group.reserve` has added; they stay until the process ends."""
 
     def __init__(self, device: str) -> None:
-        self.owner: object = None  # the group that reserved it
-        self.reserved = 0
+        self.owner: object = None  # the one group whose gathers may use it: that which reserved it
+        self.reserved = 0  # bytes
         self._device = device
         self._segments: list[tuple[Arena, Cut]] = []
 
@@ -251,16 +220,12 @@ class ReservedPool:
 
 
 class HostBuffer(RealBuffer):
-    """Anonymous memory of this process, zeroed and page-aligned.
+    """Host memory: *bytes*, shape (size,), which goes back by *give_back*."""
 
-    *bytes* is a view of shape (size,), which `unmap` replaces by an empty one.  `unmap` fails with a `BufferError`
-    while somebody else still has a view of the memory.
-    """
-
-    def __init__(self, size: int, pool: str) -> None:
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)  # shape (size,)
-        super().__init__(int(self.bytes.ctypes.data), size, pool)
+    def __init__(self, view: npt.NDArray[np.uint8], pool: str, give_back: Callable[[], object]) -> None:
+        self.bytes = view
+        self._give_back = give_back
+        super().__init__(int(view.ctypes.data), len(view), pool)
 
     def _load(self, offset: int, size: int) -> bytes:
         return self.bytes[offset : offset + size].tobytes()
@@ -269,38 +234,25 @@ class HostBuffer(RealBuffer):
         self.bytes[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def unmap(self) -> None:
-        """Give the memory back to the system.  Nothing may know its address any more."""
-        self.bytes = np.empty(0, np.uint8)
-        self._map.close()
-
-
-class HostPiece(HostBuffer):
-    """Part of a buffer that a group has reserved."""
-
-    def __init__(self, whole: HostBuffer, offset: int, size: int, give_back: Callable[[], None]) -> None:
-        self.bytes = whole.bytes[offset : offset + size]
-        self.bytes[:] = 0
-        self._give_back = give_back
-        RealBuffer.__init__(self, int(self.bytes.ctypes.data), size, SYMMETRIC)
-
-    def unmap(self) -> None:
-        """Give the memory back to the pool."""
+        """Give the memory back; a `BufferError` while somebody else still has a view of a whole mapping."""
         self.bytes = np.empty(0, np.uint8)
         self._give_back()
 
 
-class HostDevice(RealDevice):
-    """Host memory of limited capacity.
+def host_buffer(size: int, pool: str) -> HostBuffer:
+    """Return anonymous memory of this process, zeroed and page-aligned."""
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return HostBuffer(np.frombuffer(mapping, np.uint8), pool, mapping.close)
 
-    Ranks on hosts use it; copies are made by the processor, at once, within the turn of the clock that they are due
-    in.
-    """
+
+class HostDevice(RealDevice):
+    """Host memory of limited capacity.  The processor copies, at once, within the turn of the clock that is due."""
 
     def __init__(self, clock: WallClock, capacity: int, name: str = "cpu") -> None:
         super().__init__(clock, capacity, name)
 
     def _make(self, size: int, pool: str) -> HostBuffer:
-        return HostBuffer(size, pool)
+        return host_buffer(size, pool)
 
     def copy(self, batch: Batch) -> Event:
         """Copy within host memory, after the work that was asked for before."""

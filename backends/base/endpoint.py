@@ -1,52 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of all real endpoints; an engine adds seven methods (`RealEndpoint`, below).
 
-Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out
-or get them wrong: no engine's time-out or cancel stops the data, NIXL has no time-out at all and goes on writing
-into memory that its owner deregistered, and neither tells a rejected transfer from a dead peer.
-
-The rules:
-
-- A transfer is *moving* until the engine itself says that it is complete, or that it never started.
-- The regions of a moving transfer cannot be deregistered, so their memory cannot be freed.
-- An owner that deregisters a region tells all who know it.  They refuse new transfers to it, and return it when none
-  is moving; until all have, the owner holds the memory.  So even where an engine would still write, nothing else is
-  there.
-- The first transfers to a peer wait until it has said what it withdrew since it gave out its address.
-- A write to a process that is proven dead has nowhere to land, and settles as soon as the engine has let go of it.
+Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, because engines leave them out or get
+them wrong: no time-out or cancel of an engine stops the data, NIXL goes on writing into deregistered memory, and
+neither it nor Mooncake tells a rejected transfer from a dead peer.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
 from simpy.events import Event
 
-from backends.base.control import Control, PeerLine
+from backends.base.control import Control, Handler, PeerLine, fields
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.processes import half_open, when_dead
-from backends.base.transfers import (
-    CONNECTED,
-    FORMAT,
-    RETURN,
-    WITHDRAW,
-    WITHDRAWN,
-    Address,
-    ConnectedPeers,
-    Entry,
-    PeerState,
-    PostedTransfer,
-    TransferAccount,
-    Withdrawal,
-)
+from backends.base.processes import half_open, is_dead, when_dead
+from backends.base.transfers import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.zmq_channel import Keys
 from pdsim.core.clock import Mailbox, WallClock
-from pdsim.core.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
+from pdsim.core.errors import (
+    InvalidBatch,
+    MessageError,
+    PeerLost,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import (
     Batch,
@@ -57,6 +44,7 @@ from pdsim.transfer import (
     Recorder,
     Region,
     Transfer,
+    TransferRecord,
     WriteSequence,
     check_sides,
 )
@@ -73,7 +61,261 @@ engine's connections and ours at the same time, but they are looked at by differ
 WATCH = 0.02
 """Seconds between two looks for the proof that a peer is quiesced."""
 
-_NOTIFY = b"notify"
+CONNECT_TIMEOUT = 10.0
+"""Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
+
+_NOTIFY, _WITHDRAW, _RETURN, _CONNECTED, _WITHDRAWN = b"notify", b"withdraw", b"return", b"connected", b"withdrawn"
+
+
+class _TransferAccount:
+    """Where each transfer of *endpoint* stands.
+
+    A transfer is recorded once, when it completes or fails, and settled once, when nothing of it moves any more: its
+    regions and its peer count it until then, and memory with such a count is not freed.
+    """
+
+    def __init__(self, endpoint: RealEndpoint) -> None:
+        self.under_way: dict[PostedTransfer, None] = {}  # neither complete nor failed, in the order of their start
+        self.quarantine: dict[PostedTransfer, None] = {}  # failed, and bytes may still move
+        self._endpoint = endpoint
+        self._clock = endpoint.clock
+        self._next_check = math.inf  # the earliest deadline for which a check is scheduled
+
+    def open(self, transfer: PostedTransfer) -> None:
+        """Take *transfer*, which is to wait for its peer."""
+        self.under_way[transfer] = None
+        transfer.local.moving += 1
+        transfer.peer.moving[transfer.remote.name] += 1
+        transfer.peer.waiting.append(transfer)
+
+    def dispatch(self, peer: PeerState) -> None:
+        """Hand the transfers that wait for *peer* to the engine, or fail them."""
+        while peer.waiting and (peer.answered or peer.line.lost):
+            transfer = peer.waiting.popleft()
+            try:
+                if peer.line.lost:
+                    raise PeerLost(f"{peer.name} {peer.line.lost}")
+                if transfer.remote.name in peer.withdrawn:
+                    raise TransferFailed(
+                        f"{peer.name} has withdrawn region {transfer.remote.name!r}; connect to a newer address"
+                    )
+                self._endpoint.post(transfer)
+            except TransferError as error:
+                self.fail(transfer, error, moving=False)
+
+    def complete(self, transfer: PostedTransfer, at: float | None) -> None:
+        seen = self._clock.now
+        at = seen if at is None else at
+        if transfer.triggered:
+            self.quiesce(transfer)
+        elif at > transfer.deadline:
+            self.fail(transfer, _too_late(transfer), moving=False, at=at)
+        else:
+            self._conclude(transfer, "ok", at, seen)
+            if transfer.notify:
+                self._endpoint.notify(transfer)
+            self._settle(transfer)
+
+    def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool, at: float | None = None) -> None:
+        """Fail *transfer* with *error* unless it has ended; without *moving*, settle it as well."""
+        if not transfer.triggered:
+            seen = self._clock.now
+            self._conclude(transfer, error, seen if at is None else at, seen)
+            self.quarantine[transfer] = None
+        if not moving:
+            self.quiesce(transfer)
+
+    def give_up(self, transfer: PostedTransfer, error: TransferError) -> None:
+        """Fail *transfer* with *error*; bytes may move only if the engine has got it."""
+        posted = transfer not in transfer.peer.waiting
+        if not posted:
+            transfer.peer.waiting.remove(transfer)
+        self.fail(transfer, error, moving=posted)
+
+    def quiesce(self, transfer: PostedTransfer) -> None:
+        """Settle a failed *transfer*; without effect if it is settled."""
+        if transfer in self.quarantine:
+            del self.quarantine[transfer]
+            self._settle(transfer)
+
+    def watch(self, deadline: float) -> None:
+        """Have transfers checked at *deadline*; free if an earlier check is scheduled already."""
+        if deadline < self._next_check:
+            self._next_check = deadline
+            self._clock.call_at(deadline, self._check, None)
+
+    def _check(self, _: None) -> None:
+        # Transfers seldom last until a check, so there are few to ask.
+        self._next_check, now = math.inf, self._clock.now
+        due = [transfer for transfer in self.under_way if transfer.deadline <= now]
+        for transfer in sorted(due, key=lambda transfer: transfer.deadline):
+            self.give_up(transfer, _too_late(transfer))
+        if self.under_way:
+            self.watch(min(transfer.deadline for transfer in self.under_way))
+
+    def _settle(self, transfer: PostedTransfer) -> None:
+        transfer.settle()
+        transfer.local.moving -= 1
+        transfer.peer.moving[transfer.remote.name] -= 1
+        if transfer.peer.owed:
+            self._endpoint.known.return_regions(transfer.peer)
+
+    def _conclude(self, transfer: PostedTransfer, result: str | TransferError, at: float, seen: float) -> None:
+        del self.under_way[transfer]
+        batch = transfer.batch
+        record = TransferRecord(  # by position: by name it takes three times as long
+            self._endpoint.engine,
+            transfer.operation,
+            batch.source.owner,
+            batch.target.owner,
+            batch.nbytes,
+            len(batch.size),
+            transfer.submitted,
+            transfer.prepared,
+            transfer.posted,
+            max(at, transfer.posted),  # completed
+            max(seen, at),
+            result if isinstance(result, str) else type(result).__name__,
+            transfer.label,
+        )
+        self._endpoint.recorder.transfer(record)
+        if isinstance(result, str):
+            transfer.succeed(record)
+        else:
+            transfer.fail(result)
+
+
+def _too_late(transfer: PostedTransfer) -> TransferTimeout:
+    return TransferTimeout(
+        f"{transfer.operation} of {transfer.batch.nbytes} bytes with {transfer.peer.name}: not complete after "
+        f"{transfer.timeout:g} s; bytes may still move until Transfer.settled"
+    )
+
+
+class _KnownPeers:
+    """The peers of *endpoint*, by the token of their incarnation, and who may still write to withdrawn memory.
+
+    An address is a snapshot, counted by its epoch.  Whoever connects says `_CONNECTED` with that epoch; the owner
+    answers `_WITHDRAWN` with the names that it withdrew since.  Until that has come, transfers to the peer wait.
+    From then on the owner tells of each further one with `_WITHDRAW`, and a borrower answers `_RETURN` once none of
+    its transfers moves there.  The device holds the memory until all have.  One that is lost without a goodbye never
+    returns anything, so that memory stays held until `close`.
+    """
+
+    def __init__(self, endpoint: RealEndpoint) -> None:
+        self.by_token: dict[bytes, PeerState] = {}
+        self._endpoint = endpoint
+        self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
+        self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
+        kind, control = self._endpoint.kind, self._endpoint.control
+        try:
+            where = msgspec.msgpack.decode(address, type=Address)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TransferFailed(f"{len(address)} bytes that are not the address of an endpoint: {error}") from None
+        if (where.format, where.kind) != (FORMAT, kind):
+            raise TransferFailed(
+                f"the address is of a {where.format} {where.kind} endpoint; this one is {FORMAT} {kind}"
+            )
+        line = control.reach(where.card, CONNECT_TIMEOUT)
+        state = self.by_token.get(where.card.token)
+        if state is None:
+            state = self.by_token[where.card.token] = PeerState(line, self._handle(where.engine), where.epoch)
+            control.send(line, _CONNECTED, str(where.epoch).encode())
+        elif where.epoch > state.epoch:
+            state.handle, state.epoch = self._handle(where.engine), where.epoch
+            state.withdrawn.difference_update(name for name, *_ in where.regions)
+        regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
+        return Peer(state.name, MappingProxyType(regions), state)
+
+    def _handle(self, description: bytes) -> Any:
+        try:
+            return self._endpoint.connect_engine(description)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TransferFailed(f"no description of a {self._endpoint.kind} endpoint: {error}") from None
+
+    def state(self, peer: Peer) -> PeerState:
+        state = peer.handle
+        if not isinstance(state, PeerState) or self.by_token.get(state.line.card.token) is not state:
+            raise InvalidBatch(f"{peer.name} was not connected by this endpoint of {self._endpoint.rank}")
+        return state
+
+    def is_quiesced(self, name: str) -> bool:
+        """Return whether it is proven that no incarnation of rank *name* can write here any more.
+
+        Each has said goodbye with nothing under way, or its process is dead and nothing of it is still to come.
+        """
+        self._endpoint.control.poll()
+        unclean = [line for line in self._endpoint.control.known(name) if not line.closed]
+        dead = all(line.lost and is_dead(line.card.process) for line in unclean)
+        return not unclean or (dead and self._endpoint.inbound_drained())
+
+    def withdraw(self, name: str, epoch: int, buffer: RealBuffer) -> None:
+        """Tell all who know region *name* that it is gone since *epoch*; hold its memory until they return it."""
+        self._withdrawn[name] = epoch
+        control = self._endpoint.control
+        if lines := control.lines:
+            self._lent[name, epoch] = (buffer, {line.card.token for line in lines})
+            self._endpoint.device.hold(buffer)
+        for line in lines:
+            control.send(line, _WITHDRAW, name.encode(), str(epoch).encode())
+
+    def return_regions(self, state: PeerState) -> None:
+        """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in."""
+        for name, epoch in tuple(state.owed):
+            if not state.moving[name]:
+                state.owed.remove((name, epoch))
+                self._endpoint.forget_region(state, name)
+                self._endpoint.control.send(state.line, _RETURN, name.encode(), str(epoch).encode())
+
+    def close(self) -> None:
+        """Release everything: the engine is gone, and nobody can write through it any more."""
+        for buffer, _ in self._lent.values():
+            self._endpoint.device.release(buffer)
+        self._lent.clear()
+
+    # --- notes of peers --------------------------------------------------------------------------------------------
+
+    def on_connected(self, line: PeerLine, body: list[bytes]) -> None:
+        (epoch,) = fields(body, int)
+        names = [name.encode() for name, when in self._withdrawn.items() if when > epoch]
+        self._endpoint.control.send(line, _WITHDRAWN, *names)
+
+    def on_withdrawn(self, line: PeerLine, body: list[bytes]) -> None:
+        state = self.by_token.get(line.card.token)
+        if state is None:
+            raise MessageError("an answer to no question")
+        state.answered = True
+        state.withdrawn.update(fields(body, *[str] * len(body)))
+        self._endpoint.transfers.dispatch(state)
+
+    def on_withdraw(self, line: PeerLine, body: list[bytes]) -> None:
+        name, epoch = fields(body, str, int)
+        state = self.by_token.get(line.card.token)
+        if state is None:
+            self._endpoint.control.send(line, _RETURN, *body)
+            return
+        if epoch > state.epoch:
+            state.withdrawn.add(name)
+        state.owed.append((name, epoch))
+        self.return_regions(state)
+
+    def on_return(self, line: PeerLine, body: list[bytes]) -> None:
+        name, epoch = fields(body, str, int)
+        self._take_back((name, epoch), line)
+
+    def on_lost(self, line: PeerLine) -> None:
+        for key in tuple(self._lent) if line.closed else ():  # it left in order: nothing of it is under way
+            self._take_back(key, line)
+
+    def _take_back(self, key: tuple[str, int], line: PeerLine) -> None:
+        buffer, holders = self._lent.get(key, (None, set()))
+        holders.discard(line.card.token)
+        if buffer is not None and not holders:
+            del self._lent[key]
+            self._endpoint.device.release(buffer)
 
 
 class RealEndpoint(ABC):
@@ -84,9 +326,9 @@ class RealEndpoint(ABC):
     `unpin` for each region; `engine_address` whenever an address is asked for; `connect_engine` for each address of
     a peer; `post` for each transfer; `stop_engine` once.
 
-    Its constructor takes what this class takes.  *keys* say which rank this is and who may speak to it, *device* is
-    the memory that buffers come from, *bind* the address that sockets listen on.  The states of a transfer, and the
-    method that an engine calls as it passes from state to state::
+    *keys* say which rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the
+    address that sockets listen on.  The states of a transfer, and the method that an engine calls as it passes from
+    state to state::
 
                          post() raises
         prepared ───────────────────────────────┐
@@ -106,12 +348,12 @@ class RealEndpoint(ABC):
 
     Attributes:
         kind: Names what can talk to each other: endpoints of different kinds cannot connect.
-        options: Those of `Engine.options` that are no environment variables; `pdsim doctor` and the
-            checks of a run know them by this.
+        options: Those of `Engine.options` that are no environment variables.
         variants: A `backends.capabilities.Variant` for each backend that this class serves.
         entries: The regions of this endpoint, by name.
         control: Notes to and from the endpoints of peers, beside the engine.
         peers: What is known of each peer, by the token of its incarnation.
+        handlers: What is called with notes of peers, by their kind; `start_engine` may add some.
     """
 
     kind = ""
@@ -134,24 +376,25 @@ class RealEndpoint(ABC):
         self.settings = engine
         self.recorder = recorder
         self.bind = bind
+        self.engine = ""
         self.notifications = Mailbox(clock)
         self.entries: dict[str, Entry] = {}
-        self._transfers = TransferAccount(
-            clock, recorder, self.post, lambda peer: self._connected.return_regions(peer)
-        )
-        self._epoch = 0
-        self._withdrawal = Withdrawal(device)
         self.closed = False
+        self.transfers = _TransferAccount(self)
+        self.known = _KnownPeers(self)
+        self.peers = self.known.by_token
+        self.handlers: dict[bytes, Handler] = {
+            _NOTIFY: partial(_on_notify, self.notifications),
+            _CONNECTED: self.known.on_connected,
+            _WITHDRAWN: self.known.on_withdrawn,
+            _WITHDRAW: self.known.on_withdraw,
+            _RETURN: self.known.on_return,
+        }
+        self._epoch = 0
         self._pid = os.getpid()
-        handlers: dict[bytes, Any] = {}  # filled below, before the first note is taken in
-        self.control = Control(clock, keys, bind, handlers, self.on_lost)
-        self._connected = ConnectedPeers(
-            self.kind, self.connect_engine, self.forget_region, self.control, self._transfers.dispatch
-        )
-        self.peers = self._connected.by_token
-        handlers.update(self.handlers())
+        self.control = Control(clock, keys, bind, self.handlers, self.on_lost)
         try:
-            self.engine = self._transfers.engine = self.start_engine()
+            self.engine = self.start_engine()
         except BaseException:
             self.control.close(clean=True)
             raise
@@ -160,234 +403,89 @@ class RealEndpoint(ABC):
 
     @abstractmethod
     def start_engine(self) -> str:
-        """Start the engine; return what it is, as it reports itself.
-
-        Raise `BackendUnavailable` if it cannot work.
-        """
+        """Start the engine; return what it reports itself to be.  Raise `BackendUnavailable` if it cannot work."""
 
     @abstractmethod
     def pin(self, buffer: RealBuffer) -> Any:
-        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`.
-
-        The handle is kept in `Entry.handle`, and opaque to everybody else.
-        """
+        """Register *buffer* with the engine; return its handle, for `Entry.handle`.  Raise a `RegistrationError`."""
 
     @abstractmethod
     def unpin(self, entry: Entry) -> None:
         """Undo `pin`, with nothing of this rank's moving over *entry* any more.
 
-        A peer may not have heard yet that the region is gone; the memory itself stays held until
-        all have returned it.
+        A peer may not have heard yet that the region is gone; the memory stays held until all have returned it.
         """
 
     @abstractmethod
     def engine_address(self) -> bytes:
-        """Return what the engine's side of a peer needs to know of this one.
+        """Return what the engine of a peer needs to know of this one, for its `connect_engine`.
 
-        Opaque bytes for `connect_engine` of the same kind.  Asked for anew with each address, since
-        some engines describe the regions that are registered by then.
+        Asked for anew with each address, since some engines describe the regions that are registered by then.
         """
 
     @abstractmethod
     def connect_engine(self, description: bytes) -> Any:
-        """Return the engine's handle of the peer that *description* describes, whether it was met before or not.
+        """Return the engine's handle, for `PeerState.handle`, of the peer that *description* describes.
 
-        It is kept in `PeerState.handle`.  Raise a `ValueError` for bytes that are no description,
-        and a `TransferError` if the peer cannot be reached.
+        The peer may be known already.  Raise a `ValueError` for bytes that are no description, and a `TransferError`
+        if the peer cannot be reached.
         """
 
     @abstractmethod
     def post(self, transfer: PostedTransfer) -> None:
         """Hand *transfer* to the engine.  Raise a `TransferError` if it was not taken and nothing moves.
 
-        Set `prepared` and `posted` of the transfer, in seconds on the clock, where the engine's
-        call has stages; keep what it takes to recognise the transfer in `handle`.  Must not block:
-        the clock's thread serves all transfers.
+        Set `prepared` and `posted` of the transfer, in seconds on the clock, where the engine's call has stages;
+        keep what it takes to recognise it in `handle`.  Must not block: the clock's thread serves all transfers.
         """
 
     @abstractmethod
     def stop_engine(self, idle: bool) -> None:
         """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
 
+    # --- what some engines do otherwise ----------------------------------------------------------------------------
+
     def forget_region(self, peer: PeerState, region: str) -> None:  # noqa: B027 most engines keep nothing of it
         """Give up what the engine keeps of *region*, which *peer* has withdrawn and nothing of ours moves in."""
-
-    # --- what some engines do otherwise ----------------------------------------------------------------------------
 
     def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
         return not half_open()
 
-    def handlers(self) -> dict[bytes, Any]:
-        """Return what is called with notes of peers, by their kind; an engine may add its own."""
-        return {
-            _NOTIFY: partial(_on_notify, self.notifications),
-            CONNECTED: partial(self._withdrawal.on_connected, self.control),
-            WITHDRAWN: self._connected.on_withdrawn,
-            WITHDRAW: self._connected.on_withdraw,
-            RETURN: self._withdrawal.on_return,
-        }
+    def notify(self, transfer: PostedTransfer) -> None:
+        """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
+        self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
 
-    # --- Endpoint: memory ------------------------------------------------------------------------------------------
-
-    @property
-    def quarantined(self) -> int:
-        """Transfers that failed and may still move bytes."""
-        return len(self._transfers.quarantine)
-
-    def register(self, buffer: Buffer, name: str) -> Region:
-        """Make *buffer* known to the engine; see `pdsim.transfer.Endpoint.register`."""
-        self._check_open()
-        if name in self.entries:
-            raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
-        if not isinstance(buffer, RealBuffer) or buffer.freed:
-            raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated memory of {self.rank}")
-        if buffer.registered:
-            raise RegistrationError(f"region {name!r}: the buffer is registered already under another name")
-        region = Region(self.rank, name, buffer.size, buffer.address, self.device.name)
-        self.entries[name] = Entry(region, buffer, handle=self.pin(buffer))
-        buffer.registered = True
-        self._epoch += 1
-        return region
-
-    def deregister(self, region: Region) -> None:
-        """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`.
-
-        The engine forgets it at once; its memory stays held by the device until every endpoint that
-        knew it has returned it (`backends.base.transfers`).  Raise a `RegistrationError` while
-        transfers over it have not settled.
-        """
-        self._check_open()
-        entry = _entry(self.entries, region, self.rank)
-        if entry.moving:
-            raise RegistrationError(
-                f"region {region.name!r} of {self.rank}: {entry.moving} transfers over it have not settled; "
-                f"wait for Transfer.settled"
-            )
-        self.unpin(entry)
-        del self.entries[region.name]
-        entry.buffer.registered = False
-        self._epoch += 1
-        self._withdrawal.withdraw(self.control, region.name, self._epoch, entry.buffer)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise RegistrationError(f"the endpoint of {self.rank} is closed")
-        if os.getpid() != self._pid:
-            raise RegistrationError(
-                f"the endpoint of {self.rank} belongs to process {self._pid}; engines do not survive a fork, so "
-                f"make another in the child"
-            )
-
-    # --- Endpoint: peers -------------------------------------------------------------------------------------------
-
-    def address(self) -> bytes:
-        """Return what a peer needs to reach this endpoint and the regions registered so far."""
-        self._check_open()
-        regions = [entry.region for entry in self.entries.values()]
-        rows = [(region.name, region.size, region.address, region.device) for region in regions]
-        return msgspec.msgpack.encode(
-            Address(FORMAT, self.kind, self.control.card, self._epoch, rows, self.engine_address())
-        )
-
-    def connect(self, address: bytes) -> Peer:
-        """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
-        self._check_open()
-        return self._connected.connect(address)
-
-    # --- Endpoint: transfers ---------------------------------------------------------------------------------------
-
-    def write(
-        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
-    ) -> Transfer:
-        """Start to move *batch* to *peer*; see `pdsim.transfer.Endpoint.write`."""
-        return self._start("write", peer, batch, notify, timeout, label)
-
-    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
-        """Start to move *batch* from *peer*; see `pdsim.transfer.Endpoint.read`."""
-        return self._start("read", peer, batch, b"", timeout, label)
-
-    def write_sequence(
-        self,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes = b"",
-        *,
-        label: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> WriteSequence:
-        """Write *batches* one after the other; see `pdsim.transfer.Endpoint.write_sequence`."""
-        return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
-
-    def _start(
-        self,
-        operation: str,
-        peer: Peer,
-        batch: Batch,
-        notify: bytes,
-        timeout: float | None,
-        label: str,
-    ) -> PostedTransfer:
-        # What `write` and `read` have in common.  Everything that a caller can have wrong is refused
-        # before the transfer exists.
-        self._check_open()
-        state = self._connected.state(peer)
-        local, remote = check_sides(self.rank, peer, batch, write=operation == "write")
-        entry = _entry(self.entries, local, self.rank)
-        seconds = self.settings.timeout if timeout is None else timeout
-        if seconds <= 0:
-            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
-        transfer = PostedTransfer(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
-        self._transfers.open(transfer)
-        self.control.poll()  # a withdrawal or a loss that is known already must not be missed
-        self._transfers.dispatch(state)
-        if not transfer.triggered:
-            self._transfers.watch(transfer)  # last, for the engine is at work by now
-        return transfer
-
-    def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.quiesced`.
-
-        A dead process starts nothing; what the kernel still has of it has been taken in once none of this process's
-        connections has a dead end.
-        """
-        event = self.clock.event()
-
-        def look(_: None) -> None:
-            if self.closed:
-                return
-            if self._connected.is_quiesced(peer, self.inbound_drained):
-                event.succeed()
-            else:
-                self.clock.call_at(self.clock.now + WATCH, look, None)
-
-        look(None)
-        return event
+    def on_lost(self, line: PeerLine) -> None:
+        """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
+        self.known.on_lost(line)
+        for transfer in tuple(self.transfers.under_way):
+            if transfer.peer.line is line:
+                self.transfers.give_up(transfer, PeerLost(f"{line.name} {line.lost}"))
 
     # --- how transfers end -----------------------------------------------------------------------------------------
 
     def complete(self, transfer: PostedTransfer, at: float | None = None) -> None:
         """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now.
 
-        The engine's word is the only one that counts: a transfer that has failed before, by its
-        deadline or the loss of its peer, is quiesced by it, and one that ended after its deadline
-        fails.
+        A transfer that has failed before, by its deadline or the loss of its peer, is quiesced by it; one that ended
+        after its deadline fails.
         """
-        if self._transfers.complete(transfer, at):
-            if transfer.notify:
-                self.notify(transfer)
-            self._transfers.settle(transfer)
+        self.transfers.complete(transfer, at)
 
     def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool) -> None:
         """Fail *transfer* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
-        self._transfers.fail(transfer, error, moving=moving)
+        self.transfers.fail(transfer, error, moving=moving)
+
+    def quiesce(self, transfer: PostedTransfer) -> None:
+        """Note that no byte of a failed *transfer* moves any more."""
+        self.transfers.quiesce(transfer)
 
     def engine_failed(self, transfer: PostedTransfer, text: str, *, moving: bool = True) -> None:
-        """Fail *transfer*, which the engine has let go of with *text*.
+        """Fail *transfer*, which the engine has let go of with *text*; *moving* says whether bytes may still move.
 
-        *moving* says whether bytes may still move.  The news that the peer is gone may come a
-        moment later than the engine's error, so the endpoint waits `GRACE` seconds before it
-        decides between `PeerLost` and `TransferFailed`.
+        Waits `GRACE` seconds for the news that the peer is gone, to decide between `PeerLost` and `TransferFailed`.
+        A write to a process that is proven dead has nowhere to land, and is quiesced by that.
         """
         line = transfer.peer.line
 
@@ -402,33 +500,141 @@ class RealEndpoint(ABC):
         else:
             self.clock.call_at(self.clock.now + GRACE, decide, None)
 
-    def quiesce(self, transfer: PostedTransfer) -> None:
-        """Note that no byte of a failed *transfer* moves any more."""
-        self._transfers.quiesce(transfer)
+    # --- Endpoint: see `pdsim.transfer.Endpoint` -------------------------------------------------------------------
 
-    def notify(self, transfer: PostedTransfer) -> None:
-        """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
-        self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
+    @property
+    def quarantined(self) -> int:
+        """Transfers that failed and may still move bytes."""
+        return len(self.transfers.quarantine)
 
-    def on_lost(self, line: PeerLine) -> None:
-        """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
-        self._withdrawal.on_lost(line)
-        for transfer in tuple(self._transfers.under_way):
-            if transfer.peer.line is line:
-                self._transfers.give_up(transfer, PeerLost(f"{line.name} {line.lost}"))
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine."""
+        self._check_open()
+        if name in self.entries:
+            raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
+        if not isinstance(buffer, RealBuffer) or buffer.freed:
+            raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated memory of {self.rank}")
+        if buffer.registered:
+            raise RegistrationError(f"region {name!r}: the buffer is registered already under another name")
+        region = Region(self.rank, name, buffer.size, buffer.address, self.device.name)
+        self.entries[name] = Entry(region, buffer, handle=self.pin(buffer))
+        buffer.registered = True
+        self._epoch += 1
+        return region
 
-    # --- the end ---------------------------------------------------------------------------------------------------
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*, here and from everybody who knows it; its memory stays held until all have returned it.
+
+        Raise a `RegistrationError` while transfers over it have not settled.
+        """
+        self._check_open()
+        entry = self._entry(region)
+        if entry.moving:
+            raise RegistrationError(
+                f"region {region.name!r} of {self.rank}: {entry.moving} transfers over it have not settled; "
+                f"wait for Transfer.settled"
+            )
+        self.unpin(entry)
+        del self.entries[region.name]
+        entry.buffer.registered = False
+        self._epoch += 1
+        self.known.withdraw(region.name, self._epoch, entry.buffer)
+
+    def _entry(self, region: Region) -> Entry:
+        entry = self.entries.get(region.name)
+        if entry is None or (entry.region is not region and entry.region != region):
+            raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.rank}")
+        return entry
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RegistrationError(f"the endpoint of {self.rank} is closed")
+        if os.getpid() != self._pid:
+            raise RegistrationError(
+                f"the endpoint of {self.rank} belongs to process {self._pid}; engines do not survive a fork, so "
+                f"make another in the child"
+            )
+
+    def address(self) -> bytes:
+        """Return what a peer needs to reach this endpoint and the regions registered so far."""
+        self._check_open()
+        regions = [entry.region for entry in self.entries.values()]
+        rows = [(region.name, region.size, region.address, region.device) for region in regions]
+        return msgspec.msgpack.encode(
+            Address(FORMAT, self.kind, self.control.card, self._epoch, rows, self.engine_address())
+        )
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; a newer address of a known one adds the regions that it names."""
+        self._check_open()
+        return self.known.connect(address)
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* to *peer*."""
+        return self._start("write", peer, batch, notify, timeout, label)
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from *peer*."""
+        return self._start("read", peer, batch, b"", timeout, label)
+
+    def write_sequence(
+        self,
+        peer: Peer,
+        batches: Batches,
+        notify: bytes = b"",
+        *,
+        label: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WriteSequence:
+        """Write *batches* one after the other."""
+        return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
+
+    def _start(
+        self, operation: str, peer: Peer, batch: Batch, notify: bytes, timeout: float | None, label: str
+    ) -> PostedTransfer:
+        # Everything that a caller can have wrong is refused before the transfer exists.
+        self._check_open()
+        state = self.known.state(peer)
+        local, remote = check_sides(self.rank, peer, batch, write=operation == "write")
+        entry = self._entry(local)
+        seconds = self.settings.timeout if timeout is None else timeout
+        if seconds <= 0:
+            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+        transfer = PostedTransfer(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
+        self.transfers.open(transfer)
+        self.control.poll()  # a withdrawal or a loss that is known already must not be missed
+        self.transfers.dispatch(state)
+        if not transfer.triggered:
+            self.transfers.watch(transfer.deadline)  # last, for the engine is at work by now
+        return transfer
+
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds once *peer* cannot write here."""
+        event = self.clock.event()
+
+        def look(_: None) -> None:
+            if self.closed:
+                return
+            if self.known.is_quiesced(peer):
+                event.succeed()
+            else:
+                self.clock.call_at(self.clock.now + WATCH, look, None)
+
+        look(None)
+        return event
 
     def close(self) -> None:
-        """Give everything back; see `pdsim.transfer.Endpoint.close`.
+        """Give everything back.
 
         Memory of transfers that have not settled is never given back: the engine may still use it.
         """
         if self.closed:
             return
-        for transfer in tuple(self._transfers.under_way):
-            self._transfers.give_up(transfer, TransferFailed(f"the endpoint of {self.rank} was closed"))
-        idle = not self._transfers.quarantine
+        for transfer in tuple(self.transfers.under_way):
+            self.transfers.give_up(transfer, TransferFailed(f"the endpoint of {self.rank} was closed"))
+        idle = not self.transfers.quarantine
         for entry in self.entries.values():
             if entry.moving:
                 self.device.hold(entry.buffer)
@@ -442,14 +648,7 @@ class RealEndpoint(ABC):
             _ABANDONED.append(self)
         self.control.close(clean=idle)
         if idle:
-            self._withdrawal.close()
-
-
-def _entry(entries: Mapping[str, Entry], region: Region, rank: str) -> Entry:
-    entry = entries.get(region.name)
-    if entry is None or (entry.region is not region and entry.region != region):
-        raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {rank}")
-    return entry
+            self.known.close()
 
 
 def _on_notify(notifications: Mailbox, line: PeerLine, body: list[bytes]) -> None:

@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proofs that another process is dead, and the environment and log of native engines.
+"""Proofs that another process is dead and nothing of it is still to come; the environment of native engines.
 
-A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had
-without its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.
-
-Whether this process has a TCP connection whose other end is dead: bytes may still come out of it.
-
-When a process ends, the kernel goes on delivering what the process had sent, from its send buffer and from the
-receiver's, and says end-of-file only after the last byte.  An engine that has seen that closes its own end.  So once
-no connection of this process has a dead end, nothing that dead processes had sent over TCP is left to be taken in.
-
-It is read from ``/proc`` (see proc_pid_net(5)), which shows both ends of a connection if they are on this host, in
-this network namespace or in that of another process that this one may look at.  An end that it does not show, or
-that could be one of several in namespaces with equal addresses, counts as dead: the answer errs towards yes.
+A dead process has no memory left for bytes to land in: the one proof about a lost peer without its help, and only on
+the same host.  What it had sent over TCP the kernel goes on delivering, and says end-of-file after the last byte; an
+engine that has seen that closes its own end.  So once no connection of this process has a dead end (`half_open`),
+nothing that dead processes had sent is left to be taken in.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +23,6 @@ from pdsim.core.clock import WallClock
 from pdsim.core.errors import ConfigError
 
 __all__ = ["captured_stderr", "half_open", "installed", "is_dead", "myself", "prepare", "when_dead"]
-
 
 FIRST, LAST = 0.01, 30.0
 """Seconds until `when_dead` looks again, doubled each time, and from which on it looks no more."""
@@ -44,27 +35,24 @@ def _host() -> str:
 
 
 def _state(pid: int) -> tuple[str, int, str]:
+    # state, threads and start time of a process: fields 3, 20 and 22 of proc_pid_stat(5)
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0, ""
     fields = text.rpartition(")")[2].split()  # the name before may hold anything, parentheses included
-    return fields[0], int(fields[17]), fields[19]  # fields 3, 20 and 22 of proc_pid_stat(5)
+    return fields[0], int(fields[17]), fields[19]
 
 
 def myself() -> str:
-    """Return what names this process among all others, now and later.
-
-    Boot and namespace, process id, and start time in clock ticks: an id that is used again has another start time.
-    """
+    """Return what names this process among all others: boot and namespace, process id, start time in clock ticks."""
     return f"{_host()}/{os.getpid()}/{_state(os.getpid())[2]}"
 
 
 def is_dead(identity: str) -> bool:
     """Return whether the process that *identity* names has certainly ended.
 
-    False is no proof of life: it is also the answer for a process of another host or namespace.  A zombie counts as
-    dead once its other threads have ended.
+    False is no proof of life: it is also the answer for a process of another host or namespace.
     """
     host, pid, start = identity.rsplit("/", 2)
     if host != _host():
@@ -77,8 +65,7 @@ def is_dead(identity: str) -> bool:
 def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wait: float = FIRST) -> None:
     """Call *action* once the process that *identity* names has certainly ended: now, or when a later look shows it.
 
-    The kernel closes the connections of a process some time before the process is dead, so that whoever acts on
-    their end may come too early.  Of a process on another host, or one that goes on, nothing is ever called.
+    The kernel closes the connections of a process some time before it is dead.
     """
     if is_dead(identity):
         action()
@@ -86,12 +73,18 @@ def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wai
         clock.call_at(clock.now + wait, lambda _: when_dead(clock, identity, action, 2 * wait), None)
 
 
+# --- TCP connections, from /proc: see proc_pid_net(5) --------------------------------------------------------------
+
 _SELF = Path("/proc/self")
 _ESTABLISHED = "01"
-# SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
-_IDLE = {"03", "06", "07", "0A", "0C"}
-_NOBODY = "0"
-"""The inode of a socket that no process has any more."""
+_IDLE = {
+    "03",
+    "06",
+    "07",
+    "0A",
+    "0C",
+}  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
+_NOBODY = "0"  # the inode of a socket that no process has any more
 
 
 class _Socket(NamedTuple):
@@ -102,7 +95,6 @@ class _Socket(NamedTuple):
 
 
 def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
-    # They are those of ``net/tcp`` and ``net/tcp6`` below its folder in ``/proc``.
     for table in ("tcp", "tcp6"):
         try:
             lines = (process / "net" / table).read_text().splitlines()[1:]
@@ -110,11 +102,8 @@ def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
             continue
         for line in lines:
             fields = line.split()
-            yield _Socket(_plain(fields[1]), _plain(fields[2]), fields[3], fields[9])
-
-
-def _plain(address: str) -> str:
-    return address.removeprefix("0000000000000000FFFF0000")
+            local, remote = (field.removeprefix("0000000000000000FFFF0000") for field in fields[1:3])
+            yield _Socket(local, remote, fields[3], fields[9])
 
 
 def _elsewhere() -> Iterator[_Socket]:
@@ -131,20 +120,18 @@ def _elsewhere() -> Iterator[_Socket]:
 def _mine() -> set[str]:
     inodes = set()
     for descriptor in (_SELF / "fd").iterdir():
-        try:
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             target = str(descriptor.readlink())
-        except FileNotFoundError:  # closed meanwhile
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[len("socket:[") : -1])
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
     return inodes
 
 
 def half_open() -> bool:
     """Return whether a connection of this process may hold bytes of a process that has ended.
 
-    Takes time in proportion to the number of sockets of the namespace, and of processes of the host if an end is in
-    another namespace.  True may be about a connection of anything in this process, so ask again later.
+    An end that is not shown (another host, or another user's namespace), or that could be one of several with equal
+    addresses, counts as dead.  The answer may be about any connection of this process, so ask again later.
     """
     sockets, mine = list(_sockets()), _mine()
     ends = {(socket.local, socket.remote): socket for socket in sockets}
@@ -157,19 +144,17 @@ def half_open() -> bool:
             return True
         if other is None:
             outside.append(socket)
-    return bool(outside) and not _all_alive(outside, list(_elsewhere()))
-
-
-def _all_alive(outside: Sequence[_Socket], elsewhere: Sequence[_Socket]) -> bool:
-    ends: dict[tuple[str, str], list[str]] = {}
-    for socket in elsewhere:
-        ends.setdefault((socket.local, socket.remote), []).append(socket.inode)
+    if not outside:
+        return False
+    inodes: dict[tuple[str, str], list[str]] = {}
+    for socket in _elsewhere():
+        inodes.setdefault((socket.local, socket.remote), []).append(socket.inode)
     for socket in outside:
-        others = ends.get((socket.remote, socket.local), [])
+        others = inodes.get((socket.remote, socket.local), [])
         # the same addresses again, in namespaces of another job: whose end that is cannot be said
-        if len(others) != 1 or others[0] == _NOBODY or (socket.local, socket.remote) in ends:
-            return False
-    return True
+        if len(others) != 1 or others[0] == _NOBODY or (socket.local, socket.remote) in inodes:
+            return True
+    return False
 
 
 # --- native engines: environment variables in, log lines out -------------------------------------------------------
@@ -178,10 +163,8 @@ def _all_alive(outside: Sequence[_Socket], elsewhere: Sequence[_Socket]) -> bool
 def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
     """Set what *engine* needs, and *defaults* where the user has not set anything; return what now holds.
 
-    Raise a `ConfigError` if the user's environment contradicts what is needed.
-
-    Must be called before the library is loaded: native libraries read their environment once.  Variables stay set
-    for the process, which runs one rank only.
+    Before the library is loaded: native libraries read their environment once.  Raise a `ConfigError` if the user's
+    environment contradicts what is needed.
     """
     for name, value in needed.items():
         if os.environ.get(name, value) != value:
@@ -204,10 +187,9 @@ def installed(*distributions: str) -> str:
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Copy what native code writes to the standard error stream; yield a function that returns it afterwards.
+    """Copy what native code writes to standard error; yield a function that returns it afterwards.
 
-    The text is passed on to the original stream afterwards.  Works on the file descriptor, so it sees C and C++; not
-    safe for two threads at a time.
+    The text is passed on to the original stream.  Works on the descriptor; not safe for two threads at a time.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:

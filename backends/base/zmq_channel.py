@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control messages over pyzmq: the wall clock's `Channel`.
 
-Each rank binds one PULL socket and connects a PUSH socket to every rank that it sends to.  ZeroMQ's descriptor is
-edge-triggered and sending on a socket may swallow the edge of receiving on it; sockets that only send and sockets
-that only receive do not have that problem.
-
-Every connection is CURVE (RFC 26, as ZeroMQ does it): encrypted, and accepted only from a rank of the same job.  The
-connection, not the message, says who the sender is.  The supervisor makes a key pair for each rank and passes it on
-the socket pair that the rank's process inherits: keys are on no command line, in no environment and in no file.
-They end with the job.  Engines keep ports of their own (`docs/engines.md`), which this does not protect.
-
-Size and number of messages are limited, so that no sender can take all memory of another rank.
+Each rank binds one PULL socket and connects a PUSH socket to every rank that it sends to: sending may swallow the
+edge of a ZeroMQ descriptor that tells of receiving.  Every connection is CURVE: encrypted, and accepted only from a
+rank of the same job.  The connection, not the message, says who the sender is.  Keys reach a rank on the socket pair
+that its process inherits, and end with the job.  Engines keep ports of their own, which this does not protect.
 """
 
 from __future__ import annotations
@@ -23,13 +17,15 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import zmq
 from simpy.events import Event
+from zmq.utils import z85
 
 from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import BackendUnavailable, MessageError, TransferFailed
 from pdsim.transfer import Message, Program
 
-__all__ = ["LARGEST", "QUEUE", "Authenticator", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
+__all__ = ["FAILURES", "LARGEST", "QUEUE", "Authenticator", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
 
 LINGER_MS = 2000
 """Milliseconds for which `close` goes on sending what is queued; a live receiver takes it in microseconds."""
@@ -40,6 +36,10 @@ LARGEST = 64 << 20
 QUEUE = 100_000
 """Messages that wait at either end of a connection; a receiver that is further behind counts as gone."""
 
+FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""Events of a socket's monitor that say that a handshake has failed."""
 
 _ZAP = "inproc://zeromq.zap.01"  # where a context asks who may connect: RFC 27
 _DOMAIN = b"pdsim"  # without a domain libzmq asks nobody
@@ -47,10 +47,7 @@ _VERSION = b"1.0"
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """The keys of the rank called *name*: its *secret* one, and the *public* keys of all ranks (Z85).
-
-    Sent to the rank's process by the supervisor, and never shown: `repr` leaves the secret out.
-    """
+    """The keys (Z85) of the rank called *name*: its *secret* one, and the *public* keys of all ranks."""
 
     name: str
     secret: str
@@ -61,10 +58,7 @@ class Keys(msgspec.Struct, frozen=True):
         return f"Keys(name={self.name!r}, {len(self.public)} ranks)"
 
     def listen(self, socket: Any) -> None:
-        """Have *socket* accept ranks of the job only; before it is bound, and in a context with a `Authenticator`.
-
-        Handshakes are then answered by the `Authenticator` of the socket's context.
-        """
+        """Have *socket*, before it is bound, accept whom the `Authenticator` of its context knows."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret.encode()
         socket.zap_domain = _DOMAIN
@@ -82,12 +76,7 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def job_keys(names: Iterable[str]) -> dict[str, Keys]:
-    """Return new keys for ranks called *names*.  Raise `BackendUnavailable` if libzmq was built without CURVE.
-
-    Every rank gets the public keys of all.  Keys are made anew for each job, and nothing keeps them.
-    """
-    import zmq
-
+    """Return new keys for ranks called *names*.  Raise `BackendUnavailable` if libzmq was built without CURVE."""
     if not zmq.has("curve"):
         raise BackendUnavailable(
             "libzmq has no CURVE, so ranks cannot authenticate each other; pip install pyzmq anew"
@@ -97,30 +86,13 @@ def job_keys(names: Iterable[str]) -> dict[str, Keys]:
     return {name: Keys(name, pair[1], public) for name, pair in pairs.items()}
 
 
-def sender_of(frame: Any) -> str:
-    """Return the rank whose key the connection proved that *frame* came over.
-
-    No part of the message can forge it.
-    """
-    name: str = frame.get("User-Id")
-    return name
-
-
 class Authenticator:
     """Answers, on a thread of its own, which keys may connect to sockets of *context*; ends with the context.
 
-    *refused* counts handshakes that failed at the sockets that are watched: unknown keys, and whatever does not
-    speak CURVE.
-
-    Make it before the socket is bound; then `watch` the socket. Its thread ends when the context is
-    terminated. One for each context, since the address that it answers at is fixed.
+    Made before the socket is bound that it is to `watch`.  *refused* counts handshakes that failed there.
     """
 
     def __init__(self, context: Any, keys: Keys) -> None:
-        import zmq
-        from zmq.utils import z85
-
-        self._zmq = zmq
         self._context = context
         self._names = {z85.decode(key): name for name, key in keys.public.items()}
         self._asked = context.socket(zmq.REP)
@@ -131,13 +103,7 @@ class Authenticator:
 
     def watch(self, socket: Any) -> None:
         """Count the handshakes that fail at *socket*, and begin to answer."""
-        zmq = self._zmq
-        failures = (
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        socket.monitor("inproc://failures", failures)
+        socket.monitor("inproc://failures", FAILURES)
         self._failures = self._context.socket(zmq.PAIR)
         self._failures.linger = 0
         self._failures.rcvhwm = 0  # or a full queue would stop the thread that all connections share
@@ -145,7 +111,6 @@ class Authenticator:
         threading.Thread(target=self._serve, name="authenticator", daemon=True).start()
 
     def _serve(self) -> None:
-        zmq = self._zmq
         poller = zmq.Poller()
         poller.register(self._asked, zmq.POLLIN)
         poller.register(self._failures, zmq.POLLIN)
@@ -169,13 +134,10 @@ class Authenticator:
 
 
 class Inbox:
-    """A bound PULL socket as a `Source`: calls *deliver* with the sender and the frames of each message.
+    """A bound PULL socket as a `Source`: calls *deliver* with the sender, proven by its key, and the frames.
 
     A `MessageError` of *deliver*, and `drop`, drop the sender's connection.  While *full* is true nothing is taken,
     and *paused* says that something may wait; who makes room calls `poll`.
-
-    Binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and
-    ends with `close`.  A sender is who its key proves, so *deliver* need not look for a name in the frames.
     """
 
     def __init__(
@@ -186,18 +148,13 @@ class Inbox:
         keys: Keys,
         full: Callable[[], bool] = lambda: False,
     ) -> None:
-        import zmq
-
-        self._pollin = zmq.POLLIN
-        self._events = zmq.EVENTS
-        self._source = zmq.SRCFD
-        authenticator = self._authenticator = Authenticator(context, keys)
+        self._authenticator = Authenticator(context, keys)
         self._socket = context.socket(zmq.PULL)
         self._socket.rcvhwm = QUEUE
         self._socket.maxmsgsize = LARGEST
         self._socket.linger = 0
         keys.listen(self._socket)
-        authenticator.watch(self._socket)
+        self._authenticator.watch(self._socket)
         self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
         self.uri = f"tcp://{bind}:{self._port}"
         self._fd = int(self._socket.FD)
@@ -213,12 +170,9 @@ class Inbox:
         return self._refused + self._authenticator.refused
 
     def poll(self) -> bool:
-        """Deliver everything that has arrived.
-
-        Return whether there was anything.  Stops early, and sets *paused*, while *full* returns true.
-        """
+        """Deliver everything that has arrived, unless *full*; return whether there was anything."""
         progressed = self.paused = False
-        while not self._socket.closed and self._socket.get(self._events) & self._pollin:
+        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             if self._full():
                 self.paused = True
                 break
@@ -248,37 +202,27 @@ class Inbox:
         self._socket.close()
 
     def _take(self, frames: list[Any]) -> None:
-        # Refused is what comes from a rank that was dropped, and what *deliver* answers with a `MessageError`.
-        sender = sender_of(frames[0])
-        if sender not in self._dropped:
+        sender: str = frames[0].get("User-Id")  # what the authenticator answered: no part of the message forges it
+        if sender in self._dropped:
+            self._refused += 1
+        else:
             try:
                 self._deliver(sender, [frame.bytes for frame in frames])
+                return
             except MessageError:
                 self.drop(sender)
-            else:
-                return
-        else:
-            self._refused += 1
-        self._disconnect(frames[0].get(self._source))
-
-    def _disconnect(self, descriptor: int) -> None:
-        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
+        with suppress(OSError), sockets.socket(fileno=os.dup(frames[0].get(zmq.SRCFD))) as connection:
             if connection.getsockname()[1] == self._port:
                 connection.shutdown(sockets.SHUT_RDWR)
 
 
-def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any], None] | None = None) -> Any:
+def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any], None] = lambda _: None) -> Any:
     """Return a PUSH socket that is being connected to *rank* at *uri*; *prepare* is called with it before.
 
-    It never reconnects.  A rank that is gone stays gone: another process may have its port by now.  Send with
-    NOBLOCK; `zmq.Again` means that the connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a
-    `TransferFailed` if *rank* is none of this job.
-
-    The socket lingers for `LINGER_MS` when it is closed.  *prepare* may attach a monitor, which must see the
-    handshake.
+    It never reconnects, for another process may have the port by now.  Send with NOBLOCK; `zmq.Again` means that the
+    connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a `TransferFailed` if *rank* is none
+    of this job.
     """
-    import zmq
-
     socket = context.socket(zmq.PUSH)
     socket.sndhwm = QUEUE
     socket.linger = LINGER_MS
@@ -288,24 +232,18 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
     except BaseException:
         socket.close()
         raise
-    if prepare is not None:
-        prepare(socket)
+    prepare(socket)
     socket.connect(uri)
     return socket
 
 
 class ZmqChannel:
-    """Ordered messages between ranks; see `pdsim.transfer.Channel`.
+    """Ordered messages between ranks; see `pdsim.transfer.Channel`.  Used on the clock's thread only.
 
-    The worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs
-    send and receive, `close` ends it.  Used on the clock's thread only.  Messages with a topic do not reach the
-    program: endpoints and groups use them.
+    Messages with a topic do not reach the program: endpoints and groups use them.
     """
 
     def __init__(self, clock: WallClock, keys: Keys, bind: str = "127.0.0.1") -> None:
-        import zmq
-
-        self._again, self._noblock = zmq.Again, zmq.NOBLOCK
         self._keys = keys
         self._clock = clock
         self._context = zmq.Context()
@@ -324,11 +262,10 @@ class ZmqChannel:
         return self._inbox.refused
 
     def open(self, uris: Mapping[str, str]) -> None:
-        """Learn where the other ranks are: name to URI, which is empty while a rank is being started again.
+        """Learn where other ranks are: name to URI, which is empty while a rank is being started again.
 
-        What was not sent yet to one that has moved is lost.
-
-        Ranks whose connection was dropped are heard again, since these are new processes.
+        They are new processes: what was not sent yet to the old ones is lost, and they are heard though those were
+        dropped.
         """
         for name in uris:
             socket = self._sockets.pop(name, None)
@@ -358,8 +295,6 @@ class ZmqChannel:
                 self.refuse(message.sender)
 
     def _send(self, receiver: str, *frames: bytes) -> None:
-        # A rank that is gone, or `QUEUE` messages behind, gets nothing any more: no later message may overtake a
-        # lost one.
         if len(frames[0]) > LARGEST:
             raise MessageError(
                 f"a message of {len(frames[0])} bytes to {receiver}; the channel takes {LARGEST} at most"
@@ -374,10 +309,8 @@ class ZmqChannel:
         if socket is None:
             return
         try:
-            socket.send_multipart(frames, self._noblock)
-        except (
-            self._again
-        ):  # gone, or so far behind that it counts as gone; and no later message may overtake this one
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # it is gone, or counts as gone: no later message may overtake this one
             socket.close(linger=0)
             self._sockets[receiver] = None
 
@@ -388,7 +321,7 @@ class ZmqChannel:
         return self._received.get()
 
     def refuse(self, sender: str) -> None:
-        """Count a message of *sender* as refused, and drop its connection; see `pdsim.transfer.Channel`."""
+        """Count a message of *sender* as refused, and drop its connection."""
         self._inbox.drop(sender)
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
@@ -411,8 +344,6 @@ class ZmqChannel:
         self._context.term()
 
     def _deliver(self, sender: str, frames: list[bytes]) -> None:
-        # Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are
-        # kept.
         payload, *topics = frames
         message = Message(sender, payload)
         if not topics:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.base.device import HostBuffer, HostDevice, HostPiece
+from backends.base.device import HostBuffer, host_buffer
 from backends.collectives import pytorch
 from backends.collectives.base import Library
+from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["Gloo"]
 
@@ -27,29 +28,21 @@ class Gloo(Library):
 
     engine = "gloo"
     memory = "host"
+    _group: Any = None
 
     @classmethod
     def missing(cls) -> str:
-        """Return what to install; see `Library.missing`."""
         return pytorch.missing()
 
-    def __init__(self, device: HostDevice, timeout: float) -> None:
-        super().__init__(device, timeout)
-        self._group: Any = None
-        self._store: Any = None
-
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
-        """Meet; see `Library.connect`."""
         import torch.distributed as dist
 
-        try:
+        with pytorch.translating(self.engine):
             self._store = pytorch.store(count, host, port, listener, self._timeout)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = datetime.timedelta(seconds=self._timeout)
             self._group = dist.ProcessGroupGloo(self._store, index, count, options)
-        except RuntimeError as error:
-            raise pytorch.translated(error, self.engine) from error
 
     def start(
         self,
@@ -59,19 +52,15 @@ class Gloo(Library):
         symmetric: bool,  # noqa: ARG002 all memory is alike
         places: Sequence[tuple[int, int]],
     ) -> Any:
-        """Begin; see `Library.start`."""
         piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._group.size()
-        try:
+        with pytorch.translating(self.engine):
             operations = [
                 pytorch.gather(self._group, whole[end : end + all_of], piece[start : start + size])
                 for start, end in places
             ]
-            return operations, time.monotonic()
-        except RuntimeError as error:
-            raise pytorch.translated(error, self.engine) from error
+        return operations, time.monotonic()
 
     def poll(self, work: Any) -> float | None:
-        """Return the seconds since the begin, once *work* is over."""
         operations, began = work
         if not all(operation.is_completed() for operation in operations):
             return None
@@ -86,18 +75,18 @@ class Gloo(Library):
         return time.monotonic() - float(began)
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Allocate; host memory needs no registration."""
-        whole = HostBuffer(size, "symmetric")
+        whole = host_buffer(size, SYMMETRIC)
 
-        def cut(offset: int, part: int, give_back: Callable[[], None]) -> HostPiece:
-            return HostPiece(whole, offset, part, give_back)
+        def cut(offset: int, part: int, give_back: Callable[[], None]) -> HostBuffer:
+            piece = whole.bytes[offset : offset + part]
+            piece[:] = 0
+            return HostBuffer(piece, SYMMETRIC, give_back)
 
         return lambda: self._device.symmetric.add(size, cut)
 
     def abort(self) -> None:
-        """Close all connections; a gather under way fails at that."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is not None:  # a gather under way fails at that
             group.abort()
             group.shutdown()
 

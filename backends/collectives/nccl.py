@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups on GPU memory: NCCL, and PyTorch's symmetric memory read by the copy engines.
 
-Both leave NVLink multicast alone, and refuse to start where the environment does not switch it off:
-it takes rights on the switch that a rank in a container may not have.
-
-A group is a communicator of its own, which the ranks make at a store that the first of them opens.
-PyTorch's default process group is made only where its symmetric memory needs one.
+A group is a communicator of its own, which the ranks make at a store that the first of them opens.  PyTorch's
+default process group is made only where its symmetric memory needs one.
 """
 
 from __future__ import annotations
@@ -14,12 +11,13 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from backends.collectives import pytorch
 from backends.collectives.base import Library
-from backends.collectives.pytorch import gather, missing, store, translated
+from backends.collectives.pytorch import translating
+from backends.cuda.gather import area
 from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer.group import SYMMETRIC
 
@@ -35,42 +33,23 @@ SEGMENT = 2 << 20
 """Bytes that reservations are rounded up to: the granularity of CUDA's virtual memory."""
 
 
-@dataclass(eq=False)
-class _PendingGather:
-    """A gather under way, between two CUDA events of its stream."""
-
-    begin: Any
-    end: Any
-
-
-class _View:
-    """Memory at an address, as PyTorch may look at it without copying: CUDA's array interface, version 3."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class _OnGpu(Library):
-    """What both have in common: a stream, events around each gather, and views of buffers.
+    """What all have in common: a stream, events around each gather, and views of buffers.
 
     Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
     seconds, so they contain no polling.  With ``timing="device"`` they contain neither launch nor waiting for the
     others: the stream is kept busy until both events and the gather are queued, and a gather of a few bytes before
-    the first event lets the streams of all ranks go on together.  Buffers are seen as tensors without a copy; a view
-    is made once and lives as long as its buffer.
+    the first event lets the streams of all ranks go on together.
     """
 
     memory = "gpu"
     times_device = True
+    _stream: Any = None
+    _group: Any = None
 
     @classmethod
     def missing(cls) -> str:
-        return missing()
+        return pytorch.missing()
 
     def __init__(self, device: Any, timeout: float) -> None:
         super().__init__(device, timeout)
@@ -79,12 +58,8 @@ class _OnGpu(Library):
                 raise BackendUnavailable(
                     f"{name}={os.environ[name]} switches NVLink multicast on; set it to {value}"
                 )
-        self._stream: Any = None
-        self._group: Any = None
-        self._count = self._index = 0
-        self._few: Any = None  # bytes that streams meet with
         self._kept: list[Any] = []  # what reserved memory lives in
-        self._tensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._tensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # views, as long as their buffers live
 
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
         import torch
@@ -93,59 +68,60 @@ class _OnGpu(Library):
         torch.cuda.set_device(self._device.gpu)
         self._index, self._count = index, count
         self._stream = torch.cuda.Stream()
-        try:
-            self._store = store(count, host, port, listener, self._timeout)
+        with translating(self.engine):
+            self._store = pytorch.store(count, host, port, listener, self._timeout)
             options = ProcessGroupNCCL.Options()
             options._timeout = datetime.timedelta(seconds=self._timeout)
             self._group = ProcessGroupNCCL(self._store, index, count, options)
-            self._first(torch)
-        except RuntimeError as error:
-            raise translated(error, self.engine) from error
-
-    def _first(self, torch: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            one = torch.zeros(16, dtype=torch.uint8, device="cuda")
-            every = torch.zeros(16 * self._count, dtype=torch.uint8, device="cuda")
-            self._few = one, every
-            self._gather(one, every, symmetric=False)
-        self._stream.synchronize()
+            with torch.cuda.stream(self._stream):
+                one = torch.zeros(16, dtype=torch.uint8, device="cuda")
+                every = torch.zeros(16 * count, dtype=torch.uint8, device="cuda")
+                self._few = one, every  # bytes that streams go on together with
+                self._gather(one, every, symmetric=False)
+            self._stream.synchronize()
 
     def start(self, source: Any, target: Any, size: int, symmetric: bool, places: Sequence[tuple[int, int]]) -> Any:
         # Nothing here waits: the gathers are queued on the stream, and *end* happens when they are over.
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        try:
-            with torch.cuda.stream(self._stream):
-                if self.timing == "device":
-                    torch.cuda._sleep(BUSY)
-                    one, every = self._few
-                    self._gather(one, every, symmetric=False)
-                begin.record(self._stream)
-                piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._count
-                for start, place in places:
-                    self._gather(piece[start : start + size], whole[place : place + all_of], symmetric)
-                end.record(self._stream)
-        except RuntimeError as error:
-            raise translated(error, self.engine) from error
-        return _PendingGather(begin, end)
+        with translating(self.engine), torch.cuda.stream(self._stream):
+            if self.timing == "device":
+                torch.cuda._sleep(BUSY)
+                self._gather(*self._few, symmetric=False)
+            begin.record(self._stream)
+            piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._count
+            for start, place in places:
+                self._gather(piece[start : start + size], whole[place : place + all_of], symmetric)
+            end.record(self._stream)
+        return begin, end
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
-        gather(self._group, whole, piece).wait()  # the stream waits, not this thread
+        pytorch.gather(self._group, whole, piece).wait()  # the stream waits, not this thread
 
     def poll(self, work: Any) -> float | None:
-        try:
-            if not work.end.query():
-                return None
-            return float(work.begin.elapsed_time(work.end)) / 1e3
-        except RuntimeError as error:
-            raise translated(error, self.engine) from error
+        begin, end = work
+        with translating(self.engine):
+            return float(begin.elapsed_time(end)) / 1e3 if end.query() else None
 
     def abort(self) -> None:
         if self._group is not None:
             self._group.abort()
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _registered(self, size: int, **how: bool) -> Callable[[], None]:
+        import torch
+
+        torch.cuda.set_device(self._device.gpu)
+        with translating(self.engine):
+            pool = torch.cuda.MemPool(self._group.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+            self._group.register_mem_pool(pool, **how)
+            torch.cuda.synchronize()
+        self._kept.append(pool)
+        return self._add(whole, size)
 
     def _add(self, whole: Any, size: int) -> Callable[[], None]:
         # Buffers that are cut from it are zeroed first, which waits for the stream.
@@ -167,13 +143,9 @@ class _OnGpu(Library):
         return lambda: self._device.symmetric.add(size, cut)
 
     def _tensor(self, buffer: Any) -> Any:
-        import torch
-
-        tensor = self._tensors.get(buffer)
-        if tensor is None:
-            view = _View(buffer.address, buffer.size)
-            tensor = self._tensors[buffer] = torch.as_tensor(view, device=f"cuda:{self._device.gpu}")
-        return tensor
+        if buffer not in self._tensors:
+            self._tensors[buffer] = area(buffer.address, buffer.size, f"cuda:{self._device.gpu}")
+        return self._tensors[buffer]
 
 
 class Nccl(_OnGpu):
@@ -182,13 +154,7 @@ class Nccl(_OnGpu):
     engine = "nccl"
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Allocate a pool, register it, and find out that it works.
-
-        The size is rounded up to `SEGMENT`.  All ranks must call it together.
-        """
-        pool, whole = _registered(self._group, self._device.gpu, size)
-        self._kept.append(pool)
-        return self._add(whole, size)
+        return self._registered(size)
 
 
 class NcclWindow(_OnGpu):
@@ -201,25 +167,7 @@ class NcclWindow(_OnGpu):
     engine = "nccl"
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """As `Nccl.reserve`, with windows."""
-        pool, whole = _registered(self._group, self._device.gpu, size, symm=True)
-        self._kept.append(pool)
-        return self._add(whole, size)
-
-
-def _registered(group: Any, gpu: int, size: int, **how: bool) -> tuple[Any, Any]:
-    import torch
-
-    torch.cuda.set_device(gpu)
-    try:
-        pool = torch.cuda.MemPool(group.mem_allocator)
-        with torch.cuda.use_mem_pool(pool):
-            whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
-        group.register_mem_pool(pool, **how)
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise translated(error, "nccl") from error
-    return pool, whole
+        return self._registered(size, symm=True)
 
 
 class SymmetricMemory(_OnGpu):
@@ -236,25 +184,18 @@ class SymmetricMemory(_OnGpu):
         self._handles: list[tuple[int, int, Any]] = []  # address, size, and what maps the others' segments
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Allocate, and map the memory of the others.
-
-        The first call makes PyTorch's default process group, which rendezvous needs.  All ranks must call it
-        together.
-        """
         import torch
         import torch.distributed._symmetric_memory as symmetric
         from torch.distributed import distributed_c10d as c10d
 
         torch.cuda.set_device(self._device.gpu)
-        try:
-            if not c10d.is_initialized():
+        with translating(self.engine):
+            if not c10d.is_initialized():  # rendezvous needs PyTorch's default process group
                 store = c10d.PrefixStore("symm_mem", self._store)
                 c10d.init_process_group("nccl", store=store, rank=self._index, world_size=self._count)
             whole = symmetric.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
             handle = symmetric.rendezvous(whole, c10d.group.WORLD.group_name)
             torch.cuda.synchronize()
-        except RuntimeError as error:
-            raise translated(error, self.engine) from error
         self._handles.append((int(whole.data_ptr()), whole.numel(), handle))
         return self._add(whole, size)
 

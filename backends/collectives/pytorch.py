@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the libraries that come with PyTorch have in common: a store to meet at, and what its errors mean."""
+"""What the libraries that come with PyTorch have in common: a store to connect at, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import datetime
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pdsim.core.errors import OutOfMemory, PeerLost, TransferError, TransferFailed, TransferTimeout
 
-__all__ = ["gather", "missing", "store", "translated"]
+__all__ = ["gather", "missing", "store", "translated", "translating"]
 
 
 def missing() -> str:
@@ -20,10 +22,7 @@ def missing() -> str:
 
 
 def store(count: int, host: str, port: int, listener: socket.socket | None, seconds: float) -> Any:
-    """Return the store at which the ranks of a group meet; the first serves it on *listener*.
-
-    *seconds* is how long any wait at the store may take.  *listener* is duplicated, so the caller may close its own.
-    """
+    """Return a group's store, which the first rank serves on a copy of *listener*; waits take *seconds* at most."""
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=seconds), "wait_for_workers": False}
@@ -33,28 +32,32 @@ def store(count: int, host: str, port: int, listener: socket.socket | None, seco
 
 
 def gather(group: Any, whole: Any, piece: Any) -> Any:
-    """Begin an all-gather of *piece* into the tensor *whole*, on all ranks of *group*; return PyTorch's work object.
+    """Begin an all-gather of *piece* into the tensor *whole*; return PyTorch's work object.
 
     The public function for it wants a group that is known to the process's default group, and ours has none.
     """
     return group._allgather_base(whole, piece)
 
 
-def translated(error: Exception, engine: str) -> TransferError:
-    """Return what PyTorch's *error*, which has no classes of its own, means.
+@contextmanager
+def translating(engine: str) -> Iterator[None]:
+    """Raise the `TransferError` that a `RuntimeError` of the block means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise translated(error, engine) from error
 
-    Decided by words in the message: out of memory, a closed connection, a timeout; all else is a `TransferFailed`.
-    """
+
+def translated(error: Exception, engine: str) -> TransferError:
+    """Return what PyTorch's *error* means, by words in its message: it has no classes of its own."""
     if isinstance(error, TransferError):
         return error
     text = " ".join(str(error).split())[:300]
     lowered = text.lower()
-    if "out of memory" in lowered:
-        return OutOfMemory(f"{engine}: {text}")
-    if any(
-        words in lowered for words in ("closed by peer", "connection reset", "broken pipe", "connection refused")
-    ):
-        return PeerLost(f"{engine}: {text}")
-    if "timed out" in lowered or "timeout" in lowered:
-        return TransferTimeout(f"{engine}: {text}")
-    return TransferFailed(f"{engine}: {text}")
+    kinds = {
+        OutOfMemory: ("out of memory",),
+        PeerLost: ("closed by peer", "connection reset", "broken pipe", "connection refused"),
+        TransferTimeout: ("timed out", "timeout"),
+    }
+    kind = next((kind for kind, words in kinds.items() if any(word in lowered for word in words)), TransferFailed)
+    return kind(f"{engine}: {text}")

@@ -1,34 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU's memory as a `Device`: cudaMalloc, one segment a buffer, so that engines can share it with other processes.
 
-Computation is emulated by waiting, as on the host; copies are kernels on a stream of their own, and like those of
-the model they do not wait for computation.
+Computation is emulated by waiting; copies are kernels on a stream of their own, and do not wait for computation.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 from simpy.events import Event
 
 from backends.base.device import RealBuffer, RealDevice
-from backends.cuda.completions import Completions
 from backends.cuda.gather import Gather
 from backends.cuda.runtime import SEGMENT, Cudart, cudart
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import BackendUnavailable, TransferFailed
 from pdsim.transfer import Batch
 
-__all__ = ["CudaBuffer", "CudaDevice"]
+__all__ = ["Completions", "CudaBuffer", "CudaDevice"]
 
 
 class CudaBuffer(RealBuffer):
-    """One allocation of a `CudaDevice`.
-
-    *kept*: peers may have it mapped for ever, so it is used again and never given back to the driver.
-    """
+    """One allocation of a `CudaDevice`."""
 
     def __init__(self, device: CudaDevice, address: int, size: int, pool: str) -> None:
         super().__init__(address, size, pool)
-        self.kept = False
+        self.kept = False  # peers may have it mapped for ever: it is used again, never given back to the driver
         self._device = device
 
     def _load(self, offset: int, size: int) -> bytes:
@@ -38,16 +36,13 @@ class CudaBuffer(RealBuffer):
         self._device.cuda.store(self.address + offset, data, self._device.stream)
 
     def unmap(self) -> None:
-        """Give the memory back.  Nothing may write to its address any more."""
         self._device.reuse(self)
 
 
 class CudaDevice(RealDevice):
     """GPU number *gpu* as this process counts them; *capacity* bytes of it, or all that it has if that is less.
 
-    Raise `BackendUnavailable` if there is no such GPU.
-
-    *stream* carries its copies.  Memory is allocated in whole segments (`SEGMENT`), zeroed before it is handed out,
+    Raise `BackendUnavailable` if there is no such GPU. Memory is allocated in whole segments (`SEGMENT`), zeroed,
     and used again where peers may have it mapped.
     """
 
@@ -71,11 +66,9 @@ class CudaDevice(RealDevice):
         self._spare: dict[int, list[int]] = {}  # segments that peers may have mapped, by size: addresses
 
     def enter(self) -> None:
-        """Make the calling thread work on this GPU."""
         self.cuda.use(self.gpu)
 
     def close(self) -> None:
-        """Stop polling."""
         self.completions.close()
 
     def _make(self, size: int, pool: str) -> CudaBuffer:
@@ -93,11 +86,9 @@ class CudaDevice(RealDevice):
             self.cuda.free(buffer.address)
 
     def copy(self, batch: Batch) -> Event:
-        """Copy within the GPU by one kernel over all descriptors.
+        """Copy within the GPU by one kernel over all descriptors; both buffers are held until it is over.
 
         The event fails with a `TransferFailed` if the GPU does.
-
-        Both buffers are held until it is over.
         """
         buffers = self.buffer_of(batch.source), self.buffer_of(batch.target)
         done = self.clock.event()
@@ -119,3 +110,61 @@ class CudaDevice(RealDevice):
 
 def _segment(size: int) -> int:
     return -(-size // SEGMENT) * SEGMENT
+
+
+Done = Callable[[TransferFailed | None], None]
+
+
+class Completions:
+    """A `Source`.  Work of one stream ends in order, so only the oldest of each is asked for."""
+
+    def __init__(self, clock: WallClock, cuda: Cudart) -> None:
+        self._clock = clock
+        self._cuda = cuda
+        self._waiting: dict[int, deque[tuple[int, Done]]] = {}  # by stream: events, oldest first
+        self._queues: tuple[deque[tuple[int, Done]], ...] = ()  # the same: replaced, never changed, for `poll`
+        self._spare: list[int] = []  # events that nobody waits for
+        clock.watch(self)
+
+    def when_done(self, stream: int, done: Done) -> None:
+        """Call *done* once all that *stream* has been given so far has ended, with the error if it failed.
+
+        On the clock's thread, in the order of the stream.
+        """
+        event = self._spare.pop() if self._spare else self._cuda.event()
+        self._cuda.record(event, stream)
+        waiting = self._waiting.get(stream)
+        if waiting is None:
+            waiting = self._waiting[stream] = deque()
+            self._queues = (*self._queues, waiting)
+        waiting.append((event, done))
+
+    def poll(self) -> bool:
+        progressed = False
+        for waiting in self._queues:
+            while waiting:
+                event, done = waiting[0]
+                error = None
+                try:
+                    if not self._cuda.happened(event):
+                        break
+                except TransferFailed as failure:
+                    error = failure.with_traceback(None)  # or it would hold this frame, which holds it
+                waiting.popleft()
+                self._spare.append(event)
+                done(error)
+                progressed = True
+        return progressed
+
+    def fileno(self) -> None:
+        """Return None: the driver has no descriptor for it."""
+        return
+
+    def busy(self) -> bool:
+        return any(self._queues)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._clock.unwatch(self)
+        self._waiting.clear()
+        self._queues = ()

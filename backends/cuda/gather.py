@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of many pieces between two areas that one GPU reaches: gather, scatter, or straight into a peer's memory.
 
-One kernel moves all descriptors of a batch.  It is `backends.cuda.gather_kernel`, in Triton; where that is not
-installed PyTorch does it with index operations, in as many kernels as it needs.  Both are imported at the first
-copy, which therefore takes seconds.
+One kernel moves all descriptors of a batch: `backends.cuda.gather_kernel`, in Triton. Where that is not installed
+PyTorch does it with index operations, in as many kernels as it needs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer import Batch
 
-__all__ = ["TILES", "Gather", "copy_with_torch", "tiles"]
+__all__ = ["TILES", "Gather", "area", "copy_with_torch", "tiles"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -36,10 +35,8 @@ _SHAPE = {"WIDE": WIDE, "NARROW": NARROW, "num_warps": 8}
 def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
     """Return source offset, target offset and bytes of the pieces of *batch*, large ones divided.
 
-    All pieces of one descriptor but the last have a size that is a power of two, so that alignment is kept.
-
-    Three int64 arrays of one length, offsets within their regions.  Pieces are of about ``nbytes / TILES``, and of
-    `LEAST` bytes or more; a batch without large pieces is returned as it is.
+    Three int64 arrays.      Pieces are of about ``nbytes / TILES`` bytes, a power of two and `LEAST` or more, so
+    that alignment is kept.
     """
     piece = max(LEAST, 1 << max(0, batch.nbytes // TILES - 1).bit_length())
     if batch.size.max() <= piece:
@@ -54,8 +51,7 @@ def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
 def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
     """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size.
 
-    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.  Offsets are
-    within the tensors.
+    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.
     """
     import torch
 
@@ -72,16 +68,13 @@ def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
 
 
 class Gather:
-    """Copies on GPU number *gpu*.
-
-    The first copy imports Triton or PyTorch and compiles; call `prepare` to have that over before anything is timed.
-    """
+    """Copies on GPU number *gpu*; `prepare` has the imports and the compilation of the first copy over."""
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
 
     def prepare(self) -> None:
-        """Do now what the first copy would do: import, compile.  Raise `BackendUnavailable` without PyTorch."""
+        """Import and compile now. Raise `BackendUnavailable` without PyTorch."""
         torch = _torch()
         if find_spec("triton"):
             from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
@@ -91,18 +84,14 @@ class Gather:
                 copy_tiles.warmup(DeviceAddress(1 << 20), DeviceAddress(1 << 20), table, grid=(1,), **_SHAPE)
 
     def copy(self, source: int, target: int, batch: Batch, stream: int) -> None:
-        """Give *stream* the copies of *batch* between the areas at addresses *source* and *target*.
-
-        Raise `BackendUnavailable` if PyTorch is not installed.
-        """
+        """Give *stream* the copies of *batch* between the areas at addresses *source* and *target*."""
         torch = _torch()
         with torch.cuda.device(self.gpu), torch.cuda.stream(torch.cuda.ExternalStream(stream)):
             if find_spec("triton"):
                 self._fused(torch, source, target, batch)
             else:
-                copy_with_torch(
-                    _area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch
-                )
+                here, there = area(source, batch.source.size, "cuda"), area(target, batch.target.size, "cuda")
+                copy_with_torch(here, there, batch)
 
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
         from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
@@ -128,11 +117,12 @@ def _torch() -> Any:
 
 
 class _Area:
-    """Memory at *address* for `torch.as_tensor`, which leaves it where it is."""
+    """Memory at *address*, as PyTorch may look at it without copying: CUDA's array interface, version 3."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _area(torch: Any, address: int, size: int) -> Any:
-    return torch.as_tensor(_Area(address, size), device="cuda")
+def area(address: int, size: int, device: str) -> Any:
+    """Return the memory at *address* as a tensor of bytes, which leaves it where it is."""
+    return _torch().as_tensor(_Area(address, size), device=device)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `backends.cuda.gather`; the one module that imports Triton, whose compiler needs module names.
-
-Imported by `backends.cuda.gather` at the first copy, and by nothing else.
-"""
+"""The kernel of `backends.cuda.gather`, imported at the first copy; Triton's compiler needs module names."""
 
 from __future__ import annotations
 

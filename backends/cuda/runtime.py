@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.cuda_device` need.
 
-PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece,
-and has no call for a batch of copies; so memory, streams, events and copies are asked for here,
-from the library that PyTorch uses too.  Addresses, streams and events are integers.  Nothing here
-waits for a device unless it says so.
-
-Structures and constants are those of the headers of CUDA 13 (driver_types.h); `_BATCHES_SINCE` is
-where they differ from 12.
+PyTorch's pool has memory that other processes cannot map piece by piece, and no call for a batch of copies; so these
+are asked for from the library that PyTorch uses too. Addresses, streams and events are integers. Structures and
+constants are those of CUDA 13 (driver_types.h).
 """
 
 from __future__ import annotations
@@ -45,32 +41,22 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class _Handle(ctypes.Structure):
-    """A handle by which another process maps memory: cudaIpcMemHandle_t."""
-
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
 class _Location(ctypes.Structure):
-    """Where memory lies: cudaMemLocation."""
-
     _fields_ = (("kind", c_int), ("id", c_int))
 
 
 class _Attributes(ctypes.Structure):
-    """Attributes of the copies of a batch: cudaMemcpyAttributes."""
-
     _fields_ = (("order", c_int), ("source", _Location), ("target", _Location), ("flags", c_uint))
 
 
 class Cudart:
-    """The library.  Every method raises `TransferFailed` with CUDA's own words if CUDA refuses.
+    """The library; one object for the process (`cudart`), on the GPU that the calling thread has chosen.
 
-    One object for the process (`cudart`).  Methods work on the GPU that the calling thread has
-    chosen (`use`).  Functions that the library does not have are left out; `copy_batch` then makes
-    single copies.
-
-    Attributes:
-        version: The runtime's, such as "13.0".
+    Every method raises `TransferFailed` with CUDA's own words if CUDA refuses. Where the library has no call for a
+    batch, `copy_batch` makes single copies.
     """
 
     def __init__(self, library: Any) -> None:
@@ -145,27 +131,21 @@ class Cudart:
     # --- other processes -------------------------------------------------------------------------------------------
 
     def share(self, address: int) -> bytes:
-        """Return what another process needs to map the memory that begins at *address*.
+        """Return what another process needs to map the memory that begins at *address*: `HANDLE_BYTES`.
 
-        `HANDLE_BYTES` of cudaIpcMemHandle_t, valid while the memory is allocated.  *address* must
-        be the beginning of an allocation: CUDA shares it whole.
+        *address* must be the beginning of an allocation: CUDA shares it whole.
         """
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def map(self, handle: bytes) -> int:
-        """Return where the memory that another process has shared begins in this one.
-
-        Peer access between the two GPUs is enabled with it, when it is first needed.  `unmap`
-        undoes it.
-        """
+        """Return where the memory that another process has shared begins in this one; `unmap` undoes it."""
         address = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         return int(address.value or 0)
 
     def unmap(self, address: int) -> None:
-        """Undo `map`."""
         self._call("cudaIpcCloseMemHandle", address)
 
     # --- streams and events ----------------------------------------------------------------------------------------
@@ -212,9 +192,9 @@ class Cudart:
             self._check("cudaMemcpyAsync", code)
 
     def copy_batch(self, targets: _Int64s, sources: _Int64s, sizes: _Int64s, stream: int) -> None:
-        """Give *stream* a copy for each *i*, in one call where the library has it: contiguous arrays of shape (n,).
+        """Give *stream* a copy for each *i*, in one call where the library has it; they may be done in any order.
 
-        Addresses and bytes are int64.  Copies of one call may be done in any order.
+        Contiguous int64 arrays of shape (n,).
         """
         if not self._batches:
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
@@ -243,16 +223,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaFree": (c_void_p,),
     "cudaMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
-    "cudaMemcpyBatchAsync": (
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_size_t,
-        c_void_p,
-        POINTER(c_size_t),
-        c_size_t,
-        c_void_p,
-    ),
+    "cudaMemcpyBatchAsync": (*[c_void_p] * 3, c_size_t, c_void_p, POINTER(c_size_t), c_size_t, c_void_p),
     "cudaIpcGetMemHandle": (POINTER(_Handle), c_void_p),
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),

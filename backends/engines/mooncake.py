@@ -1,32 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's TransferEngine: over TCP, over RDMA (``mooncake``), and over NVLink between the GPUs of a machine.
 
-What it does about the engine's ways:
-
-- The protocol argument does not select the transport: ``MC_FORCE_TCP`` and ``MC_INTRANODE_NVLINK`` do, and without
-  RDMA devices it falls back to TCP.  The engine's log is the only witness, so the log of its start is read.
-- Over NVLink it takes GPU memory only, works on the calling thread's GPU and waits for none of the streams that
-  produced the bytes: ours have ended when `Device.copy` says so.  Peers keep what they have mapped for ever, and
-  look at nothing but its address, so memory that was registered is used again and never given back.
-- Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
-- Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
-  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
-  With few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
-  With ``backend.threads`` above 1, so many threads of the rank take its transfers to all peers in turn and block in
-  `batch_transfer_sync_*` until each is over, over NVLink too, as SGLang's workers do.
-- Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There
-  the clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it
-  is idle, so that an answer about the first block is one about all that were posted before.  Small batches are done
-  in the posting call.
-- Of regions registered after the first transfer to a peer its NVLink transport learns nothing.
-- A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a
-  transfer stays in quarantine.
-- A batch id is a pointer that is freed with the answer: it is used once and never leaves the thread.
-- The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled
-  for.  Ours go over `backends.base.control` after the target has acknowledged the bytes, so they arrive once, in
-  order, and wake the target.
-- It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
-  trusted network, or in a network namespace.
+It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
+trusted network, or in a network namespace.  Its own notifications are text, travel apart from the data and must be
+polled for, so ours go over `backends.base.control` after the target has acknowledged the bytes.  A batch that failed
+may have other blocks under way, since the engine stops looking at the first bad one: it stays in quarantine.
 """
 
 from __future__ import annotations
@@ -57,7 +35,8 @@ PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
 
 SLICE = 10e-3
-"""Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms."""
+"""Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms, so
+that threads that post do not keep the engine's own, which do the work, from a processor."""
 
 SMALL, FEW = 1 << 16, 16
 """Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as
@@ -69,11 +48,7 @@ _MOVED, _FAILED = 1, -1
 
 @dataclass(eq=False)
 class _Session:
-    """A peer as the engine names it, by host and port.
-
-    Over NVLink it also holds what waits to be posted: at most ``threads`` batches are `under_way`,
-    the rest go in order.
-    """
+    """A peer as the engine names it, by host and port, and what waits to be posted to it over NVLink, in order."""
 
     session: str
     under_way: int = 0  # batches that the clock's thread has posted
@@ -105,13 +80,14 @@ def _forced(engine: Engine) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Transport(Variant):
-    """The settings that choose a transport, and the log line that proves it."""
+    """The settings that choose a transport, and the log line that proves it: the protocol argument does not."""
 
     name: str
     protocol: str
     environment: Mapping[str, str]
     witness: str  # what the engine's log says of it, or of each device that it uses
     flag: str = ""  # of the module: whether it was built with it
+    posting_threads: bool = True
 
     @property
     def gpu_only(self) -> bool:
@@ -121,17 +97,14 @@ class _Transport(Variant):
 class MooncakeEndpoint(RealEndpoint):
     """An `Endpoint` on ``mooncake.engine.TransferEngine``.
 
-    Options of the engine beside environment variables: ``threads``, how many batches to one peer
-    are under way at once, and ``device``, the RDMA devices to use, with commas between them; those
-    that the engine finds if it is empty.
+    Options beside environment variables: ``threads``, how many batches to one peer are under way at once, and
+    ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
 
-    Course of a transfer over a network: `post` queues it for the threads of its peer; one of them
-    posts it, waits for its end, and has the clock's thread report it.  Over NVLink the clock's
-    thread does both: small batches are done within `post`, others are asked for by `poll`.
-
-    A batch is one call with three lists (addresses here, addresses there, bytes), made by
-    `PostedTransfer.blocks`; preparing them is the ``prep`` of a record, and handing them over is
-    its ``post``.
+    Over a network `post` queues a transfer for the threads of its peer, so that a peer that has stopped does not
+    delay another; one of them posts it and busy-polls until its end.  With ``backend.threads`` above 1 so many
+    threads of the rank take its transfers to all peers in turn, over NVLink too, as SGLang's workers do.  Otherwise
+    over NVLink, where no peer takes part and a thread costs more than many batches, the clock's thread posts and
+    asks.  A batch id is a pointer that is freed with the answer: it is used once and never leaves its thread.
     """
 
     kind = "mooncake"
@@ -140,8 +113,7 @@ class MooncakeEndpoint(RealEndpoint):
         _Transport(
             backend="mooncake_tcp",
             requires=MOONCAKE,
-            memory=("host", "gpu"),
-            posting_threads=True,
+            memory=("host", "gpu"),  # GPU memory is staged through the host, if the wheel was built with CUDA
             notes=_forced,
             name="tcp",
             protocol="tcp",
@@ -154,7 +126,6 @@ class MooncakeEndpoint(RealEndpoint):
             device="gpu",
             memory=("gpu",),
             one_sided=True,
-            posting_threads=True,
             name="nvlink",
             protocol="rdma",
             environment={"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, leaves one on TCP
@@ -167,8 +138,7 @@ class MooncakeEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            posting_threads=True,
-            guest="backends.emulation.guest.installed:MOONCAKE",
+            guest="backends.emulation.guest.server:MOONCAKE",
             name="rdma",
             protocol="rdma",
             environment={},
@@ -177,7 +147,6 @@ class MooncakeEndpoint(RealEndpoint):
     )
 
     def start_engine(self) -> str:
-        """Start the engine; see `RealEndpoint.start_engine`."""
         self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
@@ -203,7 +172,7 @@ class MooncakeEndpoint(RealEndpoint):
         self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
         self._ask = native.transfer_check_status
         with captured_stderr() as log:
-            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._transport.protocol, device)
+            code = native.initialize(self.bind, "P2PHANDSHAKE", self._transport.protocol, device)
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
@@ -213,14 +182,14 @@ class MooncakeEndpoint(RealEndpoint):
                 f"Mooncake did not report a transport over {self._transport.name}, so it chose another: "
                 f"{text.strip()[-300:]}"
             )
-        self._session = f"{self.bind}:{self._native.get_rpc_port()}"
+        self._session = f"{self.bind}:{native.get_rpc_port()}"
         if self._transport.gpu_only:
             self.clock.watch(self)
         devices = transports if self._transport.name == "rdma" else []
         return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
 
     def inbound_drained(self) -> bool:
-        """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
+        # a GPU's copies end with their process; nobody can see into an RDMA device
         return self._transport.proves_quiescence and super().inbound_drained()
 
     def _library(self) -> Any:
@@ -237,35 +206,30 @@ class MooncakeEndpoint(RealEndpoint):
         return engine
 
     def pin(self, buffer: RealBuffer) -> None:
-        """Register memory with the engine; see `RealEndpoint.pin`."""
         if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
                     f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it "
                     f"on a GPU, or use backend=mooncake_tcp"
                 )
-            buffer.kept = True
+            buffer.kept = True  # peers keep what they have mapped for ever, and look at nothing but its address
         code = self._native.register_memory(buffer.address, buffer.size)
         if code:
             raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
 
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`; see `RealEndpoint.unpin`."""
         code = self._native.unregister_memory(entry.buffer.address)
         if code:
             raise RegistrationError(f"Mooncake refused to unregister {entry.region.name!r} (code {code})")
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         return self._session.encode()
 
     def connect_engine(self, description: bytes) -> _Session:
-        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`."""
         session = description.decode()
         return self._sessions.setdefault(session, _Session(session))
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `RealEndpoint.post`."""
         batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
@@ -274,16 +238,13 @@ class MooncakeEndpoint(RealEndpoint):
         elif not self._transport.gpu_only:
             self._queue(transfer.peer, self._threads).put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
-            self._at_once(transfer)
+            code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+            self._finish(transfer, code, transfer.prepared, self.clock.now)
         else:
             transfer.peer.handle.waiting.append(transfer)
             self._go_on(transfer.peer.handle)
 
     # --- over NVLink: on the clock's thread ------------------------------------------------------------------------
-
-    def _at_once(self, transfer: PostedTransfer) -> None:
-        code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-        self._finish(transfer, code, transfer.prepared, self.clock.now)
 
     def _go_on(self, session: _Session) -> None:
         while session.waiting and session.under_way < self._threads:
@@ -302,7 +263,8 @@ class MooncakeEndpoint(RealEndpoint):
     def poll(self) -> bool:
         """Report what has ended over NVLink and post what waited for it; return whether anything has.
 
-        All are asked before any goes on: what is posted then would keep the stream from being idle.
+        All copies of a thread are on one stream, of which the engine asks whether it is idle.  So all are asked
+        before any goes on: what is posted then would keep the stream from being idle.
         """
         codes: dict[PostedTransfer, int] = {}
         while self._tickets and (ended := self._ended()):
@@ -330,10 +292,8 @@ class MooncakeEndpoint(RealEndpoint):
 
     def fileno(self) -> None:
         """Return None: the engine has no descriptor."""
-        return
 
     def busy(self) -> bool:
-        """Return whether the clock's thread has posted what has not ended."""
         return bool(self._tickets)
 
     # --- over a network, and with several posting threads: in threads ----------------------------------------------
@@ -373,7 +333,6 @@ class MooncakeEndpoint(RealEndpoint):
             )
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
         for threads in self._queues.values():
             threads.stop(wait=idle)

@@ -1,41 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL over UCX.
+"""NIXL over UCX: ``nixl_tcp`` over TCP, ``nixl_shm`` over shared memory, ``nixl`` between GPUs and over RDMA verbs.
 
-``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` between GPUs over
-cuda_ipc and between hosts over RDMA verbs.
-
-What it does about the engine's ways:
-
-- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would
-  do so, and spin on a whole core for each endpoint; it is off unless an option asks for it.  Instead, an endpoint
-  that starts to transfer tells its peer over `backends.base.control`, and the clock polls the engine of both while
-  anything is under way; every `BEAT` they are polled in any case.
-- Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.base.control` does:
-  the kernel closes the peer's connection.
-- Over TCP a read is answered by the target in software, and UCX (1.23, and its main branch of today) takes a reply
-  that it cannot send for fatal: "unexpected error: Endpoint timeout", or a segmentation fault among the replies that
-  wait. So a reader that is killed in mid-read may end the rank that it reads from: in 5 of 120 runs of two
-  endpoints, and in 0 of 60 with writes.  Nothing here can prevent it; the launcher reports it.
-- It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer
-  has ended by the engine's own account, and never touched again.
-- It writes into deregistered memory.  `backends.base.endpoint` keeps that memory until all peers have returned it.
-- Its agent has no lock unless it is asked for one (`NIXL_THREAD_SYNC_STRICT`); neither vLLM nor SGLang ask.  Three
-  threads of a process that post through one agent ended it by signal 11 at once, over TCP and shared memory; with
-  the lock all bytes arrive, and a transfer over TCP (64 x 16 KiB, loopback) takes 0.9 to 1.1 times as long for twice
-  the processor time.  So with ``backend.threads`` above 1 the agent has its lock, and so many threads make and start
-  handles; the clock's thread asks for their state as ever.
-- Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
-- Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
-- What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has
-  a table that says so; it goes to a file without a name, and is read until it has.
+Nothing moves unless somebody calls into UCX, at the target of a TCP write too; NIXL's own progress thread would spin
+on a core, so the clock polls instead, here and at the peer.  NIXL has no time-out, and releasing a handle does not
+stop its data: a handle is released once, when its transfer has ended by the engine's own account.  Over TCP a reader
+that is killed may end the rank that it reads from: UCX (1.23) takes a reply that it cannot send for fatal (5 of 120
+runs, 0 of 60 with writes; `docs/engines.md`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,9 +30,9 @@ from backends.base.endpoint import RealEndpoint
 from backends.base.posting_threads import PostingThreads
 from backends.base.processes import captured_stderr, installed, prepare
 from backends.base.transfers import Entry, PeerState, PostedTransfer
-from backends.capabilities import declared
+from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaDevice
-from backends.engines.ucx import LO, NIXL, NO_IB, GpuTransports, Transports, between_hosts, has_rdma
+from backends.diagnosis import rdma_devices
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -59,39 +42,53 @@ BEAT = 0.02
 """Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last
 use."""
 
+LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
+NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
+NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+
 _Int64s = npt.NDArray[np.int64]
 
 _ACTIVE, _IDLE = b"active", b"idle"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Transports(Variant):
+    """Settings that choose transports of UCX, and those that it may then report: others are refused."""
+
+    requires: EngineLibrary | None = NIXL
+    posting_threads: bool = True
+    environment: Mapping[str, str]  # variables that make the variant what it is; ``backend.options`` override them
+    defaults: Mapping[str, str]  # of the environment, which may be set otherwise
+    error_handling: str = "peer"  # of UCX, or "none" where a transport has none: then `control` tells of dead peers
+    allowed: frozenset[str]
+
+
 class NixlEndpoint(RealEndpoint):
     """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`.
 
-    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which
-    spins on a core, and ``num_threads``, how many threads of the plugin post large batches; 0, and
-    off, without them.
+    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core,
+    and ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
 
-    Course of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does
-    every beat; `_ended` releases the handle, once, and reports it.  One whose peer is lost is
-    looked at with the beats only, for it may never end.  A peer is asked to poll while it is written
-    to or read from, and until `BEAT` after the last use.
+    `post` makes a handle (descriptor lists and ``initialize_xfer``, the ``prep`` of a record) and starts it (its
+    ``post``): the division of nixlbench.  `poll` asks for its state; `_ended` releases the handle and reports it.
+    One whose peer is lost is looked at with the beats only, for it may never end.  A peer is asked to poll while it
+    is written to or read from, and until `BEAT` after the last use.
 
-    Making the handle (descriptor lists and ``initialize_xfer``) is the ``prep`` of a record,
-    starting it the ``post``: the same division as nixlbench's.
+    With ``backend.threads`` above 1 so many threads make and start handles, and the agent has its lock: without it
+    three threads on one agent end the process by signal 11.  It costs twice the processor time.
     """
 
     kind = "nixl"
     options = ("progress_thread", "num_threads")
     variants = (
-        Transports(
+        _Transports(
             backend="nixl_tcp",
             memory=("host", "gpu"),
             environment={"UCX_TLS": "tcp,self"},
             defaults={**LO, **NO_IB},
-            error_handling="peer",
             allowed=frozenset({"tcp", "self"}),
         ),
-        Transports(
+        _Transports(
             backend="nixl_shm",
             device="shm",
             one_sided=True,
@@ -101,24 +98,22 @@ class NixlEndpoint(RealEndpoint):
             error_handling="none",
             allowed=frozenset({"posix", "cma"}),
         ),
-        Transports(
+        _Transports(
             backend="nixl",
             device="gpu",
             memory=("gpu",),
             environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"},
             defaults={**LO, **NO_IB},
-            error_handling="peer",
             allowed=frozenset({"tcp", "self"}),
         ),
-        Transports(
+        _Transports(
             backend="nixl",
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            guest="backends.emulation.guest.installed:NIXL",
+            guest="backends.emulation.guest.server:NIXL",
             environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
             defaults={},
-            error_handling="peer",
             allowed=frozenset({"rc_verbs", "ud_verbs", "self"}),
         ),
     )
@@ -126,17 +121,18 @@ class NixlEndpoint(RealEndpoint):
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
-        """Start the engine; see `RealEndpoint.start_engine`."""
         on_gpu = isinstance(self.device, CudaDevice)
         # host memory goes over RDMA where there is any, and GPU memory between GPUs
         ways = declared(self.variants, self.settings.name)
-        way = next((way for way in ways if way.device == ("rdma" if has_rdma() and not on_gpu else "gpu")), ways[0])
+        way = next(
+            (way for way in ways if way.device == ("rdma" if rdma_devices() and not on_gpu else "gpu")), ways[0]
+        )
         self._way, self._gpus_only = way, way.device == "gpu"
         variant, allowed = way.environment, way.allowed
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
-        self._log: GpuTransports | None = None
+        self._log: _GpuLog | None = None
         if on_gpu and self._gpus_only:
-            self._log = GpuTransports()
+            self._log = _GpuLog()
             variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._log.path}
             del defaults["UCX_LOG_FILE"]
         elif on_gpu:  # staged through the host
@@ -148,10 +144,12 @@ class NixlEndpoint(RealEndpoint):
         prepare(self.settings.name, {**variant, **options}, defaults)
         self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
-        self._inbound: set[PeerLine] = set()  # peers that we poll for
+        self._inbound: set[PeerLine] = set()  # peers that we poll for, as they write to or read from here
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
+        self.handlers[_ACTIVE] = lambda line, _: self._inbound.add(line)
+        self.handlers[_IDLE] = lambda line, _: self._inbound.discard(line)
         self._agent, log = self._start_agent(way.error_handling)
-        transports = between_hosts(log)
+        transports = _between_hosts(log)
         if self._gpus_only:
             transports = set()  # of GPU memory UCX says nothing yet
         elif not transports or not transports <= allowed:
@@ -168,7 +166,6 @@ class NixlEndpoint(RealEndpoint):
         return _name(transports)
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
-        # Raise `BackendUnavailable` if NIXL is not installed, or with its own words if it does not start.
         try:
             # NIXL documents its classes as those of this module, whose name is private
             api = importlib.import_module("nixl_cu13._api")
@@ -190,7 +187,6 @@ class NixlEndpoint(RealEndpoint):
         return agent, log()
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `RealEndpoint.stop_engine`."""
         self.clock.unwatch(self)
         self._threads.stop(wait=idle)
         if idle:
@@ -200,16 +196,12 @@ class NixlEndpoint(RealEndpoint):
             del self._agent, self._threads
 
     def inbound_drained(self) -> bool:
-        """Return whether it is proven that nothing of dead processes still comes in.
-
-        As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card.
-        """
+        # GPUs' copies end with their process; nobody sees into shared memory or a card
         return self._way.proves_quiescence and super().inbound_drained()
 
     # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
-        """Register memory with the engine; see `RealEndpoint.pin`."""
         if self._gpus_only and self._memory != "VRAM":
             raise RegistrationError(
                 f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place "
@@ -221,25 +213,25 @@ class NixlEndpoint(RealEndpoint):
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
     def unpin(self, entry: Entry) -> None:
-        """Undo `pin`; see `RealEndpoint.unpin`."""
         self._agent.deregister_memory(entry.handle)
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect_engine(self, description: bytes) -> str:
-        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`."""
         try:
             name: bytes = self._agent.add_remote_agent(description)
         except Exception as error:
             raise TransferFailed(f"NIXL did not take the peer's metadata: {error}") from error
         return name.decode()
 
+    def on_lost(self, line: PeerLine) -> None:
+        self._inbound.discard(line)
+        super().on_lost(line)
+
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `RealEndpoint.post`."""
         peer = transfer.peer
         if peer not in self._announced:
             self.control.send(peer.line, _ACTIVE)
@@ -257,9 +249,7 @@ class NixlEndpoint(RealEndpoint):
 
     def _make(self, transfer: PostedTransfer) -> Any:
         batch = transfer.batch
-        near, far = batch.source_offset, batch.target_offset
-        if transfer.operation == "read":
-            near, far = far, near
+        near, far = transfer.sides()
         try:
             return self._agent.initialize_xfer(
                 transfer.operation.upper(),
@@ -290,15 +280,9 @@ class NixlEndpoint(RealEndpoint):
         self, transfer: PostedTransfer, handle: Any, prepared: float, posted: float, answer: str | Exception
     ) -> None:
         transfer.handle, transfer.prepared, transfer.posted = handle, prepared, posted
-
-        def answered(_: Any) -> str:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
         if handle is not None:
             self._posted[transfer] = None
-            state = self._ask(answered, transfer)
+            state = self._ask(lambda _: _again(answer), transfer)
             if state != "PROC" and not self.closed:
                 self._ended(transfer, state)
         elif transfer.triggered:
@@ -323,25 +307,21 @@ class NixlEndpoint(RealEndpoint):
             )
 
     def notify(self, transfer: PostedTransfer) -> None:
-        """Do nothing: the engine has delivered the notification."""
+        """Do nothing: the engine has delivered the notification, under the agent's name: the rank and its token."""
 
     # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Let the engine progress while there is anything to progress."""
         return self.busy() and self._progress(bool(self._inbound))
 
     def fileno(self) -> None:
         """Return None: the engine has no descriptor."""
-        return
 
     def busy(self) -> bool:
-        """Return whether transfers are under way, here or at a peer that writes to or reads from this endpoint."""
         return bool(self._posted or self._inbound)
 
     def _progress(self, listen: bool) -> bool:
-        # Without a peer that writes or reads here there can be no notification, and asking for them
-        # costs a call.
+        # Without a peer that writes or reads here there can be no notification, and asking for them costs a call.
         progressed = False
         for transfer in tuple(self._posted):
             state = self._ask(self._agent.check_xfer_state, transfer)
@@ -381,26 +361,11 @@ class NixlEndpoint(RealEndpoint):
                 self.control.send(peer.line, _IDLE)
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
 
-    # --- what peers say --------------------------------------------------------------------------------------------
 
-    def handlers(self) -> dict[bytes, Any]:
-        """Return handlers of notes; see `RealEndpoint.handlers`.
-
-        Those of this engine say whether a peer writes or reads here, so that the clock polls the engine.
-        """
-
-        def on_active(line: PeerLine, _: list[bytes]) -> None:
-            self._inbound.add(line)
-
-        def on_idle(line: PeerLine, _: list[bytes]) -> None:
-            self._inbound.discard(line)
-
-        return {**super().handlers(), _ACTIVE: on_active, _IDLE: on_idle}
-
-    def on_lost(self, line: PeerLine) -> None:
-        """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
-        self._inbound.discard(line)
-        super().on_lost(line)
+def _again(answer: str | Exception) -> str:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 @cache
@@ -413,15 +378,11 @@ def _descriptors(agent: Any, offset: _Int64s, size: _Int64s, region: Region) -> 
     memory, number = _place(region.device)
     if len(size) == 1:  # arrays would take longer than all else here
         return agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
-    return agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
-
-
-def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:
-    rows = np.zeros((len(size), 3), np.uint64)
-    rows[:, 0] = offset + address
+    rows = np.empty((len(size), 3), np.uint64)
+    rows[:, 0] = offset + region.address
     rows[:, 1] = size
-    rows[:, 2] = device
-    return rows
+    rows[:, 2] = number
+    return agent.get_xfer_descs(rows, memory)
 
 
 def _on_off(value: str, name: str) -> bool:
@@ -438,3 +399,41 @@ def _count(value: str, name: str) -> int:
 
 def _name(transports: set[str]) -> str:
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
+
+
+# --- the log of UCX ------------------------------------------------------------------------------------------------
+
+
+class _GpuLog:
+    """The log of UCX, a file without a name at *path*: what carries GPU memory it decides at the first transfer."""
+
+    def __init__(self) -> None:
+        self.path = f"/proc/self/fd/{os.memfd_create('ucx')}"  # which stays open, for UCX writes on
+        self._read = 0  # bytes
+
+    def read(self) -> set[str]:
+        """Return the transports between GPUs, or none before UCX has named them or if nothing is new."""
+        ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
+        size = os.stat(self.path).st_size  # noqa: PTH116 no path of a file
+        if size == self._read:
+            return set()
+        self._read = size
+        return _between_gpus(Path(self.path).read_text(errors="replace"))
+
+
+def _between_gpus(log: str) -> set[str]:
+    # Tables have the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
+    # ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
+    transports: set[str] = set()
+    within = False
+    for line in log.splitlines():
+        if " by ucp_" in line:
+            within = "remote memory" in line and line.count("cuda/") == 2
+        elif within and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
+            transports.add(row[1])
+    return transports
+
+
+def _between_hosts(log: str) -> set[str]:
+    # A connection is a line like ``cfg#0 rma(posix/memory) am(...)``.
+    return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

@@ -1,21 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between GPUs of one machine by CUDA itself.
+"""Copies between GPUs of one machine by CUDA itself: each rank maps the other's memory, and copies on a stream.
 
-Each rank maps the other's memory, and copies on a stream of its own.
-
-What there is to know of it:
-
-- Memory is shared by CUDA's inter-process handles, which travel in the endpoint's address.  It is mapped when a peer
-  is met, and unmapped before a withdrawn region is returned.  Two ranks on one GPU map it just so.
-- A batch is one call, which gives the copy engines all descriptors (``copy: engine``), or one kernel that stores
-  into the peer's memory (``copy: kernel``): cheaper for many small pieces, but it takes multiprocessors from
-  computation.
-- The target has no part in it.  Ours is the only process that knows when the bytes are there: notifications go over
-  `backends.base.control` after that, and a peer that is stopped or dies does not keep a copy from ending.
-- Nothing waits for the stream that produced the bytes.  `Device.copy` ends before its event does, and whoever posts
-  a transfer of what a kernel of its own wrote waits for that kernel first.
-- With the process that started it, a copy ends: the driver takes its channels down before the process counts as
-  dead.
+Memory is shared by CUDA's inter-process handles, which travel in the endpoint's address; it is mapped when a peer is
+met, and unmapped before a withdrawn region is returned. The target has no part in a copy, so notifications go over
+`backends.base.control`. Nothing waits for the stream that produced the bytes: `Device.copy` ends before its event
+does. A copy ends with the process that started it, before that counts as dead.
 """
 
 from __future__ import annotations
@@ -52,7 +41,7 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Mapping(NamedTuple):
-    """A region of a peer and the handle that it was mapped by: memory that is registered anew has another handle."""
+    """A region of a peer and the handle that it was mapped by: memory registered anew has another handle."""
 
     region: str
     handle: bytes
@@ -71,11 +60,11 @@ class _Partner:
 
 
 class NvlinkEndpoint(RealEndpoint):
-    """An `Endpoint` on CUDA's peer copies.  Option ``copy``: by the copy ``engine`` (default) or a ``kernel``.
+    """An `Endpoint` on CUDA's peer copies.
 
-    A rank on the host has an endpoint too, which registers nothing. Each peer has a stream of its own, so copies to
-    one peer go in order and those to others beside them. The end of a copy is seen by `backends.cuda.completions`,
-    which the clock polls.
+    Option ``copy``: ``engine`` (default) gives the copy engines all descriptors of a batch in one call; ``kernel``
+    stores into the peer's memory by one kernel, which is cheaper for many small pieces and takes multiprocessors. A
+    rank on the host has an endpoint too, which registers nothing. Each peer has a stream of its own.
     """
 
     kind = "nvlink"
@@ -92,7 +81,6 @@ class NvlinkEndpoint(RealEndpoint):
     )
 
     def start_engine(self) -> str:
-        """Start the engine; see `RealEndpoint.start_engine`."""
         options = dict(self.settings.options)
         how = options.pop("copy", "engine")
         if options:
@@ -104,7 +92,6 @@ class NvlinkEndpoint(RealEndpoint):
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._partners: dict[bytes, _Partner] = {}  # by token
-        self._handles: dict[str, bytes] = {}  # of this endpoint's buffers, by region
         self._gather: Gather | None = None
         if not isinstance(self.device, CudaDevice):
             return "cuda, without a GPU of its own"
@@ -117,7 +104,6 @@ class NvlinkEndpoint(RealEndpoint):
     # --- memory ----------------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> bytes:
-        """Register memory with the engine; see `RealEndpoint.pin`."""
         if not isinstance(buffer, CudaBuffer):
             raise RegistrationError(
                 f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a "
@@ -132,16 +118,10 @@ class NvlinkEndpoint(RealEndpoint):
         """Do nothing: peers unmap it before they return it."""
 
     def engine_address(self) -> bytes:
-        """Return what the engine of a peer needs; see `RealEndpoint.engine_address`."""
         handles = {name: entry.handle for name, entry in self.entries.items()}
         return msgspec.msgpack.encode(_Shared(myself(), self.control.card.token, handles))
 
     def connect_engine(self, description: bytes) -> _Partner:
-        """Return the engine's handle of a peer; see `RealEndpoint.connect_engine`.
-
-        Maps what the peer has registered and is not mapped yet.  A peer in this very process is
-        addressed as it is.
-        """
         try:
             shared = msgspec.msgpack.decode(description, type=_Shared)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -168,7 +148,6 @@ class NvlinkEndpoint(RealEndpoint):
         return partner.mapped[what]
 
     def forget_region(self, peer: PeerState, region: str) -> None:
-        """Release a region; see `RealEndpoint.forget_region`."""
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)
@@ -185,12 +164,6 @@ class NvlinkEndpoint(RealEndpoint):
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `RealEndpoint.post`.
-
-        One kernel, one copy, or one call with all copies, on the peer's stream, and behind it the
-        question when it is done.  A call that fails may have taken some of its descriptors, so
-        bytes may move.
-        """
         partner: _Partner = transfer.peer.handle
         region, batch = transfer.remote, transfer.batch
         there = region.address if partner.here else partner.starts[region.name]
@@ -227,7 +200,6 @@ class NvlinkEndpoint(RealEndpoint):
             self._unmap_all(partner)
 
     def on_lost(self, line: PeerLine) -> None:
-        """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         super().on_lost(line)
         partner = self._partners.get(line.card.token)
         if partner is not None and not partner.moving:
@@ -238,10 +210,6 @@ class NvlinkEndpoint(RealEndpoint):
         return True
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `RealEndpoint.stop_engine`.
-
-        Unless *idle*, everything stays as it is: copies on the streams of peers are under way.
-        """
         if not idle or not isinstance(self.device, CudaDevice):
             return
         for partner in self._partners.values():

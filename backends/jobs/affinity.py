@@ -32,12 +32,9 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQII")  # of version 1: size, policy, flags,
 def shares(ranks: Sequence[RankSpec]) -> dict[str, list[int]]:
     """Return the processors of each of *ranks* if one drives a GPU and there are enough, or nothing: they may roam.
 
-    A rank that drives a GPU spins while it waits, and two that meet on the threads of one core slow each other down
-    until the scheduler parts them.  Neighbouring numbers are threads of one core, or neighbours in one memory: so
-    shares are runs of them.
-
-    Keys are the names of ranks, values ascending numbers of processors, equally many for each rank; what is left
-    over is nobody's.
+    A rank that drives a GPU spins while it waits, and two on the threads of one core slow each other down.
+    Neighbouring numbers are threads of one core, or neighbours in one memory, so shares are runs of them, equally
+    many for each rank.
     """
     here = sorted(os.sched_getaffinity(0))
     each = len(here) // max(1, len(ranks))
@@ -60,13 +57,10 @@ def pace() -> float:
 class QuickProcessor:
     """Moves the calling thread to one of *processors* that no hyperthread neighbour slows down.
 
-    On a virtual machine a processor may be one of the two threads of a core, whose other thread works for another
-    machine: it is half as quick for as long as that lasts.  No counter of the guest tells, but a fixed piece of work
-    does.  The thread is moved and not bound, so that the scheduler may still take it elsewhere and threads that it
-    starts may run on all of *processors*.
-
-    Made on the thread that it is to move, which it takes through all of *processors* once, to know the
-    shortest pace; `look` is then called now and then, by `WallClock.idle`.  *measure* returns seconds.
+    On a virtual machine the other thread of a core may work for another machine, and halve this one's pace.  No
+    counter of the guest tells, but a fixed piece of work does.  The thread is moved and not bound.  It is made on
+    the thread that it moves, which it takes through all of *processors* once, to know the shortest pace;
+    `WallClock.idle` then calls `look` now and then.
     """
 
     def __init__(self, processors: Sequence[int], measure: Callable[[], float] = pace) -> None:
@@ -99,9 +93,9 @@ class QuickProcessor:
 def keep_for(seconds: float) -> None:
     """Let this thread, and those that it starts, keep a processor for *seconds* at a time while others wait for it.
 
-    A thread that wakes up runs at once where one with a longer slice does, and otherwise waits for that slice, or
-    for the next tick of the kernel: up to 4 ms.  Shares of the processor stay what they are.  Linux has it from 6.12
-    on (EEVDF, sched_attr.sched_runtime, 0.1 to 100 ms); elsewhere nothing happens.
+    A thread that wakes up otherwise waits for the next tick of the kernel, up to 4 ms.  Shares of the processor stay
+    what they are.  Linux has it from 6.12 on (EEVDF, sched_attr.sched_runtime, 0.1 to 100 ms); elsewhere nothing
+    happens.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank, from the supervisor's side: how it is started, heard, killed, and what became of it.
-
-A process is made by a `Spawn`: `spawn` starts Python anew; an emulated machine (`backends.emulation.guest.jobs`) and
-suites (`backends.jobs.warm_start`) fork one that has imported what a rank needs.  What it prints goes to a file
-without a name, whose end is part of the error of a rank that died.
-"""
+"""The process of one rank, from the supervisor's side: how it is started, heard, killed, and how it ended."""
 
 from __future__ import annotations
 
@@ -26,7 +21,9 @@ from pdsim.transfer.job import RankResult
 __all__ = ["ChildProcess", "Spawn", "search_path", "spawn"]
 
 Spawn = Callable[[int, IO[bytes]], Any]
-"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
+"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns.
+
+`spawn` starts Python anew; `backends.jobs.warm_start` forks a process that has imported what a rank needs."""
 
 TAIL = 2000
 """Characters of a rank's output that go into the error of a rank that died."""
@@ -51,11 +48,9 @@ def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 class ChildProcess:
-    """One rank's process, from the supervisor's side.
+    """One rank's process, which is started and sent its `Start` when this is made; `stop` leaves nothing behind.
 
-    The process is started when this is made, and sent its `Start`; messages come in
-    through `receive`, which notes the end of the process, too; `stop` leaves nothing behind.
-
+    What it prints goes to a file without a name, whose end is part of the error of a rank that died.
     """
 
     def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
@@ -98,11 +93,6 @@ class ChildProcess:
         """Whether it has ended without a result, or with an error."""
         return self.ended and (self.done is None or bool(self.done.error))
 
-    @property
-    def dying(self) -> bool:
-        """Whether it was killed and its end is not noticed yet."""
-        return bool(self.error) and not self.ended
-
     def end(self, error: str) -> None:
         """Kill the process because of *error*, unless it has ended."""
         if not self.ended:
@@ -134,20 +124,15 @@ class ChildProcess:
         return f"\n{text}" if text else ""
 
     def result(self) -> RankResult:
-        """Return how the rank ended.
-
-        An error of a class that is not pdsim's, and a death, carry the end of what the process printed.
-        """
+        """Return how the rank ended; a death and an error that is not pdsim's carry the end of what it printed."""
         code = self.process.wait()
         died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
         if self.done is None:
             error = self.error or f"{died or 'ended without a result'}{self.tail()}"
             return RankResult(self.name, error=error)
-        error = self.done.error
-        # not one of ours: the traceback is in the output
+        done, error = self.done, self.done.error
         if error and error.partition(":")[0] not in errors.__all__:
             error += self.tail()
         elif not error and died:
             error = f"{self.error or died} after its program had ended{self.tail()}"
-        done = self.done
         return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)

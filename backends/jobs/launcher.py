@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
 
-Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the
-children are killed on the way out), not after SIGKILL (the kernel kills them).  There are no files
-and no ports to clean up: a rank is spoken to over a socket pair, and its output goes to a file that
-has no name.
-
-What is said over the socket is `backends.jobs.supervision`, what a rank does with it
-`backends.jobs.worker`.
+Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed
+on the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is
+spoken to over a socket pair (`backends.jobs.supervision`), and its output goes to a file that has no name.
 """
 
 from __future__ import annotations
@@ -19,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
 from backends.base.zmq_channel import Keys, job_keys
-from backends.collectives.base import Settings
 from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
 from backends.jobs import supervision
@@ -45,53 +41,31 @@ CLOSING = 10.0
 """Seconds more that a rank may take, after its program, to close what it has open."""
 
 
+@dataclass
 class Processes:
-    """A `Target` on this machine: every rank is a process.
+    """A `Target` on this machine: every rank is a process, on the GPU of it that its `Place` names, or on the host.
 
-    A rank whose `Place` names a GPU is on that of this machine, any other on the host.
-
-    *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
-    *silence*: seconds after which a rank is killed whose clock does not go, because its process is stopped or hangs;
-    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
-    *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that
-    share a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the
-    *nodes*, which then are network namespaces of this machine with addresses of their own; without one, all are this
-    machine. *progress* is called now and then with the seconds since the start and what a rank has counted.
-
-    One object may run several jobs; *lateness* collects what the packet forwarder reports of each.  Raise a
-    `ValueError` for times and capacities that are not positive.
+    One object may run several jobs.  Ranks that share a GPU share what it really has.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        deadline: float = 3600.0,
-        bind: str = "127.0.0.1",
-        device_capacity: int = 4 << 30,
-        startup: float = 60.0,
-        spawn: Spawn = spawn,
-        gpu_capacity: int = 4 << 30,
-        collective: Collective | None = None,
-        link: NetworkLink | None = None,
-        nodes: int = 1,
-        silence: float = SILENCE,
-        progress: Callable[[float, int, int], None] = lambda *_: None,
-    ) -> None:
-        positive("Processes", deadline=deadline, startup=startup, silence=silence)
-        positive("Processes", device_capacity=device_capacity, gpu_capacity=gpu_capacity)
-        self.engine = engine
-        self.deadline = deadline
-        self.bind = bind
-        self.device_capacity = device_capacity
-        self.startup = startup
-        self.silence = silence
-        self.collective = collective
-        self.spawn = spawn
-        self.gpu_capacity = gpu_capacity
-        self.link = link
-        self.nodes = nodes
-        self.progress = progress
-        self.lateness: list[Lateness] = []  # of the packet forwarder, in each job so far
+    engine: Engine
+    deadline: float = 3600.0  # seconds after which ranks that still run are killed
+    bind: str = "127.0.0.1"  # the address that ranks listen on
+    device_capacity: int = 4 << 30  # bytes that each rank on the host may allocate
+    startup: float = 60.0  # seconds for all ranks to get ready
+    spawn: Spawn = spawn  # starts a rank's process
+    gpu_capacity: int = 4 << 30  # bytes that each rank on a GPU may allocate
+    collective: Collective | None = None  # what groups of ranks gather with
+    link: NetworkLink | None = None  # joins the nodes, which then are network namespaces of this machine
+    nodes: int = 1
+    silence: float = SILENCE  # seconds after which a rank is killed whose clock does not go
+    # called now and then with the seconds since the start and what a rank has counted
+    progress: Callable[[float, int, int], None] = lambda *_: None
+    lateness: list[Lateness] = field(default_factory=list)  # of the packet forwarder, in each job so far
+
+    def __post_init__(self) -> None:
+        positive("Processes", deadline=self.deadline, startup=self.startup, silence=self.silence)
+        positive("Processes", device_capacity=self.device_capacity, gpu_capacity=self.gpu_capacity)
 
     @property
     def notes(self) -> list[str]:
@@ -158,16 +132,12 @@ class Processes:
             program=spec.program,
             arguments=spec.arguments,
             peers=[name for name in keys.public if name != spec.name],
-            implementation=self.engine.implementation,
-            engine=self.engine.name,
-            timeout=self.engine.timeout,
-            options=dict(self.engine.options),
-            threads=self.engine.threads,
+            engine=self.engine,
             bind=self.bind if network is None else network.address(spec.place.node),
             device="" if network is None else namespaces.DEVICE,
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
             gpu=spec.place.gpu,
-            collective=_settings(self.collective),
+            collective=self.collective,
             processors=processors,
         )
 
@@ -178,20 +148,10 @@ def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[f
     return sorted([*stops, *((end, name, signal.SIGCONT.value) for name, _, end in spans)])
 
 
-def _settings(library: Collective | None) -> Settings | None:
-    if library is None:
-        return None
-    return Settings(
-        library.name, library.implementation, library.grow, library.check, library.timeout, library.timing
-    )
-
-
 class _ProcessJob:
-    """All children of one run.
+    """All children of one run; its end kills them, and then waits for them.
 
-    A context manager: whatever happens, its end kills all children, and then waits for them.  The
-    steps are `start` for each rank, `until_ready`, `go`, `until_done` and `outcome`.  Messages of
-    all children are waited for with one selector.
+    The steps are `start` for each rank, `until_ready`, `go`, `until_done` and `outcome`.
     """
 
     def __init__(self, startup: float, silence: float, progress: Callable[[float, int, int], None]) -> None:
@@ -305,7 +265,7 @@ class _ProcessJob:
                 limit = max(limit, self._startup)
             elif child.done is not None:
                 limit += CLOSING
-            if now - child.heard > limit and not child.ended and not child.dying:
+            if now - child.heard > limit and not child.ended and not child.error:
                 silent.append((child, limit))
         return silent
 

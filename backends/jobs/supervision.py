@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from backends.base.zmq_channel import Keys
-from backends.collectives.base import Settings
 from pdsim.core.errors import MessageError, PeerLost
+from pdsim.hardware.costs import Collective, Engine
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import plain
 
@@ -40,28 +40,19 @@ _LARGEST = 1 << 33
 
 
 class Start(msgspec.Struct, tag=True):
-    """Supervisor to worker: what to become.
-
-    *program* is ``"module:function"``, *implementation* the entry point of the endpoint class, *timeout* the
-    deadline of a transfer in seconds, *bind* the address to listen on, *capacity* bytes of memory, *gpu* the number
-    of a GPU or None.
-    """
+    """Supervisor to worker: what to become."""
 
     name: str
     keys: Keys
-    program: str
+    program: str  # ``"module:function"``
     arguments: Mapping[str, Any]
     peers: list[str]
-    implementation: str
-    engine: str
-    timeout: float
-    options: dict[str, str]
-    threads: int
-    bind: str
-    capacity: int
-    gpu: int | None
+    engine: Engine
+    collective: Collective | None
+    bind: str  # the address to listen on
+    capacity: int  # bytes of memory
+    gpu: int | None  # its number
     device: str  # of its network, where that is not the machine's
-    collective: Settings | None
     processors: list[int]  # that it stays on; none: it may roam
 
 
@@ -88,10 +79,7 @@ class Moved(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """Worker to supervisor: the clock of this rank still goes.
-
-    *done* of *of* pieces of work are done, if it counts.
-    """
+    """Worker to supervisor: the clock of this rank still goes; *done* of *of* pieces of work, if it counts."""
 
     done: int = 0
     of: int = 0
@@ -105,17 +93,14 @@ class WorkerFailed(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """Worker to supervisor: how the program ended.
-
-    *pools* has the peak use of each pool, 0 to 1, *events* how many the clock has processed.
-    """
+    """Worker to supervisor: how the program ended."""
 
     value: Any
     error: str
     engine: str
     transfers: list[TransferRecord]
-    pools: dict[str, float]
-    events: int
+    pools: dict[str, float]  # peak use of each, 0 to 1
+    events: int  # that the clock has processed
     refused: int  # messages and connections
 
 
@@ -144,10 +129,7 @@ def send(connection: socket.socket, message: Message, wait: bool = True) -> None
 
 
 class Decoder:
-    """Puts messages together from the pieces that a socket delivers.
-
-    One for each connection.  After a `MessageError` nothing more can be read from it.
-    """
+    """Puts messages together from the pieces that a socket delivers; one for each connection."""
 
     def __init__(self) -> None:
         self._pieces = bytearray()
@@ -161,7 +143,7 @@ class Decoder:
         return max(1, _LENGTH.size + int(length) - len(self._pieces))
 
     def feed(self, piece: bytes) -> list[Message]:
-        """Return the messages that are complete now.  Raise a `MessageError` if there is none in what came."""
+        """Return the messages that are complete now.  After a `MessageError` nothing more can be read."""
         self._pieces += piece
         messages: list[Message] = []
         while len(self._pieces) >= _LENGTH.size:

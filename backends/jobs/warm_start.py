@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts ranks in a third of the processor's time, for suites that start hundreds: forks of one process.
+"""Ranks that are forks of a process that has imported what they need, for suites that start hundreds.
 
-A `WarmStart` is a `backends.jobs.child_process.Spawn`.  Behind it is a process of its own, ``python -m
-backends.jobs.warm_start FD``, which imports what ranks import and forks one for each request.  It has no engine, no
-thread of pdsim's and nothing of the process that asks but what a start of Python would have of it: the environment,
-the folder, where modules are looked for, and the processors.
-
-A measurement does not use it: what a rank is made of should not depend on those before it.
+Behind a `WarmStart` is ``python -m backends.jobs.warm_start FD MODULE...``, which has no engine, no thread of
+pdsim's and nothing of the process that asks but what a start of Python would have of it.  Engines do not survive a
+fork, and a measurement does not use it: what a rank is made of should not depend on those before it.
 """
 
 from __future__ import annotations
@@ -20,26 +17,80 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+from backends.jobs import worker
 from backends.jobs.child_process import search_path
-from backends.jobs.forked_rank import ForkedRank, become
 from pdsim.core.errors import TransferError
 
-__all__ = ["WarmStart"]
+__all__ = ["ForkedRank", "WarmStart", "become"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE = 60.0  # seconds for all that it imports, on a busy machine
 _ENDED = "the process that forks ranks has ended; start the job again"
 
 
-class WarmStart:
-    """Starts ranks as forks of one process, which is started with the first of them and ends with this one.
+class ForkedRank:
+    """A forked child of this process, with what `backends.jobs.child_process` uses of a `Popen`."""
 
-    *modules* are imported there: what ranks import, none of which may start an engine.  As a context manager it
-    ends that process, `process`, at the end of the block.
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended, or None if it has not."""
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Return how it ended, when it has."""
+        return self._look(0)
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def become(connection: int, output: int, ready: Callable[[], None] = lambda: None) -> NoReturn:
+    """Be the rank on the socket *connection*, its output going to *output*, in a process just forked.
+
+    It is in a session of its own, and has none of the other descriptors of the process that forked it: a sibling's
+    connection would outlive the sibling.  *ready* is called first.
+    """
+    try:
+        os.setsid()
+        ready()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.dup(connection), 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        sys.argv[1:] = ["3"]
+        worker.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+class WarmStart:
+    """A `Spawn` that forks one process, which is started with the first rank and ends with this one.
+
+    *modules* are imported there.  As a context manager it ends that process at the end of the block.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -56,7 +107,7 @@ class WarmStart:
             self.process.wait()
 
     def __call__(self, connection: int, output: IO[bytes]) -> ForkedRank:
-        """Start a rank, as `backends.jobs.child_process.Spawn` says.  Raise a `TransferError` if nothing forks."""
+        """Start a rank.  Raise a `TransferError` if nothing forks."""
         line = self._line = self._line or self._started()
         asked = {
             "path": search_path(),
@@ -100,8 +151,7 @@ def _adopt(on: bool) -> None:
 
 
 def _fork(asked: dict[str, Any], connection: int, output: int) -> int:
-    # It is the child of a process that ends at once, so that the supervisor, and not this process, hears how it
-    # ends.
+    # The rank is the child of a process that ends at once, so that the supervisor hears how it ends.
     read, write = os.pipe()
     middle = os.fork()
     if not middle:

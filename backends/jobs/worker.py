@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
 
-In this order: read ``Start``, make clock, memory, endpoint and channel, say
-``WorkerReady``, wait for ``Go``, run the program, say ``Done``, close everything, and leave.  An
-exception before ``Go`` is sent as ``WorkerFailed``.  *FD* is the descriptor of a socket to the
-supervisor, whose messages are `backends.jobs.supervision`'s.
-
-Nothing here is particular to an engine: its class comes from `backends.registry`.  What slows a
-rank down or makes its times uneven is kept away before the program starts: garbage collection of
-what libraries have made, naps longer than asked for, memory that goes back to the system, and
-processors that another rank uses.
+In this order: read ``Start``, make clock, memory, endpoint and channel, say ``WorkerReady`` (or ``WorkerFailed``),
+wait for ``Go``, run the program, say ``Done``, close everything, and leave.  *FD* is a socket to the supervisor.
+What makes times uneven is kept away before the program starts: garbage collection of what libraries have made, naps
+longer than asked for, memory that goes back to the system, and processors that another rank uses.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from typing import Any
 
 from backends.base.device import HostDevice, RealDevice
 from backends.base.zmq_channel import ZmqChannel
-from backends.collectives.libraries import library
+from backends.collectives.base import library
 from backends.collectives.real_group import RealGroups
 from backends.emulation.link import namespaces
 from backends.jobs import supervision
@@ -36,7 +31,6 @@ from backends.jobs.affinity import QuickProcessor
 from backends.registry import load
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Rank
 
@@ -54,8 +48,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _MAPPED = 1 << 27, 1 << 25  # bytes; glibc allows no threshold of mmap above the second
-# a real engine has no use for it
-_NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)
 
 
 class Records:
@@ -77,10 +69,9 @@ class Records:
 
 
 class Pulse:
-    """Tells the supervisor on *connection* every *interval* seconds that the clock of *rank* goes.
+    """Tells the supervisor every *interval* seconds that the clock goes, and every `COUNTED` what *rank* counts.
 
-    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.  A
-    rank that counts its work (`pdsim.transfer.job.Rank.counts`) is asked every `COUNTED` seconds.
+    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.
     """
 
     def __init__(self, connection: socket.socket, rank: Rank, clock: WallClock, interval: float) -> None:
@@ -99,10 +90,7 @@ class Pulse:
 
 
 class Moves:
-    """A `Source`: what the supervisor says on *connection* of ranks that were started again, for *open* to act on.
-
-    Watched only where a job restarts ranks.
-    """
+    """A `Source`: tells *open* of ranks that were started again, as the supervisor says on *connection*."""
 
     def __init__(
         self,
@@ -210,29 +198,16 @@ def _leave(code: int) -> None:
 
 
 def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
-    # Processors are set before libraries start threads, which inherit them.  Raise a `ConfigError` if there is no
-    # such program, and whatever the engine raises.
     module, _, function = start.program.partition(":")
     if start.processors:
         os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
     if start.device:
         namespaces.see_devices()
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
-    engine = Engine(
-        name=start.engine,
-        implementation=start.implementation,
-        vendors=("cpu",),
-        intra=_NO_MODEL,
-        inter=None,
-        timeout=start.timeout,
-        threads=start.threads,
-        options=start.options,
-    )
     clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), Records()
     device = _device(clock, start)
-    endpoint_class = load(start.implementation)
-    endpoint = endpoint_class(
-        keys=start.keys, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
+    endpoint = load(start.engine.implementation)(
+        keys=start.keys, clock=clock, device=device, engine=start.engine, recorder=records, bind=start.bind
     )
     program = getattr(importlib.import_module(module), function, None)
     if program is None:
@@ -255,16 +230,14 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
 
 
 def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
-    # What it returns must be plain data.  An error that is not pdsim's own also prints its traceback,
-    # which the supervisor has in the output of the process.
+    # An error that is not pdsim's own also prints its traceback, for the output of the process.
     value, error = None, ""
     try:
         value = clock.run(clock.process(program(rank, **start.arguments)))
         supervision.check_plain(value)
-    except PdsimError as exception:
-        value, error = None, f"{type(exception).__name__}: {exception}"
     except BaseException as exception:
-        traceback.print_exc()
+        if not isinstance(exception, PdsimError):
+            traceback.print_exc()
         value, error = None, f"{type(exception).__name__}: {exception}"
     device = rank.device
     peaks = device.peak.items()  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from backends.emulation.guest import engines, machine
-from backends.emulation.guest.mori import space
+from backends.emulation.guest import mori as space
 from pdsim.core.errors import BackendUnavailable
 
 

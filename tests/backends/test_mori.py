@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from backends.engines import rocm
+from backends.engines import mori as rocm
 from backends.jobs.launcher import Processes
 from pdsim.core.errors import BackendUnavailable, ConfigError
 from tests.backends import programs

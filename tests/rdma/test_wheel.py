@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from backends.emulation.guest.mori import space
+from backends.emulation.guest import mori as space
 from pdsim.core.errors import BackendUnavailable
 from pdsim.testing.guest import unavailable
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from backends import registry
 from backends.emulation.guest import machine
-from backends.emulation.guest.installed import Recipe
 from backends.emulation.guest.machine import PATIENCE, Guest, boot
-from backends.emulation.guest.server import Server
+from backends.emulation.guest.server import Recipe, Server
 from backends.jobs.launcher import SILENCE
 from pdsim.core.errors import BackendUnavailable
 from pdsim.hardware.costs import Engine
@@ -26,20 +25,14 @@ OWN = 1024
 
 
 class Engines:
-    """The servers of jobs in *guest*, one for each engine, each started when it is first needed.
-
-    A server is kept until the guest ends, since importing a library takes an emulated processor seconds.
-    """
+    """The servers of jobs in *guest*, one for each engine, started when first needed and kept until its end."""
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
         self._servers: dict[str, Server] = {}
 
     def server(self, name: str) -> Server:
-        """Return the server of jobs on *name*, an implementation.
-
-        Raise `BackendUnavailable` if this machine lacks what it is made of.
-        """
+        """Return the server of *name*, an implementation.  Raise `BackendUnavailable` if a part of it is missing."""
         if name not in self._servers:
             recipes = [variant.guest for variant in registry.variants(name) if variant.guest]
             if not recipes:
@@ -84,9 +77,8 @@ class GuestTarget:
 def emulated(engine: Engine, memory: int, silence: float = SILENCE, **options: Any) -> Iterator[GuestTarget]:
     """Yield a target for *engine* in a guest of its own, which has *memory* bytes for ranks; end it on the way out.
 
-    *silence* is that of `backends.jobs.launcher.Processes` on a processor that is not emulated.
-
-    Other *options* are those of `backends.jobs.launcher.Processes`.  The guest gets `OWN` MiB beside *memory*.
+    *silence* and other *options* are those of `backends.jobs.launcher.Processes`, on a processor that is not
+    emulated.
     """
     with boot(memory=(memory >> 20) + OWN) as guest:
         yield GuestTarget(Engines(guest), engine, silence=silence * PATIENCE, **options)
@@ -98,10 +90,7 @@ def backends() -> tuple[str, ...]:
 
 
 def missing_requirements(backend: str) -> str:
-    """Return what keeps *backend* from running in a guest of this machine, all of it, or nothing.
-
-    The answer names packages to install, in one line; it is empty where a guest can be booted.
-    """
+    """Return what keeps *backend* from running in a guest of this machine, all of it in one line, or nothing."""
     recipes = _recipes(backend) if backend in registry.backends() else []
     if not recipes:
         others = ", ".join(backends())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdsim.core.errors import BackendUnavailable
 
-__all__ = ["Image", "cached", "command"]
+__all__ = ["Image", "cache", "cached", "command"]
 
 INIT = Path(__file__).with_name("init")
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
@@ -37,15 +37,18 @@ class Image:
 def cached() -> Image:
     """Return the image in the user's cache; make it there if it is absent, or older than this code.
 
-    The first call downloads two packages and takes a minute or so; the folder's name has a hash of this code in it.
-    Raise `BackendUnavailable` if apt cannot provide them.
+    The first call downloads two packages and takes a minute.  Raise `BackendUnavailable` if apt cannot provide them.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
-    folder = home / "pdsim" / f"rdma-guest-{key}"
+    folder = cache() / f"rdma-guest-{key}"
     if not folder.is_dir():
         _make(folder)
     return Image(folder / "vmlinuz", folder / "initrd.xz")
+
+
+def cache() -> Path:
+    """Return the user's cache of pdsim."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdsim"
 
 
 def _make(folder: Path) -> None:
@@ -86,7 +89,7 @@ def _unpack(package: str, folder: Path) -> None:
 def command(*words: str, cwd: Path | None = None, about: str = "the guest's files are Debian packages") -> str:
     """Run *words* for `DOWNLOAD` seconds at most and return what is printed.
 
-    Raise `BackendUnavailable`, with what it is *about* or with the end of what was said, if that cannot be or fails.
+    Raise `BackendUnavailable`, with what it is *about* or with the end of the output, if that fails.
     """
     try:
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=DOWNLOAD, check=False)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest's side of `backends.emulation.guest.server`.
+"""The guest's side of `backends.emulation.guest.server`: runs jobs, and forks their ranks, with everything imported.
 
-It runs jobs, and forks their ranks, with everything imported.
-
-To import what a rank needs takes an emulated processor ten seconds; a fork takes none.  No engine is started before
-the
-fork: they do not survive one.
+To import what a rank needs takes an emulated processor ten seconds; a fork takes none.
 
 ``python -m backends.emulation.guest.jobs FOLDER ENGINE MODULE`` loads the endpoint of ENGINE and imports MODULE, its
-library.  On the FIFO ``FOLDER/answers`` it says that it is ready, and that it is done with each of the jobs, whose
-paths it takes from the FIFO ``FOLDER/jobs``.
+library.  It says ``ready`` on the FIFO ``FOLDER/answers``, takes the paths of jobs from ``FOLDER/jobs``, and says
+``done`` after each.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from backends.jobs.forked_rank import ForkedRank, become
 from backends.jobs.launcher import Processes
+from backends.jobs.warm_start import ForkedRank, become
 from backends.registry import load
 
 __all__ = ["fork", "main"]
@@ -40,10 +36,7 @@ def fork(connection: int, output: IO[bytes]) -> ForkedRank:
 
 
 def serve(job: Path) -> None:
-    """Run the job at *job*, and leave beside it its `Outcome`, or the exception that kept it from starting.
-
-    The job is a pickled tuple: engine, rank specifications, kill times, restart times, options of `Processes`.
-    """
+    """Run the job at *job*, and leave beside it its `Outcome`, or the exception that kept it from starting."""
     engine, ranks, kill, restart, options = pickle.loads(job.read_bytes())  # noqa: S301 the host wrote it
     for spec in ranks:
         with suppress(ImportError):  # the rank will say so

@@ -3,14 +3,10 @@
 
 The guest sees this machine's root directory; what it writes there is lost, but for `Guest.folder`, which both share
 under the same path.  It has one network card that reaches nothing, and on it soft-RoCE: the RDMA device ``rxe0`` at
-`ADDRESS`, so that a library's real verbs run between processes of the guest.  It proves that code is correct, and
-nothing about speed: emulated processors move tens of MB/s, and `PATIENCE` times longer deadlines suit it.
+`ADDRESS`, so that real verbs run between processes of the guest.  Emulated processors move tens of MB/s.
 
-    with boot() as guest:
-        done = guest.run("ibv_devinfo", timeout=60)  # Completed(status=0, output="hca_id: rxe0 ...")
-
-Nothing outlives the `with` block: not the emulator, which the kernel ends also when this process is killed, and not
-the folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
+Nothing outlives the `with` block of `boot`: not the emulator, which the kernel ends also when this process is
+killed, and not the folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
 """
 
 from __future__ import annotations
@@ -61,11 +57,9 @@ class Completed:
 
 
 class Guest:
-    """A running guest; `boot` makes one.
+    """A running guest; `boot` makes one.  Commands go over its second serial port, one at a time.
 
-    Commands go over a socket that the guest sees as its second serial port, one at a time: `run` and `ask` block
-    until the answer is there.  Raise `GuestFailed` if the guest ends or does not answer 30 s after the command's own
-    limit.
+    Raise `GuestFailed` if the guest ends or does not answer 30 s after the command's own limit.
     """
 
     def __init__(self, folder: Path, control: socket.socket) -> None:
@@ -77,10 +71,7 @@ class Guest:
     def run(
         self, *command: str, timeout: float, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> Completed:
-        """Run *command* as root in the guest for *timeout* seconds at most, with *env* added to its environment.
-
-        Commands run one at a time.  Their paths are those of this machine; files to keep go to `folder`.
-        """
+        """Run *command* as root in the guest for *timeout* seconds at most, with *env* added to its environment."""
         self._count += 1
         name = f"command{self._count}"
         place = self.folder / name
@@ -93,9 +84,9 @@ class Guest:
         return Completed(int(status), (place / "output").read_text(errors="replace"))
 
     def ask(self, folder: str, text: str, timeout: float) -> str:
-        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest.
+        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest; return the next line of ``answers``.
 
-        Return the next line from ``answers``.  It is "late" if none comes for *timeout* seconds.
+        It is "late" if none comes for *timeout* seconds.
         """
         self._count += 1
         return self._told(f"ask {self._count} {folder} {timeout:g} {text}", timeout)
@@ -134,9 +125,6 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
     """Yield a guest with *memory* MiB that is ready within *startup* seconds; end it on the way out.
 
     Raise `BackendUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
-
-    Takes tens of seconds.  Folders that a killed process left behind are removed first.  The block may raise what it
-    likes: the guest ends all the same.
     """
     if missing := missing_requirements():
         raise BackendUnavailable(missing)

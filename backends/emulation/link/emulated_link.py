@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A known link between the nodes of a job on one machine: what ``hw.link`` describes, made real.
 
-Every node is a network namespace, and all that ranks of different nodes say to each other, engines and control
-channel alike, passes `backends.emulation.link.packet_forwarder`, at the rate and with the delay that were asked for.
+Every node is a network namespace, and all that ranks of different nodes say to each other passes the packet
+forwarder, at the rate and with the delay that were asked for.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class Lateness(NamedTuple):
 
 
 class EmulatedLink:
-    """The nodes and the process that carries packets between them.  Made by `joined`.
-
-    Valid within the block of `joined`.  The order is `go` once, when the job's clock starts, and `lateness` at its
-    end.
-    """
+    """The nodes and the process that carries packets between them, within the block of `joined`."""
 
     def __init__(
         self, nodes: list[namespaces.Node], control: socket.socket, forwarder: subprocess.Popen[bytes]
@@ -99,8 +95,6 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
     """Yield *nodes* nodes, joined in a chain by *link*; nothing of them is left afterwards.
 
     Raise `BackendUnavailable` if this process may not make them.
-
-    *link* gives rates in bytes/s, delay in seconds, and changes in seconds after `EmulatedLink.go`.
     """
     with ExitStack() as made:
         ends = []
@@ -120,10 +114,7 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
 
 
 def missing_requirements() -> str:
-    """Return why this process cannot make a link, or nothing if it can.
-
-    It tries: a namespace is made and closed again.
-    """
+    """Return why this process cannot make a link, or nothing if it can: a namespace is made and closed again."""
     try:
         namespaces.make(_address(0), 1500, SETTINGS).close()
     except BackendUnavailable as error:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network namespaces that have no name, each with a TUN device.
 
-What lives in them meets nothing else of the machine.
-
-A namespace is there as long as a process or a descriptor is in it, so that nothing is left behind however all of
-them end.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN, as root has them, and ``/dev/net/tun``.
-
-Not pyroute2: its namespaces are files with names, which outlive a process that is killed; the rest is a few ioctls.
+A namespace is there as long as a process or a descriptor is in it, so nothing is left behind however all of them
+end; those of pyroute2 are files, which outlive a process that is killed.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN,
+as root has them, and ``/dev/net/tun``.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ _QUEUE = 65536
 
 
 class Node(NamedTuple):
-    """One namespace, as descriptors of this process.
-
-    *namespace* may be entered (`entered`); *tun* is non-blocking, and carries IP packets with a header of `HEADER`
-    bytes.
-    """
+    """One namespace, as descriptors of this process: one to be entered, and a non-blocking one of IP packets."""
 
     namespace: int
     tun: int
@@ -56,12 +49,10 @@ class Node(NamedTuple):
 
 
 def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
-    """Return a new namespace whose device has *address* in a network of 24 bits.
+    """Return a new namespace whose device has *address* in a network of 24 bits, and packets of *mtu* bytes.
 
     *settings* are its ``/proc/sys/net`` files, by path from there.  Raise `BackendUnavailable` if this process may
     not.
-
-    A namespace belongs to a thread, so one is started to make it.  *mtu* is in bytes.
     """
     results: list[Node | OSError] = []
 
@@ -84,10 +75,7 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
 
 @contextlib.contextmanager
 def entered(namespace: int) -> Iterator[None]:
-    """Let this thread, and processes that it starts meanwhile, be in *namespace*.
-
-    Other threads of the process stay where they are.  Raise an `OSError` if the kernel refuses.
-    """
+    """Let this thread, and no other, be in *namespace*, and processes that it starts meanwhile."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _call("setns", namespace, _CLONE_NEWNET)

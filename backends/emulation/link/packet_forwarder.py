@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward packets between namespaces: ``python packet_forwarder.py ORDER``, started by the emulated link only.
 
-Nodes stand in a chain, and between two neighbours there is a hop for each direction.  A packet of *n* bytes that
-comes to a hop at time *t* starts when those before it have left, leaves after ``n / rate`` and arrives *delay*
-later, at a node or at the next hop.  None is dropped: at *backlog* bytes under way the devices that feed a hop are
-left unread, so memory is bounded.  What a device itself holds is bounded by TCP's windows.
+Nodes stand in a chain, and between two neighbours there is a hop for each direction.  A packet of *n* bytes starts
+when those before it have left, leaves after ``n / rate`` and arrives *delay* later.  None is dropped: at *backlog*
+bytes under way the devices that feed a hop are left unread.  A hop is *slow* for a while, *stalled* (it goes on
+where it was) or *cut* (what is on the wire then is lost, as is what is sent).
 
-A hop is *slow* for a while (it carries a share), *stalled* (it carries nothing, and goes on where it was) or *cut*
-(what is on the wire then is lost, as is what is sent; what recovers it is TCP).
-
-It needs a processor at once whenever a packet is due, so it counts those that it passed on too late.
-
-Nothing but the standard library is imported: the process is to be up at once, and to do nothing but this.
+Nothing but the standard library is imported, so that the process is up at once.
 """
 
 from __future__ import annotations
@@ -48,11 +43,7 @@ _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 
 
 class Hop:
-    """One direction between two neighbours.
-
-    *rate* is in bytes/s of packets, *delay* in seconds, *backlog* in bytes beyond what the wire itself holds.  Times
-    are those of the monotonic clock, and calls come in ascending order of time.
-    """
+    """One direction between two neighbours, of *rate* bytes/s; calls come in ascending order of monotonic time."""
 
     def __init__(self, rate: float, delay: float, backlog: float) -> None:
         self.flight: deque[tuple[float, bytes]] = deque()  # when each arrives, in order
@@ -120,10 +111,7 @@ class Hop:
 
 
 class ForwarderChain:
-    """All nodes, and the hops up and down between them.
-
-    Node *i* has the address that ends in *i + 1*, by which packets find their way: up to a higher number, or down.
-    """
+    """All nodes, and the hops up and down between them; node *i* has the address that ends in *i + 1*."""
 
     def __init__(self, tuns: Sequence[int], up: Sequence[Hop], down: Sequence[Hop]) -> None:
         self._tuns = tuns
@@ -152,10 +140,7 @@ class ForwarderChain:
             self.worst = max(self.worst, late)
 
     def readable(self) -> list[int]:
-        """Return the devices that may be read: every hop in a direction that they feed has room.
-
-        A device that is not read fills up, and TCP above it waits: that is how memory stays bounded.
-        """
+        """Return the devices that may be read: every hop in a direction that they feed has room."""
         up, down = (any(hop.full for hop in hops) for hops in (self._up, self._down))
         last = len(self._tuns) - 1
         return [tun for node, tun in enumerate(self._tuns) if not (up and node < last) and not (down and node > 0)]
