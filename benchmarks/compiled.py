@@ -37,7 +37,7 @@ RUNS = (
 )
 """Both sides' programs, pages, state and contents, over every path."""
 TESTS = (
-    *(f"tests/sim/test_{name}.py" for name in ("channel", "endpoint", "link", "memory", "posting")),
+    *(f"tests/sim/test_{name}.py" for name in ("endpoint", "hosts", "link", "memory", "posting")),
     *(f"tests/kv/test_{name}.py" for name in ("messages", "pages", "plan", "push", "receiver", "rooms")),
     "tests/test_clock.py",
 )

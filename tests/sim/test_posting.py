@@ -13,23 +13,27 @@ from backends.engines import mooncake
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError, SendQueueFull
-from pdsim.hardware.costs import InlineSaving, Ramp
+from pdsim.hardware.costs import InlineSaving, Jitter, Ramp
+from pdsim.sim.faults import Draws
+from pdsim.sim.model import Model
 from pdsim.sim.network import Network
-from pdsim.sim.posting import CopyEngine, PostingThread, SendQueue
+from pdsim.sim.posting import CopyEngine, PostingShare, PostingThread, PostingThreads, SendQueue
 from pdsim.sim.topology import Route
-from tests.support.machines import cost, machine
+from pdsim.transfer import Batch
+from pdsim.transfer.job import Place, RankSpec
+from tests.support.machines import cost, engine, machine
 
 
 class Bench:
-    """One link of 100 bytes/s out and one in; `log` has (time, tag) of all completions."""
+    """One link of *link* bytes/s out and one in; `log` has (time, tag) of all completions."""
 
-    def __init__(self, way=0.0, **changes):
+    def __init__(self, way=0.0, link=100.0, threads=None, serial=0.0, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
-        self.out = Route((self.network.link("out", 100.0),), way)
-        self.into = Route((self.network.link("in", 100.0),), way)
+        self.out = Route((self.network.link("out", link),), way)
+        self.into = Route((self.network.link("in", link),), way)
         self.model = cost(**changes)
-        self.poster = PostingThread()
+        self.poster = PostingThread(threads and PostingThreads(PostingShare(self.clock, serial, 0.0), threads))
         self.lane = self.new_lane()
         self.log = []
 
@@ -116,8 +120,7 @@ def test_transfers_complete_at(changes, posts, expected):
     bench = Bench(**changes)
     lanes = {"b": bench.lane, "c": bench.new_lane("a>c")}
     for tag, how in posts:
-        how = dict(how)
-        bench.post(tag, lane=lanes[how.pop("peer", "b")], **how)
+        bench.post(tag, lane=lanes[how.get("peer", "b")], **{key: how[key] for key in how.keys() - {"peer"}})
     assert bench.run() == expected
 
 
@@ -126,22 +129,6 @@ def test_inline_saving_is_of_latency_then_of_call(saving, seconds):
     bench = Bench(small=InlineSaving(bytes=100, descriptors=4, saving=saving))
     bench.post("a")
     assert bench.run() == [(seconds, "a")]
-
-
-def test_an_aborted_transfer_is_not_under_way():
-    bench = Bench(**SMALL)
-    bench.lane.abort(bench.post("large", nbytes=200))  # the poster is busy until 2 all the same
-    bench.post("a")
-    assert bench.run() == [(5.25, "a")]
-
-
-def test_a_small_isolated_transfer_takes_what_the_closed_form_says():
-    for saving, stages in itertools.product((0.1, 0.6, 9.0), ({}, {"overlap": True}, PIPELINED)):
-        for nbytes, descriptors in ((77, 1), (100, 4), (100, 5), (101, 4)):
-            bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saving=saving), **stages)
-            bench.post("a", nbytes=nbytes, descriptors=descriptors)
-            ((seconds, _),) = bench.run()
-            assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0), rel=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +152,9 @@ def test_the_first_descriptors_of_a_batch_may_cost_more():
 
 def test_descriptors_beyond_the_largest_batch_cost_more():
     bench = Bench(fresh_descriptor=0.5)
-    first = bench.post("a", descriptors=4).posted
-    assert first == 1 + 4 * (0.25 + 0.5)
-    second = bench.post("b", descriptors=2).posted
-    assert second - first == 1 + 2 * 0.25
-    assert bench.post("c", descriptors=7).posted - second == 1 + 7 * 0.25 + 3 * 0.5
+    ends = [0.0, *(bench.post("a", descriptors=count).posted for count in (4, 2, 7))]
+    took = [after - before for before, after in itertools.pairwise(ends)]
+    assert took == [1 + 4 * (0.25 + 0.5), 1 + 2 * 0.25, 1 + 7 * 0.25 + 3 * 0.5]
 
 
 def test_inward_transfers_use_the_other_direction():
@@ -181,10 +166,9 @@ def test_inward_transfers_use_the_other_direction():
 
 def test_a_peer_connected_during_a_cut_is_as_fast_afterwards():
     bench = Bench(**PIPELINED)
-    link = bench.out.links[0]
-    bench.network.set_capacity(link, 0.0)
+    bench.network.set_capacity(bench.out.links[0], 0.0)
     lane = bench.new_lane("a>c")
-    bench.network.set_capacity(link, 100.0)
+    bench.network.set_capacity(bench.out.links[0], 100.0)
     bench.post("posting", nbytes=50, lane=lane)
     assert bench.run() == [(2.625, "posting")]
 
@@ -200,40 +184,51 @@ def test_a_refusing_queue_takes_no_more_than_its_depth():
         Bench(**REFUSE).post("a", descriptors=5)
 
 
-class TestAbort:
-    """What is aborted is never reported, and makes room."""
+def test_an_aborted_transfer_in_the_queue_makes_room():
+    bench = Bench(**DEPTH)
+    bench.post("a")
+    posting = bench.post("b")
+    assert posting.posted is None
+    bench.lane.abort(posting)
+    bench.lane.abort(posting)
+    bench.post("c")
+    assert bench.run() == [(3.5, "a"), (7.0, "c")]
+    assert bench.lane.outstanding == 0
 
-    def test_in_the_queue(self):
-        bench = Bench(**DEPTH)
-        bench.post("a")
-        posting = bench.post("b")
-        assert posting.posted is None
-        bench.lane.abort(posting)
-        bench.lane.abort(posting)
-        bench.post("c")
-        assert bench.run() == [(3.5, "a"), (7.0, "c")]
-        assert bench.lane.outstanding == 0
 
-    @pytest.mark.parametrize(("at", "carried"), [(1.0, 0.0), (2.5, 50.0), (3.25, 100.0)])
-    def test_while_posting_on_the_wire_or_before_completion(self, at, carried):
-        bench = Bench()
-        posting = bench.post("a")
-        bench.clock.call_at(at, bench.lane.abort, posting)
-        assert bench.run() == []
-        assert (bench.out.links[0].carried, bench.lane.outstanding) == (carried, 0)
+@pytest.mark.parametrize(("at", "carried"), [(1.0, 0.0), (2.5, 50.0), (3.25, 100.0)])
+def test_an_aborted_transfer_is_never_reported(at, carried):
+    bench = Bench()
+    bench.clock.call_at(at, bench.lane.abort, bench.post("a"))
+    assert bench.run() == []
+    assert (bench.out.links[0].carried, bench.lane.outstanding) == (carried, 0)
 
-    def test_makes_room_for_who_waits(self):
-        bench = Bench(**DEPTH)
-        posting = bench.post("a")
-        bench.post("b")
-        bench.clock.call_at(2.5, bench.lane.abort, posting)
-        assert bench.run() == [(6.0, "b")]
+
+def test_an_aborted_transfer_makes_room_and_is_not_under_way():
+    bench = Bench(**DEPTH)
+    posting = bench.post("a")
+    bench.post("b")
+    bench.clock.call_at(2.5, bench.lane.abort, posting)
+    assert bench.run() == [(6.0, "b")]
+    bench = Bench(**SMALL)
+    bench.lane.abort(bench.post("large", nbytes=200))  # the poster is busy until 2 all the same
+    bench.post("a")
+    assert bench.run() == [(5.25, "a")]
+
+
+WIRES = [
+    {},
+    {"rate": 60.0},
+    {"wire_descriptor": 0.3},
+    {"queues": 3, "queue_rate": 25.0},
+    {"queues": 3, "queue_rate": 25.0, "wire_descriptor": 0.3, "rate": 90.0},
+]
 
 
 @pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
 @pytest.mark.parametrize("nbytes", [1, 100, 7777])
 @pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
-@pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
 def test_an_isolated_transfer_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire, read):
     more = {"read": 0.6, "read_descriptor": 0.02, "read_rate": 45.0}
@@ -243,24 +238,111 @@ def test_an_isolated_transfer_takes_what_the_closed_form_says(descriptors, nbyte
     assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0, read=read), rel=1e-14)
 
 
-class TestEvents:
-    """The cost of a transfer in SimPy events does not depend on its descriptors."""
+@pytest.mark.parametrize("saving", [0.1, 0.6, 9.0])
+@pytest.mark.parametrize("stages", [{}, {"overlap": True}, PIPELINED])
+def test_a_small_isolated_transfer_takes_what_the_closed_form_says(saving, stages):
+    for nbytes, descriptors in ((77, 1), (100, 4), (100, 5), (101, 4)):
+        bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saving=saving), **stages)
+        bench.post("a", nbytes=nbytes, descriptors=descriptors)
+        ((seconds, _),) = bench.run()
+        assert seconds == pytest.approx(bench.model.isolated_time(descriptors, nbytes, 100.0), rel=1e-14)
 
-    @pytest.mark.parametrize("descriptors", [1, 100_000])
-    @pytest.mark.parametrize(
-        ("overlap", "pipelined", "expected"), [(True, False, 2), (False, False, 3), (True, True, 3)]
-    )
-    def test_alone(self, descriptors, overlap, pipelined, expected):
-        bench = Bench(overlap=overlap, pipelined=pipelined)
-        bench.post("a", descriptors=descriptors)
-        bench.run()
-        assert bench.clock.scheduled() == expected
+
+@pytest.mark.parametrize("descriptors", [1, 100_000])
+@pytest.mark.parametrize(("stages", "events"), [({"overlap": True}, 2), ({}, 3), (PIPELINED, 3)])
+def test_the_events_of_a_transfer_do_not_depend_on_its_descriptors(descriptors, stages, events):
+    bench = Bench(**stages)
+    bench.post("a", descriptors=descriptors)
+    bench.run()
+    assert bench.clock.scheduled() == events
+
+
+# --- several threads that post -------------------------------------------------------------------------------------
+
+
+def threads(threads, serial, *posts, **changes):
+    """Return the completions of *posts* over a link of 1000 bytes/s by *threads* that share *serial* of their work."""
+    bench = Bench(link=1000.0, threads=threads, serial=serial, **changes)
+    for tag, how in posts:
+        bench.post(tag, **({"nbytes": 1000} | how))
+    return bench.run()
+
+
+@pytest.mark.parametrize(("serial", "slower"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
+def test_two_threads_slow_each_other_by_what_they_share(serial, slower):
+    # both posted at 2 * slower, and share the link from there
+    assert threads(2, serial, post(), post("b")) == [(2.0 * slower + 2.5, "a"), (2.0 * slower + 2.5, "b")]
+
+
+def test_a_later_thread_slows_the_rest_and_its_end_frees_it():
+    # a has 1 s left at 1.0: done at 2.5; b has 3 s, of which 1 is done by then, and goes on alone until 4.5
+    ends = threads(2, 0.5, post(), post("b", at=1.0, descriptors=8, nbytes=10))
+    assert ends == [(4.0, "a"), (pytest.approx(5.01, abs=1e-12), "b")]
+
+
+def test_transfers_wait_for_a_thread_in_their_order():
+    ends = threads(1, 1.0, *(post(tag, nbytes=0) for tag in "abc"))
+    assert ends == [(2.5, "a"), (4.5, "b"), (6.5, "c")]
+
+
+def test_the_wire_of_a_thread_starts_and_ends_with_its_posting():
+    assert threads(2, 0.5, post(), post("b"), overlap=True) == [(3.5, "a"), (3.5, "b")]  # the wire long before
+    assert threads(2, 0.5, post(nbytes=6000), overlap=True) == [(6.5, "a")]
+
+
+def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
+    bench = Bench(link=1000.0, threads=1, serial=1.0)
+    bench.post("a", nbytes=1000)
+    bench.lane.abort(bench.post("b", nbytes=1000))
+    bench.post("c", nbytes=1000)
+    assert bench.run() == [(3.5, "a"), (5.5, "c")]
+
+
+def test_threads_and_processes_slow_each_other_by_shares_of_their_own():
+    clock, log = Clock(), []
+    share = PostingShare(clock, 0.5, 0.25)
+    pair, single = PostingThreads(share, 2), PostingThreads(share, 1)
+    for thread, tag in ((pair, "a"), (pair, "b"), (single, "c")):
+        thread.post(2.0, lambda _: None, lambda tag: log.append((clock.now, tag)), tag)
+    clock.run()  # a and b go on 1.75 times as slowly, c 1.5: c is done at 3, and from there on a and b have 1.5
+    assert log == [(3.0, "c"), (pytest.approx(3.0 + (2.0 - 3.0 / 1.75) * 1.5), "a"), (log[1][0], "b")]
+
+
+def sends(rank, index):
+    region = rank.endpoint.register(rank.device.allocate(100), "kv")
+    message = yield rank.channel.receive()
+    peer = rank.endpoint.connect(message.payload)
+    yield rank.clock.timeout(10.0 - rank.clock.now)
+    zero = [0, 25, 50, 75]
+    record = yield rank.endpoint.write(peer, Batch(region, peer.regions["kv"], zero, zero, [25] * 4))
+    rank.channel.send(message.sender, b"")
+    return record.completed - record.submitted
+
+
+def receives(rank, index):
+    rank.endpoint.register(rank.device.allocate(100), "kv")
+    rank.channel.send(f"sends{index}", rank.endpoint.address())
+    yield rank.channel.receive()
+
+
+@pytest.mark.parametrize(("places", "seconds"), [((0, 0), 3.0 + 2.0), ((0, 1), 2.0 + 1.0)])
+def test_ranks_of_one_gpu_share_what_the_engine_says(places, seconds):  # posting 2 s of work, then 1 s of a port
+    specs = [
+        RankSpec(f"{name}{index}", f"{__name__}:{name}", Place(0, gpu), {"index": index})
+        for name, gpus in (("sends", places), ("receives", (2, 3)))
+        for index, gpu in enumerate(gpus)
+    ]
+    ranks = Model(machine(), replace(engine(cost(latency=0.0)), between=0.5)).run(specs).ranks
+    assert [ranks[name].value for name in ("sends0", "sends1")] == [seconds, seconds]
+
+
+# --- copy engines --------------------------------------------------------------------------------------------------
 
 
 class Crossing:
     """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
 
-    def __init__(self, gpu=None, streams=False, within=False, **changes):
+    def __init__(self, gpu=None, streams=False, within=False, draws=None, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
@@ -268,11 +350,11 @@ class Crossing:
         self.lanes = {}
         ports = {name: self.network.link(name, 100.0) for name in "abcd"}
         for source in "ab":
-            poster, copier = PostingThread(), CopyEngine(self.clock, gpu, streams=streams, within=within)
+            poster, copier = PostingThread(), CopyEngine(self.clock, gpu, draws, streams=streams, within=within)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
                 name = source + sink
-                self.lanes[name] = SendQueue(self.network, poster, self.model, way, back, name, copier)
+                self.lanes[name] = SendQueue(self.network, poster, self.model, way, back, name, copier, draws)
 
     def post(self, *names, nbytes=100):
         return [self.lanes[name].post(nbytes, 1, False, self.done, name) for name in names]
@@ -436,3 +518,32 @@ class TestRousing:
 
         crossing.clock.call_at(4.0, stop, None)
         assert crossing.run() == [(5.5, "ad")]
+
+
+# --- jitter --------------------------------------------------------------------------------------------------------
+
+
+def convoy(draws=None):
+    """Return the completions of two sources that post to the same two sinks in the same order."""
+    crossing = Crossing(draws=draws)
+    crossing.post(*("ac", "ad", "bc", "bd") * 20)
+    return crossing.run()
+
+
+def test_jitter_breaks_a_convoy_that_clockwork_keeps():
+    assert convoy()[-1][0] == 80.0  # 40 transfers of a second from each source, at half the rate
+    assert convoy(Draws(Jitter(copies=0.3), 3))[-1][0] < 70.0
+
+
+def test_one_seed_gives_one_run_and_another_another():
+    jitter = Jitter(starts=0.01, copies=0.01)
+    assert convoy(Draws(jitter, 3)) == convoy(Draws(jitter, 3))
+    assert convoy(Draws(jitter, 3)) != convoy(Draws(jitter, 4))
+
+
+def test_delays_lie_between_nothing_and_what_is_set():
+    draws = Draws(Jitter(starts=2.0), 0)
+    delays = [draws.start() for _ in range(1000)]
+    assert 0.0 <= min(delays) < 0.1
+    assert 1.9 < max(delays) < 2.0
+    assert draws.copy() == 0.0

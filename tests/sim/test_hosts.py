@@ -1,0 +1,97 @@
+"""Hosts on the model: when messages arrive, and when a rank acts upon what comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdsim.core.clock import Clock
+from pdsim.hardware.machine import Host
+from pdsim.sim.hosts import HostLatency, SimChannel
+from pdsim.sim.model import Model
+from tests.support.machines import engine, machine, run
+
+HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
+LONG = b"x" * 20
+SLEEPY = replace(HOST, tcp_rate=1e9, wake=1.0, idle_wake=4.0, idle_after=10.0)
+
+
+def heard(*sends, host=HOST, closes=""):
+    """Return when, from whom and what each rank hears of *sends*: (sender, receiver, payload)."""
+    clock, ranks, log = Clock(), {}, []
+    for name in "abc":
+        channel = SimChannel(name, host, clock, clock, ranks, host_latency=HostLatency(host))
+        channel.subscribe(lambda message: log.append((clock.now, *message)))
+    for sender, receiver, payload in sends:
+        ranks[sender].send(receiver, payload)
+    for name in closes:
+        ranks[name].close()
+        ranks[name].send("b", b"from beyond")
+    clock.run()
+    return log
+
+
+@pytest.mark.parametrize(
+    ("sends", "how", "expected"),
+    [
+        # two seconds of its length, and the latency
+        ([("a", "b", LONG)], {}, [(2.5, "a", LONG)]),
+        # those to one receiver leave one after the other
+        ([("a", "b", LONG), ("a", "b", b"y"), ("a", "b", b"")], {}, [(2.5, "a", LONG), (2.6, "a", b"y"), (2.6, "a", b"")]),
+        # those of other pairs do not wait
+        ([("a", "b", LONG), ("a", "c", b"y"), ("c", "b", b"z")], {}, [(0.6, "a", b"y"), (0.6, "c", b"z"), (2.5, "a", LONG)]),
+        # the receiver acts when it has woken up
+        ([("a", "b", b"x" * 10)], {"host": replace(HOST, wake=0.25)}, [(1.75, "a", b"x" * 10)]),
+        # what is on its way survives its sender, and nothing follows
+        ([("a", "b", b"last words")], {"closes": "a"}, [(1.5, "a", b"last words")]),
+        ([("a", "b", b"")], {"closes": "b"}, []),
+    ],
+)  # fmt: skip
+def test_messages_arrive_at(sends, how, expected):
+    assert heard(*sends, **how) == expected
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "expected"),
+    [
+        ((2.0, 13.0, 13.5), [3.0, 14.0, 14.5]),  # 10 s after it acted, not longer
+        ((2.0, 13.5), [3.0, 18.5]),  # after a rest later still
+        ((13.5, 20.0), [18.5, 21.0]),  # what it acts upon keeps it warm
+        ((13.5, 18.5, 28.0), [18.5, 19.5, 29.0]),  # and so does what only came
+    ],
+)
+def test_a_rank_that_was_idle_acts_later(arrivals, expected):
+    latency = HostLatency(SLEEPY)
+    assert [latency.acts(at) for at in arrivals] == expected
+    assert HostLatency(SLEEPY, now=100.0).acts(105.0) == 106.0  # warm when it starts
+
+
+def test_nothing_overtakes_what_came_before():
+    latency = HostLatency(SLEEPY)
+    first, second, third = (latency.acts(at) for at in (11.0, 11.0, 12.5))
+    assert first == 16.0
+    assert first < second < third == pytest.approx(16.0)
+
+
+def speaker(rank):
+    for seconds in (2.0, 20.0):
+        yield rank.device.compute(seconds)
+        rank.channel.send("listener", b"")
+    return rank.clock.now
+
+
+def listener(rank):
+    collected = []
+    for _ in range(2):
+        yield rank.channel.receive()
+        collected.append(rank.clock.now)
+    return collected
+
+
+def test_computations_and_messages_wake_ranks_that_were_idle():
+    plain = machine()
+    model = Model(replace(plain, host=replace(SLEEPY, memory=plain.host.memory)), engine())
+    ranks = run(speaker, listener, model=model).ranks
+    # the speaker acts at 3, and computes till 23: idle, it acts at 28
+    assert (ranks["speaker"].value, ranks["listener"].value) == (28.0, [4.5, 33.5])
