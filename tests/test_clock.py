@@ -12,6 +12,9 @@ from simpy.core import EmptySchedule
 from pdsim.core.clock import LAST, Alarm, Clock, Mailbox, WallClock, fire
 from pdsim.core.errors import NeverPaused
 
+PATIENCE = 10.0
+"""Seconds that a busy machine may take for next to nothing."""
+
 
 @pytest.fixture
 def clock():
@@ -30,121 +33,112 @@ def log():
     return []
 
 
-class TestAbsoluteTimes:
-    def test_an_event_happens_at_its_time_and_not_a_rounding_off(self, clock):
-        clock.run(until=0.2)
-        clock.run(until=clock.at(0.9))
-        assert clock.now == 0.9
-        assert 0.2 + (0.9 - 0.2) != 0.9
+def ended(clock, log):
+    clock.run()
+    return log
 
-    def test_an_event_carries_its_value(self, clock):
-        assert clock.run(until=clock.at(1.0, "here")) == "here"
 
-    def test_equal_times_keep_the_order_of_scheduling(self, clock, log):
-        for name in "abc":
-            clock.call_at(1.0, log.append, name)
-        clock.run()
-        assert log == ["a", "b", "c"]
+# --- absolute times ------------------------------------------------------------------------------------------------
 
-    def test_the_past_is_refused(self, clock):
-        clock.run(until=2.0)
+
+def test_an_event_happens_at_its_time_and_not_a_rounding_off(clock):
+    clock.run(until=0.2)
+    assert clock.run(until=clock.at(0.9, "here")) == "here"
+    assert clock.now == 0.9
+    assert 0.2 + (0.9 - 0.2) != 0.9
+
+
+def test_equal_times_keep_the_order_of_scheduling(clock, log):
+    for name in "abc":
+        clock.call_at(1.0, log.append, name)
+    assert ended(clock, log) == ["a", "b", "c"]
+
+
+def test_the_past_is_refused_and_now_is_not_the_past(clock, log):
+    clock.run(until=2.0)
+    for call in (lambda: clock.at(1.0), lambda: clock.call_at(1.0, log.append, "virtual")):
         with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
-            clock.at(1.0)
-
-    def test_a_past_call_is_refused_or_made_at_once(self, clock, wall, log):
-        clock.run(until=2.0)
-        with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
-            clock.call_at(1.0, log.append, "virtual")
-        wall.call_at(-1.0, log.append, "real")
-        wall.run(until=wall.timeout(0.001))
-        assert log == ["real"]
-
-    def test_now_is_not_the_past(self, clock, log):
-        clock.run(until=2.0)
-        clock.call_at(2.0, log.append, "now")
-        clock.run()
-        assert log == ["now"]
+            call()
+    clock.call_at(2.0, log.append, "now")
+    assert ended(clock, log) == ["now"]
 
 
-class TestAlarm:
-    def test_fires_at_its_time_and_again(self, clock, log):
-        alarm = Alarm(clock, lambda _: log.append(clock.now))
-        alarm.arm(1.0)
-        clock.run()
-        alarm.arm(2.5)
-        clock.run()
-        assert log == [1.0, 2.5]
-
-    def test_may_be_armed_while_it_fires(self, clock, log):
-        def wake(alarm):
-            log.append(clock.now)
-            if clock.now < 3.0:
-                alarm.arm(clock.now + 1.0)
-
-        Alarm(clock, wake).arm(1.0)
-        clock.run()
-        assert log == [1.0, 2.0, 3.0]
-
-    def test_must_not_be_armed_twice(self, clock):
-        alarm = Alarm(clock, lambda _: None)
-        assert not alarm.armed
-        alarm.arm(1.0)
-        assert alarm.armed
-        with pytest.raises(RuntimeError, match="armed already"):
-            alarm.arm(2.0)
-
-    def test_with_the_last_priority_comes_after_all_else_of_its_instant(self, clock, log):
-        Alarm(clock, lambda _: log.append("alarm"), LAST).arm(1.0)
-
-        def chain():
-            yield clock.at(1.0)
-            yield clock.timeout(0)
-            log.append("process")
-
-        clock.process(chain())
-        clock.run()
-        assert log == ["process", "alarm"]
+# --- alarms --------------------------------------------------------------------------------------------------------
 
 
-class TestFire:
-    def test_runs_the_callbacks_at_once_and_costs_no_event(self, clock, log):
-        event = clock.event()
-        event.callbacks.append(lambda event: log.append(event.value))
-        fire(event, "value")
-        assert log == ["value"]
-        assert event.processed
-        assert clock.peek() == float("inf")
+def test_an_alarm_may_be_armed_while_it_fires_but_not_twice(clock, log):
+    def wake(alarm):
+        log.append(clock.now)
+        if clock.now < 3.0:
+            alarm.arm(clock.now + 1.0)
 
-    def test_resumes_a_process(self, clock, log):
-        event = clock.event()
+    alarm = Alarm(clock, wake)
+    alarm.arm(1.0)
+    assert alarm.armed
+    with pytest.raises(RuntimeError, match="armed already"):
+        alarm.arm(2.0)
+    assert ended(clock, log) == [1.0, 2.0, 3.0]
+    alarm.arm(4.5)
+    assert ended(clock, log) == [1.0, 2.0, 3.0, 4.5]
 
-        def wait():
-            log.append((yield event))
 
-        clock.process(wait())
-        clock.call_at(1.0, lambda _: fire(event, "value"), None)
-        clock.run()
-        assert log == ["value"]
+def test_an_alarm_with_the_last_priority_ends_its_instant(clock, log):
+    Alarm(clock, lambda _: log.append("alarm"), LAST).arm(1.0)
 
-    def test_throws_the_exception_of_a_failure(self, clock, log):
-        event = clock.event()
+    def chain():
+        yield clock.at(1.0)
+        yield clock.timeout(0)
+        log.append("process")
 
-        def wait():
-            try:
-                yield event
-            except KeyError as error:
-                log.append(error.args)
+    clock.process(chain())
+    assert ended(clock, log) == ["process", "alarm"]
 
-        clock.process(wait())
-        clock.call_at(1.0, lambda _: fire(event, KeyError("k"), ok=False), None)
-        clock.run()
-        assert log == [("k",)]
 
-    def test_is_once_only(self, clock):
-        event = clock.event()
+# --- fire ----------------------------------------------------------------------------------------------------------
+
+
+def test_firing_runs_the_callbacks_at_once_and_costs_no_event(clock, log):
+    event = clock.event()
+    event.callbacks.append(lambda event: log.append(event.value))
+    fire(event, "value")
+    assert log == ["value"]
+    assert event.processed
+    assert clock.peek() == float("inf")
+    with pytest.raises(RuntimeError, match="triggered already"):
         fire(event)
-        with pytest.raises(RuntimeError, match="triggered already"):
-            fire(event)
+
+
+@pytest.mark.parametrize(("value", "ok"), [("value", True), (KeyError("value"), False)])
+def test_firing_resumes_a_process_with_a_value_or_an_error(clock, log, value, ok):
+    event = clock.event()
+
+    def wait():
+        try:
+            log.append((yield event))
+        except KeyError as error:
+            log.append(error.args[0])
+
+    clock.process(wait())
+    clock.call_at(1.0, lambda _: fire(event, value, ok=ok), None)
+    assert ended(clock, log) == ["value"]
+
+
+@pytest.mark.parametrize("kind", ["clock", "wall"])
+def test_only_a_modelled_rank_s_clock_may_be_paused(kind, request, log):
+    clock = request.getfixturevalue(kind)
+    event = clock.event()
+    event.callbacks.append(log.append)
+    clock.paused = True
+    words = f"^Event deferred by {type(clock).__name__}, paused=True, halted=False: .*RankClock.pause$"
+    with pytest.raises(NeverPaused, match=words):
+        fire(event, "here")
+    with pytest.raises(NeverPaused, match="call deferred by"):
+        clock.defer(log.append, None)
+    assert event.callbacks == [log.append]
+    assert not log
+
+
+# --- mailboxes -----------------------------------------------------------------------------------------------------
 
 
 def collect(clock, mailbox, log):
@@ -153,54 +147,34 @@ def collect(clock, mailbox, log):
         log.append((clock.now, item))
 
 
-class TestListener:
-    def test_hears_of_an_item_at_once(self, clock, log):
-        mailbox = Mailbox(clock)
+def test_a_listener_hears_of_what_is_kept_and_what_comes(clock, log):
+    mailbox = Mailbox(clock)
+    mailbox.put("a")
+    mailbox.listen(log.append)
+    mailbox.put("b")
+    assert ended(clock, log) == ["a", "b"]
+    mailbox.deliver("c")
+    assert log == ["a", "b", "c"]
+    assert len(mailbox) == 0
+    with pytest.raises(RuntimeError, match="has a listener already"):
         mailbox.listen(log.append)
-        mailbox.deliver("a")
-        assert log == ["a"]
-        mailbox.put("b")
-        assert log == ["a"]
-        clock.run()
-        assert log == ["a", "b"]
-        assert len(mailbox) == 0
-
-    def test_gets_what_came_before_it(self, clock, log):
-        mailbox = Mailbox(clock)
-        mailbox.put("a")
-        mailbox.listen(log.append)
-        mailbox.put("b")
-        clock.run()
-        assert log == ["a", "b"]
-
-    def test_has_no_rival(self, clock, log):
-        mailbox = Mailbox(clock)
-        mailbox.listen(log.append)
-        with pytest.raises(RuntimeError, match="has a listener already"):
-            mailbox.listen(log.append)
 
 
-@pytest.mark.parametrize("put", [Mailbox.put, Mailbox.deliver])
+@pytest.mark.parametrize(("put", "events"), [(Mailbox.put, 1), (Mailbox.deliver, 0)])
 class TestMailbox:
-    def test_keeps_the_order(self, clock, log, put):
-        mailbox = Mailbox(clock)
-        for item in "ab":
-            put(mailbox, item)
-        clock.process(collect(clock, mailbox, log))
-        clock.call_at(1.0, lambda item: put(mailbox, item), "c")
-        clock.run()
-        assert log == [(0.0, "a"), (0.0, "b"), (1.0, "c")]
-
-    def test_serves_the_longest_waiting_first(self, clock, put):
+    def test_keeps_the_order_and_serves_the_longest_waiting_first(self, clock, put, events):
         mailbox, one, other = Mailbox(clock), [], []
+        put(mailbox, "a")
+        put(mailbox, "b")
         clock.process(collect(clock, mailbox, one))
         clock.process(collect(clock, mailbox, other))
-        for at, item in ((1.0, "a"), (2.0, "b"), (3.0, "c")):
+        for at, item in ((1.0, "c"), (2.0, "d"), (3.0, "e")):
             clock.call_at(at, lambda item: put(mailbox, item), item)
         clock.run()
-        assert (one, other) == ([(1.0, "a"), (3.0, "c")], [(2.0, "b")])
+        assert one == [(0.0, "a"), (1.0, "c"), (3.0, "e")]
+        assert other == [(0.0, "b"), (2.0, "d")]
 
-    def test_an_item_whose_waiter_was_interrupted_waits_for_the_next(self, clock, log, put):
+    def test_keeps_an_item_whose_waiter_was_interrupted(self, clock, log, put, events):
         mailbox = Mailbox(clock)
 
         def wait():
@@ -212,11 +186,10 @@ class TestMailbox:
         process = clock.process(wait())
         clock.call_at(1.0, lambda _: process.interrupt(), None)
         clock.call_at(2.0, lambda _: put(mailbox, "item"), None)
-        clock.run()
-        assert log == ["interrupted"]
+        assert ended(clock, log) == ["interrupted"]
         assert mailbox.drain() == ["item"]
 
-    def test_an_item_that_comes_with_the_deadline_is_not_lost(self, clock, log, put):
+    def test_loses_no_item_that_comes_with_the_deadline(self, clock, log, put, events):
         mailbox = Mailbox(clock)
 
         def wait():
@@ -230,7 +203,7 @@ class TestMailbox:
         clock.run()
         assert sorted([*log, *mailbox.drain()]) in (["item"], ["item", "nothing"])
 
-    def test_waits_that_were_given_up_are_forgotten(self, clock, put):
+    def test_forgets_waits_that_were_given_up(self, clock, put, events):
         mailbox = Mailbox(clock)
 
         def poll():
@@ -241,34 +214,32 @@ class TestMailbox:
         clock.run()
         assert len(mailbox._waiting) <= 2
         put(mailbox, "item")
-        assert len(mailbox) == 1
+        assert (len(mailbox), mailbox.drain(), len(mailbox)) == (1, ["item"], 0)
 
-
-class TestMailboxCosts:
-    def test_an_item_that_is_waited_for_costs_an_event_or_none(self, clock, log):
-        for put, events in ((Mailbox.put, 1), (Mailbox.deliver, 0)):
-            mailbox = Mailbox(clock)
-            clock.process(collect(clock, mailbox, log))
-            clock.run()
-            before = clock.scheduled()
-            put(mailbox, "item")
-            clock.run()
-            assert clock.scheduled() - before == events
-
-    def test_drain_takes_all_that_is_there(self, clock):
+    def test_costs_an_event_or_none(self, clock, log, put, events):
         mailbox = Mailbox(clock)
-        mailbox.put(1)
-        mailbox.put(2)
-        assert len(mailbox) == 2
-        assert mailbox.drain() == [1, 2]
-        assert len(mailbox) == 0
+        clock.process(collect(clock, mailbox, log))
+        clock.run()
+        before = clock.scheduled()
+        put(mailbox, "item")
+        clock.run()
+        assert clock.scheduled() - before == events
+
+
+# --- the wall clock ------------------------------------------------------------------------------------------------
 
 
 class Busy:
-    """A source without a descriptor that always waits for something."""
+    """A source without a descriptor that always waits for something; its *last* look triggers an event."""
+
+    def __init__(self, last=-1, event=None):
+        self.left, self.event = last, event
 
     def poll(self):
-        return False
+        self.left -= 1
+        if self.left == 0:
+            self.event.succeed()
+        return self.left == 0
 
     def fileno(self):
         return None
@@ -280,8 +251,7 @@ class Busy:
 class Pipe:
     """A source: every byte in the pipe triggers the next of its events."""
 
-    def __init__(self, clock):
-        self.clock = clock
+    def __init__(self):
         self.read, self.write = os.pipe()
         os.set_blocking(self.read, False)
         self.events = []
@@ -301,92 +271,69 @@ class Pipe:
     def busy(self):
         return False
 
-    def close(self):
-        os.close(self.read)
-        os.close(self.write)
-
 
 @pytest.fixture
 def pipe(wall):
-    pipe = Pipe(wall)
+    pipe = Pipe()
     wall.watch(pipe)
     yield pipe
-    pipe.close()
+    os.close(pipe.read)
+    os.close(pipe.write)
 
 
-def descriptors():
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-PATIENCE = 10.0
-"""Seconds that a busy machine may take for next to nothing."""
+def took(wall, event):
+    start = time.monotonic()
+    wall.run(until=event)
+    return time.monotonic() - start
 
 
 class TestWallClock:
-    def test_waits_for_real_time(self, wall):
-        start = time.monotonic()
-        wall.run(until=wall.timeout(0.02))
-        assert time.monotonic() - start >= 0.02
+    def test_waits_for_real_time_without_spinning(self, wall):
+        spent = time.process_time()
+        assert took(wall, wall.timeout(0.3)) >= 0.3
+        assert time.process_time() - spent < 0.1
 
-    def test_counts_from_its_origin(self):
+    def test_counts_from_its_origin_and_gives_descriptors_back(self):
+        before = len(list(Path("/proc/self/fd").iterdir()))
         clock = WallClock(origin=time.monotonic() - 100.0)
         assert 100.0 <= clock.now < 100.0 + PATIENCE
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
         clock.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
-    def test_keeps_the_order_of_events(self, wall, log):
-        for at, name in ((0.02, "c"), (0.01, "a"), (0.01, "b")):
-            wall.call_at(at, log.append, name)
-        wall.run()
-        assert log == ["a", "b", "c"]
-
-    def test_takes_what_lies_in_the_past_at_once(self, wall, log):
+    def test_keeps_the_order_of_events_the_past_first(self, wall, log):
         wall.run(until=wall.timeout(0.01))
-        wall.call_at(0.0, log.append, "late")
-        wall.run()
-        assert log == ["late"]
+        for at, name in ((0.04, "c"), (0.03, "a"), (0.03, "b"), (0.0, "late")):
+            wall.call_at(at, log.append, name)
+        assert ended(wall, log) == ["late", "a", "b", "c"]
 
-    def test_ends_when_nothing_can_happen_any_more(self, wall):
+    def test_ends_when_nothing_can_happen_any_more(self, wall, pipe):
+        wall.unwatch(pipe)
+        wall.unwatch(pipe)
         with pytest.raises(EmptySchedule):
             wall.step()
 
-    def test_wakes_for_a_source(self, wall, pipe):
-        pipe.events.append(wall.event())
-        wall.timeout(10 * PATIENCE)  # until then it would sleep by itself
-        start = time.monotonic()
-        threading.Timer(0.02, os.write, (pipe.write, b"x")).start()
-        wall.run(until=pipe.events[0])
-        assert 0.02 <= time.monotonic() - start < PATIENCE
-
-    def test_wakes_for_a_call_from_another_thread(self, wall, pipe):
+    @pytest.mark.parametrize("waker", ["source", "thread"])
+    def test_wakes_for_a_source_and_for_another_thread(self, wall, pipe, waker):
         event = wall.event()
-        wall.timeout(10 * PATIENCE)
-        start = time.monotonic()
-        threading.Timer(0.02, wall.call, (event.succeed,)).start()
-        wall.run(until=event)
-        assert 0.02 <= time.monotonic() - start < PATIENCE
+        pipe.events.append(event)
+        wall.timeout(10 * PATIENCE)  # until then it would sleep by itself
+        call = (os.write, (pipe.write, b"x")) if waker == "source" else (wall.call, (event.succeed,))
+        threading.Timer(0.02, *call).start()
+        assert 0.01 <= took(wall, event) < PATIENCE
 
     def test_looks_often_at_a_busy_source_without_a_descriptor(self, wall):
-        class Countdown:
-            left = 20
-
-            def poll(self):
-                self.left -= 1
-                if self.left == 0:
-                    event.succeed()
-                return self.left == 0
-
-            def fileno(self):
-                return None
-
-            def busy(self):
-                return True
-
-        event, source = wall.event(), Countdown()
-        wall.watch(source)
+        event = wall.event()
+        wall.watch(Busy(20, event))
         wall.timeout(10 * PATIENCE)
-        start = time.monotonic()
-        wall.run(until=event)
-        assert time.monotonic() - start < PATIENCE
+        assert took(wall, event) < PATIENCE
+
+    def test_hears_a_descriptor_while_it_spins(self, pipe, wall):
+        pipe.events.append(wall.event())
+        wall.spin = 10 * PATIENCE
+        wall.watch(Busy())
+        os.write(pipe.write, b"x")
+        assert took(wall, pipe.events[0]) < PATIENCE
 
     def test_makes_idle_calls_as_often_as_asked(self, wall, log):
         def idle():
@@ -400,12 +347,7 @@ class TestWallClock:
 
     def test_settles_by_making_idle_calls_until_none_is_due(self, wall, log):
         waits = iter([0.0, 0.0, 10.0])
-
-        def idle():
-            log.append("idle")
-            return next(waits)
-
-        wall.idle = idle
+        wall.idle = lambda: log.append("idle") or next(waits)
         wall.settle()
         wall.settle()
         assert log == ["idle"] * 3
@@ -417,26 +359,6 @@ class TestWallClock:
         wall.run(until=wall.timeout(0.01))
         assert log == []
 
-    def test_hears_a_descriptor_while_it_spins_for_a_source_without_one(self, pipe, wall):
-        pipe.events.append(wall.event())
-        wall.spin = 10 * PATIENCE
-        wall.watch(Busy())
-        start = time.monotonic()
-        os.write(pipe.write, b"x")
-        wall.run(until=pipe.events[0])
-        assert time.monotonic() - start < PATIENCE
-
-    def test_forgets_a_source(self, wall, pipe):
-        wall.unwatch(pipe)
-        wall.unwatch(pipe)
-        with pytest.raises(EmptySchedule):
-            wall.step()
-
-    def test_does_not_spin_while_it_waits(self, wall):
-        start = time.process_time()
-        wall.run(until=wall.timeout(0.3))
-        assert time.process_time() - start < 0.1
-
     def test_runs_a_program_of_the_virtual_clock(self, wall, clock, log):
         def program(clock, mailbox):
             yield clock.timeout(0.001)
@@ -446,36 +368,3 @@ class TestWallClock:
         for each in (clock, wall):
             each.run(until=each.process(program(each, Mailbox(each))))
         assert log == ["a", "a"]
-
-    def test_gives_its_descriptors_back(self):
-        before = descriptors()
-        clock = WallClock()
-        assert descriptors() == before + 2
-        clock.close()
-        assert descriptors() == before
-
-
-class TestClocksWithoutPauses:
-    """Only a modelled rank's clock is ever paused; others say so instead of losing what is due."""
-
-    @pytest.mark.parametrize("kind", ["clock", "wall"])
-    def test_an_event_fired_on_a_paused_clock_is_refused(self, kind, request, log):
-        clock = request.getfixturevalue(kind)
-        event = clock.event()
-        event.callbacks.append(log.append)
-        clock.paused = True
-        with pytest.raises(NeverPaused) as refused:
-            fire(event, "here")
-        text = str(refused.value)
-        assert text.startswith(f"Event deferred by {type(clock).__name__}, paused=True, halted=False: ")
-        assert text.endswith("; set neither of them, and pause a modelled rank with RankClock.pause")
-        assert "\n" not in text
-        assert event.callbacks == [log.append]
-        assert not log
-
-    @pytest.mark.parametrize("kind", ["clock", "wall"])
-    def test_a_call_is_refused_too(self, kind, request, log):
-        clock = request.getfixturevalue(kind)
-        with pytest.raises(NeverPaused, match="call deferred by"):
-            clock.defer(log.append, None)
-        assert not log

@@ -20,21 +20,9 @@ def test_a_transport_of_a_hundred_lines_passes_the_core(tmp_path: Path):
     offline = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
     pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(TINY)]
     subprocess.run(pip, check=True, timeout=60)
-    words = (
-        "-n",
-        "0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "pdsim.testing",
-        "--backend",
-        "tiny",
-        "-m",
-        "core",
-    )
+    words = "-n 0 -q -p no:cacheprovider --pyargs pdsim.testing --backend tiny -m core"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *words, "--backend", "tiny", "-m", "core"],
+        [sys.executable, "-P", "-m", "pytest", *words.split()],
         capture_output=True,
         text=True,
         timeout=500,

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two clocks.  A rank's program is a SimPy process and cannot tell which of them it runs on.
 
-`Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits:
-for real time to reach the next event, and for the completions of real engines, which it learns from *sources*.
-
-Both are environments of SimPy's events, conditions and processes.  They do not derive from `simpy.Environment`, so
-that they can be compiled as a whole: the time is read and something is scheduled dozens of times a request.  What is
-due is kept sorted (`EventQueue`).  A `Mailbox` has items that come one by one to processes: messages, notifications.
-
-Nothing here knows what is transferred or computed.
+`Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits,
+for real time and for the completions of real engines.  Both are environments of SimPy's events, conditions and
+processes; they do not derive from `simpy.Environment`, so that they can be compiled as a whole.
 """
 
 from __future__ import annotations
@@ -37,9 +32,8 @@ LAST = NORMAL + 1
 def fire(event: Any, value: Any = None, ok: bool = True) -> None:
     """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
 
-    Only a callback may call it, never a process: waiters of *event* run before `fire` returns.
-    With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
-    On a paused rank the callbacks run at the end of the pause.
+    Only a callback may call it, never a process.  With ``ok=False``, *value* is the exception that the event, which
+    must be defused, fails with.  On a paused rank the callbacks run at the end of the pause.
     """
     if event._value is not PENDING:
         raise RuntimeError(f"{event} has been triggered already")
@@ -62,20 +56,17 @@ NEAR: Final = 16
 
 
 class EventQueue:
-    """What is due on a clock, or on the clocks of one job, in the order of time, and the time that it is there.
+    """What is due on a clock, or on the clocks of one job, by time, priority and number; and the time that it is.
 
-    Within an instant the order is that of priority, then of numbers.  It is kept sorted, the next at the end.  A
-    simulation has tens to hundreds of events ahead, and most of what is added is due before most of that: looking
-    for its place from the end takes a fifth of what a heap of tuples does.
+    It is a sorted list, the next at the end.  Most of what is added is due before most of what is ahead: looking for
+    its place from the end takes a fifth of what a heap of tuples does.
     """
 
     __slots__ = ("_ahead", "now", "number")
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """The time of what was taken last."""
-        self.number = 0
-        """Of what was added last, where things are numbered as they come."""
+        self.now = 0.0  # the time of what was taken last
+        self.number = 0  # of what was added last, where things are numbered as they come
         self._ahead: list[Due] = []  # ascending, so that the next is the last
 
     def add(
@@ -87,10 +78,7 @@ class EventQueue:
         function: Callable[[Any], None] | None,
         argument: Any,
     ) -> None:
-        """Add what is due at the time *at*, which must not lie before `now`.
-
-        Its number is the next of *numbers*; with None things are numbered as they come.
-        """
+        """Add what is due at the time *at*, not before `now`, with the next of *numbers* or, without, in order."""
         if numbers is None:
             self.number = number = self.number + 1
         else:
@@ -128,12 +116,9 @@ class EventQueue:
 
 
 class Clock:
-    """Virtual time in seconds, from 0.
+    """Virtual time in seconds, from 0; methods that `simpy.Environment` has too are as there.
 
-    One clock for each job on the model, whose ranks share it.  Events of one instant are processed in the order of
-    their priority, and then of their being scheduled, so a run depends on nothing but its inputs.
-
-    Methods that `simpy.Environment` has too are as there; SimPy itself calls `schedule`, and sets `_active_proc`.
+    Events of one instant are processed in the order of their priority, and then of their being scheduled.
     """
 
     def __init__(self, queue: EventQueue | None = None) -> None:
@@ -180,17 +165,11 @@ class Clock:
         self._queue.add(self.now + delay, priority, self.numbers, self, None, event)
 
     def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
-        """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
-
-        Raise a `ValueError` if *at* lies in the past.
-        """
+        """Schedule *event* at the absolute time *at*; a past time is a `ValueError`."""
         self.call_at(at, None, event, priority)
 
     def at(self, when: float, value: Any = None) -> Event:
-        """Return an event that succeeds with *value* at the absolute time *when*.
-
-        The event counts as triggered from now on, as SimPy's `Timeout` does; a past time is a `ValueError`.
-        """
+        """Return an event that succeeds with *value* at the absolute time *when*; a past time is a `ValueError`."""
         event = _Moment(self, value)
         self.call_at(when, None, event)
         return event
@@ -198,10 +177,9 @@ class Clock:
     def call_at(
         self, when: float, function: Callable[[Any], None] | None, argument: Any, priority: int = NORMAL
     ) -> None:
-        """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`.
+        """Call ``function(argument)`` at the absolute time *when*; a past time is a `ValueError`.
 
-        Cheaper than an `Event` with a callback: nobody can wait for it, fail it, or take it back.  Without a
-        function, *argument* is an event that is processed.
+        Cheaper than an `Event`: nobody can wait for it or take it back.  Without a function, *argument* is an event.
         """
         queue = self._queue
         if when < queue.now:
@@ -230,8 +208,7 @@ class Clock:
     def run(self, until: float | Event | None = None) -> Any:
         """Process events *until* that time, or that event, whose value is returned; by default until none is left.
 
-        Raise a `ValueError` if the time is not in the future, a `RuntimeError` if nothing is scheduled any more and
-        the event has not happened, and what it failed with.
+        Raise a `ValueError` if the time is not in the future, a `RuntimeError` if the event cannot happen any more.
         """
         while until is None:
             try:
@@ -258,10 +235,7 @@ class Clock:
         return end
 
     def defer(self, function: Callable[[Any], None] | None, argument: Any) -> None:
-        """Call *function*, or process the event *argument*, which is due, at the end of a pause.
-
-        Raise a `NeverPaused`: of all clocks, only those of a modelled job's ranks are ever paused.
-        """
+        """Call *function*, or process the event *argument*, at the end of a pause; here a `NeverPaused`."""
         what = type(argument).__name__ if function is None else "call"
         raise NeverPaused(
             f"{what} deferred by {type(self).__name__}, paused={self.paused}, halted={self.halted}: "
@@ -292,43 +266,33 @@ def process_event(event: Any) -> BaseException | None:
 
 
 class Alarm:
-    """A wake-up that may be armed again and again, without a new object each time.
+    """A wake-up that may be armed again and again; ``wake(alarm)`` is called when it fires.
 
-    The *wake* callback is called with the alarm.  An alarm must not be armed while it is armed.
-
-    Life: made once; `arm` schedules it; it fires, and may be armed again, also from its own callback.  It cannot be
-    taken back: who needs it earlier makes another one and ignores the old.  Arming an armed one is a `RuntimeError`.
+    It cannot be taken back: who needs it earlier makes another one and ignores the old.
     """
 
     __slots__ = ("_clock", "_priority", "_wake", "armed")
 
     def __init__(self, clock: Clock, wake: Callable[[Alarm], None], priority: int = NORMAL) -> None:
-        self.armed = False
-        """Whether the alarm waits to fire."""
+        self.armed = False  # whether it waits to fire
         self._clock = clock
         self._wake = wake
         self._priority = priority
 
     def arm(self, at: float) -> None:
-        """Fire at the absolute time *at*."""
+        """Fire at the absolute time *at*.  Raise a `RuntimeError` if it is armed."""
         if self.armed:
             raise RuntimeError("this alarm is armed already; let it fire first")
         self.armed = True
-        self._clock.call_at(at, _ring, self, self._priority)
+        self._clock.call_at(at, self._ring, None, self._priority)
 
-    def ring(self) -> None:
-        """Fire."""
+    def _ring(self, _: None) -> None:
         self.armed = False
         self._wake(self)
 
 
-def _ring(alarm: Alarm) -> None:
-    alarm.ring()
-
-
 class _Getter(Event):
-    """A wait for one item.  Its first callback, *unclaimed*, sees to it that no item is lost with its waiter."""
-
+    # its first callback, *unclaimed*, sees to it that no item is lost with its waiter
     def __init__(self, clock: Any, unclaimed: Callable[[Event], None]) -> None:
         super().__init__(clock)
         self.callbacks.append(unclaimed)
@@ -340,12 +304,10 @@ class _Getter(Event):
 
 
 class Mailbox:
-    """Items in the order in which they were put, for one or more processes that wait for them.
+    """Items in the order in which they were put, for the processes that wait for them, or for a listener.
 
-    Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.  With
-    `listen`, a function gets the items instead.
-
-    Invariant: no item is lost and none is given twice, whatever happens to the processes that wait.
+    No item is lost and none is given twice, whatever happens to the processes.  Where `simpy.Store` costs two events
+    an item and a linear `pop(0)`, this costs one event and constant time.
     """
 
     __slots__ = ("_clock", "_items", "_listener", "_waiting")
@@ -384,7 +346,7 @@ class Mailbox:
     def listen(self, listener: Callable[[Any], None]) -> None:
         """Call *listener*, which must not raise, with every item from now on, those that are kept first.
 
-        What `get` returned before gets nothing any more.  Raise a `RuntimeError` if there is a listener already.
+        Raise a `RuntimeError` if there is a listener already.
         """
         if self._listener is not None:
             raise RuntimeError("this mailbox has a listener already")
@@ -393,11 +355,7 @@ class Mailbox:
             self.put(item)
 
     def get(self) -> Event:
-        """Return an event that succeeds with the next item.
-
-        Yield it at once, alone or in a condition: a getter that nobody waits for counts as given up, and the item
-        goes to the next.
-        """
+        """Return an event that succeeds with the next item.  Yield it at once, or it counts as given up."""
         getter = _Getter(self._clock, self._unclaimed)
         if self._items:
             getter.succeed(self._items.popleft())
@@ -432,19 +390,13 @@ class Mailbox:
 
 
 class Source(Protocol):
-    """Something outside the process that the wall clock must look at: a socket, an engine's completion queue.
-
-    A source is looked at on the clock's thread.  It must not block, and must not raise.
-    """
+    """What the wall clock must look at, on its thread: a socket, a completion queue.  It must not raise."""
 
     def poll(self) -> bool:
         """Trigger the events whose time has come, without blocking; return whether there were any."""
 
     def fileno(self) -> int | None:
-        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell.
-
-        The clock asks once, when it is told to watch.
-        """
+        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell."""
 
     def busy(self) -> bool:
         """Return whether a source without a descriptor has anything outstanding, so that it must be polled often."""
@@ -453,10 +405,10 @@ class Source(Protocol):
 class WallClock(Clock):
     """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
 
-    Between events it looks at its sources, and sleeps until the next event or until a source's descriptor is
-    readable. Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a
-    pause for the first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for
-    readable descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
+    Between events it sleeps until the next event or until a source's descriptor is readable.  Sources that can only
+    be polled are looked at every *nap* seconds while they are busy, and without a pause for the first *spin*
+    seconds, because a completion is most often near; meanwhile the kernel is asked for descriptors every *nap*
+    seconds.
 
     `idle`, if it is set, is called ahead of a sleep of a millisecond or more, and by `settle`.  It returns in how
     many seconds it has something to do again, which is 0 if it has not finished.
@@ -486,10 +438,7 @@ class WallClock(Clock):
         return time.monotonic() - self.origin
 
     def watch(self, source: Source) -> None:
-        """Look at *source* between events from now on.
-
-        Watching it again changes nothing.  Sources with a descriptor cost nothing until that is readable.
-        """
+        """Look at *source* between events from now on; watching it again changes nothing."""
         fd = source.fileno()
         if fd is None:
             if source not in self._polled:
@@ -506,11 +455,7 @@ class WallClock(Clock):
             self._told = {other: fd for other, fd in self._told.items() if other is not source}
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run *function* on the clock's thread.  The only method that other threads may use.
-
-        It wakes the clock if that sleeps; functions are called in the order of the calls, before sources are looked
-        at.
-        """
+        """Run *function* on the clock's thread, which it wakes.  The only method that other threads may use."""
         self._calls.append(function)
         os.eventfd_write(self._wake, 1)
 

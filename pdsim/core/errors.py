@@ -17,9 +17,6 @@
         ├── TransferTimeout      the deadline passed; bytes may still land (see `Transfer.settled`)
         └── TransferFailed       the engine reported an error of its own
 
-A test may therefore name one class and run against every implementation of the waist.
-
-`near` and `instead` word what to type instead.
 """
 
 from __future__ import annotations
@@ -27,22 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
-    "BackendUnavailable",
-    "ConfigError",
-    "InvalidBatch",
-    "MessageError",
-    "NeverPaused",
-    "OutOfMemory",
-    "PdsimError",
-    "PeerLost",
-    "RegistrationError",
-    "SendQueueFull",
-    "TransferError",
-    "TransferFailed",
-    "TransferTimeout",
-    "instead",
-    "near",
-]
+    "BackendUnavailable", "ConfigError", "InvalidBatch", "MessageError", "NeverPaused", "OutOfMemory", "PdsimError",
+    "PeerLost", "RegistrationError", "SendQueueFull", "TransferError", "TransferFailed", "TransferTimeout",
+    "instead", "near",
+]  # fmt: skip
 
 
 class PdsimError(Exception):
@@ -50,24 +35,15 @@ class PdsimError(Exception):
 
 
 class ConfigError(PdsimError):
-    """A configuration that cannot be run: one line with the value, the rule and the way out.
-
-    Raised before anything runs; several mistakes are several lines.  The command line prints it without a traceback.
-    """
+    """A configuration that cannot be run: a line for each mistake, with the value, the rule and the way out."""
 
 
 class MessageError(PdsimError):
-    """Bytes that are not a message of the schema: another version, an unknown type, a wrong field, no text.
-
-    The receiver drops the sender's connection: whoever speaks another schema is not heard any more.
-    """
+    """Bytes that are not a message of the schema; the receiver drops the sender's connection."""
 
 
 class NeverPaused(PdsimError):
-    """An event was deferred until the end of a pause, on a clock whose ranks are never paused.
-
-    A mistake of the program: somebody has set ``paused`` of such a clock.  Nothing was lost: the event is as before.
-    """
+    """An event was deferred until the end of a pause, on a clock whose ranks are never paused; it is as before."""
 
 
 class TransferError(PdsimError):
@@ -75,25 +51,15 @@ class TransferError(PdsimError):
 
 
 class BackendUnavailable(TransferError):
-    """The engine cannot work on this machine.  The message names what is missing and how to get it.
-
-    Raised when a backend is loaded or an endpoint is made, never by a transfer under way.
-    """
+    """The engine cannot work on this machine.  The message names what is missing and how to get it."""
 
 
 class RegistrationError(TransferError):
-    """Memory could not be registered, is not registered, or may not be given up yet.
-
-    So is the error of using a region after `Endpoint.deregister`, and of deregistering one while transfers move in
-    it.
-    """
+    """Memory could not be registered, is not registered, or may not be given up yet."""
 
 
 class OutOfMemory(TransferError):
-    """A device, or one of its pools, has less room left than was asked for.
-
-    Nothing was allocated.  What is freed but still in quarantine counts as used.
-    """
+    """A device, or one of its pools, has no room; what is freed but still in quarantine counts as used."""
 
 
 class InvalidBatch(TransferError):
@@ -101,31 +67,19 @@ class InvalidBatch(TransferError):
 
 
 class SendQueueFull(TransferError):
-    """The engine refused to post because too many descriptors are outstanding to that peer.
-
-    Nothing was posted; the same batch may be tried again when others are complete.
-    """
+    """The engine refused to post: too many descriptors are outstanding to that peer.  Nothing was posted."""
 
 
 class PeerLost(TransferError):
-    """The peer's process or engine is gone.  What it had not acknowledged may or may not have landed.
-
-    Found by the engine, by the control connection between endpoints, or by a deadline of silence.
-    """
+    """The peer's process or engine is gone.  What it had not acknowledged may or may not have landed."""
 
 
 class TransferTimeout(TransferError):
-    """The deadline passed first.
-
-    No engine can recall bytes, so they may still land: wait for `Transfer.settled` before memory is reused.
-    """
+    """The deadline passed.  Bytes may still land: wait for `Transfer.settled` before memory is reused."""
 
 
 class TransferFailed(TransferError):
-    """The engine reported a failure that is neither a lost peer nor a time-out.
-
-    Also raised for an address that is none.  The message has the engine's own words.
-    """
+    """The engine reported another failure, in its own words.  Also raised for an address that is none."""
 
 
 # --- messages ------------------------------------------------------------------------------------------------------

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What installed packages provide: implementations under a name, by entry points, and groups of YAML files.
 
-Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports
-nothing.
-
-A package registers what it has in its ``pyproject.toml``, in a group of those below::
+A package registers what it has in its ``pyproject.toml``, as pdsim itself does, in a group of those below::
 
     [project.entry-points."pdsim.schedulers"]
     shortest = "my_package.policies:Shortest"
 
-Names are unique among all installed packages of a group; where two register one name, one of them wins.
-
 A configuration group, such as ``hw``, is a folder of YAML files, its options, within pdsim's ``conf`` or within a
-package that an entry point of ``pdsim.conf`` names.  Such packages are not imported either.
+package that an entry point of ``pdsim.conf`` names.  Listing names imports nothing.
 """
 
 from __future__ import annotations
@@ -29,25 +24,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = [
-    "BACKENDS",
-    "COLLECTIVES",
-    "CONF",
-    "EXECUTORS",
-    "EXPERIMENTS",
-    "HANDOFFS",
-    "ROUTERS",
-    "SCHEDULERS",
-    "conf",
-    "describe",
-    "folders",
-    "groups",
-    "missing",
-    "names",
-    "options",
-    "provider",
-    "resolve",
-    "target",
-]
+    "BACKENDS", "COLLECTIVES", "CONF", "EXECUTORS", "EXPERIMENTS", "HANDOFFS", "ROUTERS", "SCHEDULERS", "conf",
+    "describe", "folders", "groups", "missing", "names", "options", "provider", "resolve", "target",
+]  # fmt: skip
 
 BACKENDS = "pdsim.backends"
 """Endpoint classes of real engines."""
@@ -105,8 +84,6 @@ def resolve(group: str, name: str) -> Any:
     """Return the object that is registered as *name* under *group*.
 
     Raise a `ConfigError` that lists what there is if nothing is, and `BackendUnavailable` if it cannot be imported.
-
-    The object is imported once and kept; what a module does at import happens then.
     """
     entries = _entries(group)
     if name not in entries:
@@ -137,10 +114,7 @@ def conf() -> Path:
 
 
 def folders() -> dict[str, Path]:
-    """Return the folders of configuration groups by package: pdsim's own, then those of other packages.
-
-    A package says that it has groups by an entry point of ``pdsim.conf``. Packages are found, not imported.
-    """
+    """Return the folders of configuration groups by package: pdsim's own, then those of other packages."""
     folders_by_name = {"conf": conf()}
     for name in names(CONF):
         package = target(CONF, name)
@@ -170,19 +144,13 @@ def groups(own: Sequence[Path] = ()) -> list[str]:
 
 
 def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return what can be chosen in *group*, sorted, of installed packages and the folders *own*.
-
-    [] if there is none.
-    """
+    """Return what can be chosen in *group*, sorted, of installed packages and the folders *own*."""
     choices = (_choices(folder).get(group, ()) for folder in own)
     return sorted({*_shipped().get(group, ()), *(name for chosen in choices for name in chosen)})
 
 
 def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
-    """Return what the file of *option* says of itself: its first comment that is not a directive.
-
-    The folders *own* come first, as they do for Hydra. A directive, such as ``# @package``, is Hydra's.
-    """
+    """Return the first comment of the file of *option* that is not a directive of Hydra's; *own* folders first."""
     files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
     lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]

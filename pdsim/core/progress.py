@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run is: what experiments say of their steps, and what jobs say within one.
-
-An experiment calls its `ShowProgress` when a step begins; between two such calls the target calls the
-`pdsim.run.Meter` with what the ranks have counted (`pdsim.transfer.job.Rank.counts`).
-"""
+"""How far a run is: what experiments say of their steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a checkout keeps its committed measurements: ``data/``, which no wheel contains.
 
-Fits, reports and benchmarks read it; a simulation never does.  The path is that of the source file's repository, so
-it is right in an editable install, and does not exist in one from a wheel.
+Fits, reports and benchmarks read it; a simulation never does.
 """
 
 from __future__ import annotations

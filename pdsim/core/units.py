@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantities as people write them (`400Gbps`, `1.5us`, `64KiB`) and as the code keeps them: SI floats and bytes.
 
-Sizes are bytes, rates bytes per second, times seconds, everywhere in pdsim.  Decimal prefixes are powers of ten
-(1 GB = 1e9 bytes), binary prefixes powers of two (1 GiB = 2**30); ``bps`` counts bits, ``B/s`` bytes.
-
-The guards `positive`, `not_negative` and `one_of` refuse values of fields: each names the field, the rule and the
-value.  Their *owner* is the group that the fields belong to, as the user writes it: ``positive("hw.nic", rate=0)``
-raises ``ValueError("hw.nic.rate must be > 0, got 0")``.
+Decimal prefixes are powers of ten (1 GB = 1e9 bytes), binary prefixes powers of two (1 GiB = 2**30); ``bps`` counts
+bits, ``B/s`` bytes.
 """
 
 from __future__ import annotations
@@ -18,31 +14,10 @@ from fractions import Fraction
 from typing import Annotated
 
 __all__ = [
-    "Count",
-    "Flops",
-    "Frequency",
-    "NotNegative",
-    "NotNegativeInt",
-    "Positive",
-    "PositiveInt",
-    "Rate",
-    "Seconds",
-    "Share",
-    "Size",
-    "format_rate",
-    "format_size",
-    "format_time",
-    "is_number",
-    "not_negative",
-    "one_of",
-    "parse_count",
-    "parse_flops",
-    "parse_frequency",
-    "parse_rate",
-    "parse_size",
-    "parse_time",
-    "positive",
-]
+    "Count", "Flops", "Frequency", "NotNegative", "NotNegativeInt", "Positive", "PositiveInt", "Rate", "Seconds",
+    "Share", "Size", "format_rate", "format_size", "format_time", "is_number", "not_negative", "one_of",
+    "parse_count", "parse_flops", "parse_frequency", "parse_rate", "parse_size", "parse_time", "positive",
+]  # fmt: skip
 
 _DECIMAL = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -105,8 +80,6 @@ def parse_size(text: float | str) -> int:
 def parse_rate(text: float | str) -> float:
     """Return bytes per second.  Raise a `ValueError` that shows how to write one for anything else.
 
-    ``bps`` and ``bit/s`` count bits, ``B/s`` bytes; a number without a unit is bytes per second:
-
     >>> parse_rate("400Gbps"), parse_rate("50GB/s"), parse_rate(5e10)
     (50000000000.0, 50000000000.0, 50000000000.0)
     """
@@ -114,9 +87,7 @@ def parse_rate(text: float | str) -> float:
 
 
 def parse_time(text: float | str) -> float:
-    """Return seconds.  Raise a `ValueError` for anything but a time; negative ones are times, too.
-
-    The float is the one that the decimal number has, as if it were typed in seconds:
+    """Return seconds, the float that the decimal number has.  Raise a `ValueError` for anything but a time.
 
     >>> parse_time("1.5us") == 1.5e-6, parse_time("2min"), parse_time(0.25)
     (True, 120.0, 0.25)
@@ -162,8 +133,6 @@ def format_size(size: float) -> str:
 
     >>> format_size(65536), format_size(101063034880)
     ('64 KiB', '94.1 GiB')
-
-    Rounded for people: `parse_size` does not take it back exactly.
     """
     return _scaled(size, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 

@@ -261,7 +261,7 @@ def test_the_events_of_a_transfer_do_not_depend_on_its_descriptors(descriptors, 
 
 
 def threads(threads, serial, *posts, **changes):
-    """Return the completions of *posts* over a link of 1000 bytes/s by *threads* that share *serial* of their work."""
+    """Return when *posts* over a link of 1000 bytes/s end, by *threads* that share *serial* of their work."""
     bench = Bench(link=1000.0, threads=threads, serial=serial, **changes)
     for tag, how in posts:
         bench.post(tag, **({"nbytes": 1000} | how))

@@ -206,7 +206,7 @@ def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scen
     assert lazy.finish().ends == pytest.approx(eager.ends, rel=SLACK)
 
 
-# --- against a text-book solver; `benchmarks.sharing` compares with SimGrid -----------------------------------------
+# --- against a text-book solver (`benchmarks.sharing` compares with SimGrid) ---------------------------------------
 
 
 def simulate(capacity, paths, flows):
