@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what the tests of the protocol, the schedulers and the model notice: break one statement, run the tests.
 
-A *mutant* is the source with one small change: a call dropped, a condition turned round, a number one too high, two
-statements exchanged, a release skipped.  A mutant is *killed* if a test fails (or hangs) and *survives* if all pass;
-a survivor is a missing assertion, or a change that makes no difference.  The score is the share of killed mutants.
+A *mutant* is the source with one small change (`tools.mutants`).  It is *killed* if a test fails or hangs, and it
+*survives* if all pass: an assertion is missing, or the change makes no difference.
 
     python -m tools.mutation cover                            # which test runs which line; takes minutes
     python -m tools.mutation draw --seed 0 --count 260        # the mutants, equal for equal seed and source
@@ -13,64 +12,198 @@ a survivor is a missing assertion, or a change that makes no difference.  The sc
 
 Intermediate files lie in `results/mutation` (see `--folder`).  Mutants are applied to a private copy of the tree,
 never to the checkout.  `again` finds a mutant's statement by its text; where the statement is gone, a new mutant of
-the same room takes its place.  `tools.mutants` has the operators and the search, `tools.cover` the choice of tests;
-`tools.trials` runs pytest;
-here are the commands.
+the same room takes its place.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
+import os
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tools.cover import Cover, record
+import pytest
+
 from tools.mutants import OPERATORS, ROOT, Mutant, Site, everything, locate, sites
-from tools.trials import Runner
 
 ROOMS = ("pdsim/kv", "pdsim/serving", "pdsim/sim")
 TESTS = ("tests/kv", "tests/serving", "tests/sim", "tests/test_clock.py")
+OPTIONS = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile=ci")  # ci: always the same examples
 BUDGET = 30.0  # CPU seconds of tests a mutant, as measured under coverage
+HANG, WALL = 25, 300  # CPU seconds of a process, and seconds of a run, after which it hangs
+MEMORY = 8 << 30
+
+# --- which test runs which line ------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A pytest plugin: a context of coverage for each test, and one for each fixture that several tests share."""
+
+    def __init__(self) -> None:
+        import coverage
+
+        self.coverage = coverage.Coverage(data_file=None, source=[str(ROOT / "pdsim")], config_file=False)
+        self._users: dict[str, set[str]] = defaultdict(set)
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+
+    @contextlib.contextmanager
+    def _within(self, context: str, after: str) -> Iterator[None]:
+        self.coverage.switch_context(context)
+        try:
+            yield
+        finally:
+            self.coverage.switch_context(after)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure a test, in CPU seconds, so that a busy machine changes no choice."""
+        for name in getattr(item, "fixturenames", ()):
+            self._users[name].add(item.nodeid)
+        self._item, start = item.nodeid, time.process_time()
+        with self._within(item.nodeid, "start"):
+            result = yield
+        self.seconds[item.nodeid] = time.process_time() - start
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """Measure what several tests share for all of them."""
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._within(f"fixture {fixturedef.argname} {fixturedef.baseid}", self._item):
+            return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember tests that fail or are skipped: they do not count."""
+        if report.outcome != "passed":
+            self.failed.add(report.nodeid)
+
+    def tests(self, context: str) -> set[str]:
+        """Return the tests of *context*."""
+        kind, _, rest = context.partition(" ")
+        name, _, base = rest.partition(" ")
+        users = {test for test in self._users[name] if test.startswith(base)} if kind == "fixture" else {context}
+        return users & self.seconds.keys() - self.failed
+
+
+def record(tests: list[str], path: Path) -> None:
+    """Run all *tests* once, and write to *path* which test runs which line of `pdsim/`, and how long it takes."""
+    recorder = Recorder()
+    recorder.coverage.start()
+    pytest.main([*OPTIONS, "-o", "timeout=600", "--continue-on-collection-errors", *tests], plugins=[recorder])
+    recorder.coverage.stop()
+    passed = {test: round(s, 3) for test, s in recorder.seconds.items() if test not in recorder.failed}
+    number = {test: index for index, test in enumerate(passed)}
+    data = recorder.coverage.get_data()
+    lines = {
+        Path(file).relative_to(ROOT).as_posix(): {
+            line: sorted({number[test] for context in contexts for test in recorder.tests(context)})
+            for line, contexts in data.contexts_by_lineno(file).items()
+        }
+        for file in data.measured_files()
+    }
+    path.write_text(json.dumps({"tests": passed, "lines": lines}, separators=(",", ":")))
+
+
+class Cover:
+    """Which tests run which line, and how long each takes, as `record` wrote it."""
+
+    def __init__(self, path: Path):
+        content = json.loads(path.read_text())
+        self.seconds: dict[str, float] = content["tests"]
+        self._names = list(self.seconds)
+        self._lines: dict[str, dict[str, list[int]]] = content["lines"]
+
+    def tests(self, site: Site) -> set[str]:
+        """Return the tests that run a line of *site*."""
+        lines = self._lines.get(site.file, {})
+        return {self._names[number] for line in site.lines for number in lines.get(str(line), ())}
+
+    def chosen(self, site: Site, budget: float, first: str = "") -> list[str]:
+        """Return the tests to run: *first*, then the closest and quickest, as long as they fit; by file."""
+        stem, room = Path(site.file).stem, Path(site.file).parts[1]
+
+        def order(test: str) -> tuple[bool, bool, bool, float]:
+            path, _, name = test.partition("::")  # its file may have moved
+            return name != first.partition("::")[2], stem not in path, f"/{room}/" not in path, self.seconds[test]
+
+        left = budget
+        files: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(self.tests(site), key=order):
+            if not files or self.seconds[test] <= left:
+                left -= self.seconds[test]
+                files[test.partition("::")[0]].append(test)
+        return [test for tests in files.values() for test in tests]
+
+
+# --- trials --------------------------------------------------------------------------------------------------------
 
 
 def copied(folder: Path) -> None:
     """Copy the checkout, without what git ignores, to *folder*."""
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\0")
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
 
 
-def trial(runner: Runner, site: Site, tests: list[str]) -> tuple[str, str]:
-    """Return the outcome of *tests* with *site* applied, and the test that failed."""
-    path = runner.copy / site.file
+def tested(copy: Path, tests: list[str]) -> tuple[int, str]:
+    """Run *tests* in *copy*; return the exit status, negative if they hang, and the output."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (HANG, HANG + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    options = [*OPTIONS, "-x", "-o", "timeout=60", "--no-header", "--tb=no", f"--basetemp={copy}.tmp"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=limited,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=WALL)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL, ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what the tests started
+        process.wait()
+    return process.returncode, output
+
+
+def trial(copy: Path, site: Site, tests: list[str]) -> tuple[str, str]:
+    """Return the outcome of *tests* in *copy* with *site* applied, and the test that failed."""
+    path = copy / site.file
     original = path.read_text(encoding="utf-8")
     tree, all_sites = sites(site.file, original)
     next(other for other in all_sites if other.key == site.key).apply()
     _write(path, ast.unparse(ast.fix_missing_locations(tree)))
     try:
-        status, output = runner.run(tests)
+        status, output = tested(copy, tests)
     finally:
         _write(path, original)
-    if status == 0:
-        return "survived", ""
-    if status < 0:
-        return "timeout", ""
+    if status <= 0:
+        return "timeout" if status else "survived", ""
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return ("killed", failed[1]) if failed else ("error", output[-300:])
 
@@ -81,9 +214,9 @@ def _write(path: Path, text: str) -> None:
         compiled.unlink()
 
 
-def draw(known: Cover, count: int, seed: int, pool: list[Site] | None = None) -> list[Mutant]:
+def draw(known: Cover, count: int, seed: int) -> list[Mutant]:
     """Return *count* mutants of covered statements: by room as it has statements, in a room by operator in turn."""
-    covered = [site for site in (everything(ROOMS) if pool is None else pool) if known.tests(site)]
+    covered = [site for site in everything(ROOMS) if known.tests(site)]
     lines = {room: {(s.file, s.lines.start) for s in covered if s.room == room} for room in ROOMS}
     total = sum(map(len, lines.values()))
     chosen: list[Mutant] = []
@@ -113,7 +246,6 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
     copies = [scratch / str(number) for number in range(workers)]
     for copy in copies:
         copied(copy)
-    runners = [Runner(copy) for copy in copies]
 
     def one(mutant: Mutant, site: Site | None) -> None:
         start = time.monotonic()
@@ -122,56 +254,23 @@ def run(work: list[tuple[Mutant, Site | None]], known: Cover, journal: Path, wor
         elif not (tests := known.chosen(site, budget, mutant.by)):
             mutant.outcome, mutant.by = "unreached", ""
         else:
-            with lock:
-                runner = runners.pop()
-            mutant.outcome, mutant.by = trial(runner, site, tests)
-            with lock:
-                runners.append(runner)
+            copy = copies.pop()
+            mutant.outcome, mutant.by = trial(copy, site, tests)
+            copies.append(copy)
         with lock, journal.open("a") as file:
             file.write(json.dumps(asdict(mutant)) + "\n")
             seconds = time.monotonic() - start
-            sys.stdout.write(
-                f"{mutant.outcome:9} {seconds:5.1f} s  {mutant.operator:12} {mutant.file} {mutant.function}\n"
+            print(
+                f"{mutant.outcome:9} {seconds:5.1f} s  {mutant.operator:12} {mutant.file} {mutant.function}",
+                flush=True,
             )
-            sys.stdout.flush()
 
     try:
         with ThreadPoolExecutor(workers) as pool:
             for result in [pool.submit(one, *pair) for pair in work if pair[0].key not in done]:
                 result.result()
     finally:
-        for runner in runners:
-            runner.close()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def load(path: Path) -> list[Mutant]:
-    """Return the mutants of a record or a journal."""
-    return [Mutant(**json.loads(line.rstrip(",\n"))) for line in path.read_text().splitlines() if line[:2] == '{"']
-
-
-def save(mutants: list[Mutant], path: Path) -> None:
-    """Write a record: a list in JSON, one line a mutant."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(asdict(mutant)) for mutant in mutants) + "\n]\n")
-
-
-def report(mutants: list[Mutant]) -> str:
-    """Return the outcomes by room and operator, and the mutants that no test noticed."""
-    lines = [f"{'':14} {'':12} mutants  killed  survived  other  score"]
-    rows = [(room, op) for room in sorted({m.room for m in mutants}) for op in (*OPERATORS, "all")]
-    for room, operator in [*rows, ("all", "all")]:
-        part = [m for m in mutants if room in (m.room, "all") and operator in (m.operator, "all")]
-        killed = sum(m.outcome in ("killed", "timeout") for m in part)
-        survived = sum(m.outcome == "survived" for m in part)
-        score = f"{100 * killed / (killed + survived):5.1f} %" if killed + survived else ""
-        rest = len(part) - killed - survived
-        lines.append(f"{room:14} {operator:12} {len(part):7} {killed:7} {survived:9} {rest:6}  {score}")
-    for outcome in ("survived", "gone", "unreached", "error"):
-        some = [m for m in mutants if m.outcome == outcome]
-        lines += ["", f"{outcome}: {len(some)}"] if some else []
-        lines += [f"  {m.file} {m.function} [{m.operator}] {m.statement}  ->  {m.replacement}" for m in some]
-    return "\n".join(lines)
 
 
 def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None:
@@ -204,6 +303,38 @@ def again(earlier: list[Mutant], known: Cover, args: argparse.Namespace) -> None
     run(new, known, args.folder / "again_new.jsonl", args.workers, args.budget)
 
 
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> list[Mutant]:
+    """Return the mutants of a record or a journal."""
+    return [Mutant(**json.loads(line.rstrip(",\n"))) for line in path.read_text().splitlines() if line[:2] == '{"']
+
+
+def save(mutants: list[Mutant], path: Path) -> None:
+    """Write a record: a list in JSON, one line a mutant."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(asdict(mutant)) for mutant in mutants) + "\n]\n")
+
+
+def report(mutants: list[Mutant]) -> str:
+    """Return the outcomes by room and operator, and the mutants that no test noticed."""
+    lines = [f"{'':14} {'':12} mutants  killed  survived  other  score"]
+    rows = [(room, op) for room in sorted({m.room for m in mutants}) for op in (*OPERATORS, "all")]
+    for room, operator in [*rows, ("all", "all")]:
+        part = [m for m in mutants if room in (m.room, "all") and operator in (m.operator, "all")]
+        killed = sum(m.outcome in ("killed", "timeout") for m in part)
+        survived = sum(m.outcome == "survived" for m in part)
+        score = f"{100 * killed / (killed + survived):5.1f} %" if killed + survived else ""
+        rest = len(part) - killed - survived
+        lines.append(f"{room:14} {operator:12} {len(part):7} {killed:7} {survived:9} {rest:6}  {score}")
+    for outcome in ("survived", "gone", "unreached", "error"):
+        some = [m for m in mutants if m.outcome == outcome]
+        lines += ["", f"{outcome}: {len(some)}"] if some else []
+        lines += [f"  {m.file} {m.function} [{m.operator}] {m.statement}  ->  {m.replacement}" for m in some]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -225,7 +356,7 @@ def main() -> None:
         return record(args.tests, args.folder / "cover.json")
     if args.command == "report":
         mutants = load(args.record or journal)
-        sys.stdout.write(report(mutants) + "\n")
+        print(report(mutants))
         return save(mutants, args.save) if args.save else None
     known = Cover(args.folder / "cover.json")
     if args.command == "draw":

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the files whose code runs on three ways through pdsim, by running them.
-
-    python -m tools.walks              # the three, each in a process of its own: how many files, and which
-    python -m tools.walks request      # one of them
+"""Count the files whose code runs on three ways through pdsim, by running them: ``python -m tools.walks [WAY]``.
 
 - ``request``: ``pdsim run hw=8xh20 workload.count=1``, from the command line to the files of the result
 - ``chunk``: in that run, from the end of the only forward of prefill to the request's start on decode
 - ``number``: ``backend.intra.descriptor`` of a calibration, to a simulated microsecond of a transfer: the files of
   functions that have the number in an argument, a variable or an attribute of one
-
-A file counts if the body of one of its functions runs.  Files are listed in the order in which they first do.
 """
 
 from __future__ import annotations
@@ -34,41 +29,26 @@ from pdsim.core.units import parse_time
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("pdsim", "backends", "experiments")
-PARTS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""What is no function: the file itself, and loops in a line, which constants are made with."""
+NO_FUNCTION = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 REQUEST = ("run", "hw=8xh20", "workload.count=1")
 NUMBER = "3.217us"
 TRANSFER = (
-    *(
-        "run",
-        "experiment=transfer",
-        "hw=2xh200",
-        "backend=nvlink",
-        "experiment.patterns=[pair]",
-        "experiment.repeat=1",
-    ),
-    *("experiment.blocks=[4]", "experiment.size=[64KiB]", "experiment.concurrency=[1]", "experiment.warmup=0"),
+    *("run", "experiment=transfer", "hw=2xh200", "backend=nvlink", "experiment.patterns=[pair]"),
+    *("experiment.repeat=1", "experiment.blocks=[4]", "experiment.size=[64KiB]", "experiment.warmup=0"),
 )
 
 
 def files(words: Sequence[str], counts: Callable[[FrameType, str, Any], bool] = lambda *_: True) -> list[str]:
-    """Run ``pdsim`` with *words*, and return the project's files with a function for which *counts* is true.
-
-    *counts* is given the frame of a function when it is called and when it returns, what happens, "call" or
-    "return", and what is returned.
-    """
+    """Run ``pdsim`` with *words*; return the files with a function that *counts* when it is called or returns."""
     paths: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, value: Any) -> None:
-        code = frame.f_code
-        if event in ("call", "return") and code.co_flags & inspect.CO_NEWLOCALS and code.co_name not in PARTS:
-            path = Path(code.co_filename)
-            if (
-                path.is_relative_to(ROOT)
-                and path.relative_to(ROOT).parts[0] in ROOMS
-                and counts(frame, event, value)
-            ):
-                paths.setdefault(str(path.relative_to(ROOT)))
+        code, path = frame.f_code, Path(frame.f_code.co_filename)
+        if event not in ("call", "return") or code.co_name in NO_FUNCTION or not path.is_relative_to(ROOT):
+            return
+        own = path.relative_to(ROOT)
+        if code.co_flags & inspect.CO_NEWLOCALS and own.parts[0] in ROOMS and counts(frame, event, value):
+            paths.setdefault(str(own))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["pdsim", *words, f"output={folder}"]
@@ -80,11 +60,6 @@ def files(words: Sequence[str], counts: Callable[[FrameType, str, Any], bool] = 
     if status:
         raise RuntimeError(f"pdsim {' '.join(words)} ended with {status}")
     return list(paths)
-
-
-def request() -> list[str]:
-    """Return the files that one request on the model passes, from the command line to its row."""
-    return files(REQUEST)
 
 
 def chunk() -> list[str]:
@@ -111,15 +86,13 @@ def number() -> list[str]:
     text = (ROOT / "conf" / "calibration" / "nvlink-2xh200.yaml").read_text(encoding="utf-8")
     text, changed = re.subn(r"(?m)^(\s*backend\.intra\.descriptor): .*$", rf"\1: {NUMBER}", text, count=1)
     assert changed, "the calibration has no backend.intra.descriptor"
-    seconds = parse_time(NUMBER)
+    marked = (NUMBER, parse_time(NUMBER))
 
     def is_it(value: Any) -> bool:
-        return value == NUMBER if isinstance(value, str) else isinstance(value, float) and value == seconds
+        return isinstance(value, str | float) and value in marked
 
     def has_it(frame: FrameType, event: str, returned: Any) -> bool:
-        if event == "call":
-            return False
-        held = [*frame.f_locals.values(), returned]
+        held = [*frame.f_locals.values(), returned] if event == "return" else []
         return any(map(is_it, held)) or any(map(is_it, (item for value in held for item in _within(value))))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -129,18 +102,17 @@ def number() -> list[str]:
 
 
 def _within(value: Any) -> Iterable[Any]:
-    if type(value) is dict:
-        return list(value.values())
     if isinstance(value, list | tuple):
         return value
-    return getattr(value, "__dict__", {}).values() if is_dataclass(value) and not isinstance(value, type) else ()
+    held = is_dataclass(value) and not isinstance(value, type)
+    return value.values() if type(value) is dict else getattr(value, "__dict__", {}).values() if held else ()
 
 
-WALKS = {"request": request, "chunk": chunk, "number": number}
+WALKS = {"request": lambda: files(REQUEST), "chunk": chunk, "number": number}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the walk that *arguments* name, or all three."""
+    """Print the walk that *arguments* name, or all three, each in a process of its own."""
     for name in arguments:
         paths = WALKS[name]()
         print(f"{name}: {len(paths)} files", *paths, sep="\n  ")

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move blocks between ranks: size x batch x concurrency x pattern, in the columns of nixlbench.
 
-One job runs all points, one after the other, for starting ranks takes longer than most points.  A
-rank that is lost takes its point with it; those after it are run in a second job.
-
-What ranks do is `experiments.transfer.exchange`, who sends to whom
-`experiments.transfer.transfer_points`, where ranks are `experiments.transfer.rank_places`, and what
-rows and tables say `experiments.transfer.transfer_rows`.  `pdsim calibrate` runs this experiment
-with a file of points, `pdsim validate` likewise.
+One job runs all points, for starting ranks takes longer than most points.  A rank that is lost takes its point with
+it; those after it are run in a second job.  Ranks run `exchange`, `points` says who sends to whom and where, `rows`
+has the tables.  `pdsim calibrate` and `pdsim validate` run this experiment with a file of points.
 """
 
 from __future__ import annotations
@@ -16,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from experiments.jobs import attempt, ended_by, merged, unverified
 from experiments.transfer.exchange import Task, area_bytes, region_bytes
-from experiments.transfer.rank_places import names, places, shortage
-from experiments.transfer.transfer_points import TransferPoint, read, shuffled
-from experiments.transfer.transfer_rows import TransferRow, metrics, tables
+from experiments.transfer.points import TransferPoint, names, places, read, shortage, shuffled
+from experiments.transfer.rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
-from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds, Size
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size
 from pdsim.results.record import Result
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec, Target
 
@@ -37,13 +33,9 @@ JOBS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions(ExperimentOptions):
-    """What to sweep over, and how each point is measured.
+    """The points, all combinations of five lists or the rows of a file, and how each is measured.
 
-    The points are all combinations of patterns, sizes, blocks, concurrencies and schedules, or the
-    rows of a file.  Each key's comment says what it means.
-
-    Raise a `ValueError` that names the key for values out of range; the file of *points* is read
-    when the points are listed.
+    Raise a `ValueError` that names the key for values out of range; a file is read when the points are listed.
     """
 
     name: str = "transfer"
@@ -60,14 +52,14 @@ class TransferOptions(ExperimentOptions):
     # how an initiator goes on: rounds, serial; -rotated: each from another peer
     schedule: tuple[str, ...] = ("free",)
     points: str = ""  # a CSV file of points instead of all combinations of the five above
-    ranks: int = 4  # of a pattern that does not say how many itself
-    repeat: int = 100  # measured transfers of each flow
+    ranks: Annotated[int, ">= 2"] = 4  # of a pattern that does not say how many itself
+    repeat: PositiveInt = 100  # measured transfers of each flow
     volume: Size = 0  # bytes of a flow after which fewer repeats do, though not less than 3; 0 is no limit
-    warmup: int = 10  # transfers of each flow before that
+    warmup: NotNegativeInt = 10  # transfers of each flow before that
     operation: str = "write"  # or "read": who posts, not where the bytes go
     layout: str = "contiguous"  # or "scattered": every block at a random place of an area twice as large
     placement: tuple[str, ...] = ("packed",)  # or "spread": one node after the other; or the GPU of each rank
-    order: str = "listed"  # or "shuffled", by the seed
+    order: Annotated[str, "one of listed, shuffled"] = "listed"  # shuffled: by the seed
     pause: Seconds = 0.0  # of the model: what a program takes from the end of a transfer to its next one
     verify: bool = True  # compare checksums at the receiver, where memory has contents
 
@@ -75,48 +67,34 @@ class TransferOptions(ExperimentOptions):
         for name in ("patterns", "blocks", "size", "concurrency", "schedule", "placement"):
             if not getattr(self, name):
                 raise ValueError(f"experiment.{name} must have one value or more, got none")
-        for name, least in (("ranks", 2), ("repeat", 1), ("volume", 0), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
-        if self.order not in ("listed", "shuffled"):
-            raise ValueError(f"experiment.order must be one of listed, shuffled, got {self.order!r}")
         if self.placement not in (("packed",), ("spread",)) and not all(word.isdecimal() for word in self.placement):
             raise ValueError(
                 f"experiment.placement must be packed, spread or the number of a GPU for each rank, "
                 f"got {list(self.placement)}"
             )
-        if not self.points:
-            for point in self._combinations():
-                point.check()
+        for point in [] if self.points else self._combinations():
+            point.check()
 
     def list_points(self) -> list[TransferPoint]:
-        """Return the points, each once and with its repeats.
-
-        *volume* lowers the repeats of large points: 3 at least.  Raise a `ValueError` for a file of
-        points that cannot be read, or has a point that cannot be.
-        """
+        """Return the points, each once and with its repeats; raise a `ValueError` for a file that cannot be read."""
         points = read(Path(self.points)) if self.points else self._combinations()
         return list({point.label: self._limited(point) for point in points}.values())
 
     def _combinations(self) -> list[TransferPoint]:
         axes = product(self.patterns, self.size, self.blocks, self.concurrency, self.schedule)
-        how = self.operation, self.layout
         return [
-            TransferPoint(pattern, blocks, size, conc, *how, schedule)
-            for pattern, size, blocks, conc, schedule in axes
+            TransferPoint(pattern, blocks, size, concurrency, self.operation, self.layout, schedule)
+            for pattern, size, blocks, concurrency, schedule in axes
         ]
 
     def _limited(self, point: TransferPoint) -> TransferPoint:
-        enough = max(3, self.volume // (point.blocks * point.size)) if self.volume else point.repeat or self.repeat
-        return point._replace(repeat=min(point.repeat or self.repeat, enough))
+        repeat = point.repeat or self.repeat
+        enough = max(3, self.volume // (point.blocks * point.size)) if self.volume else repeat
+        return point._replace(repeat=min(repeat, enough))
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named.
-
-    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is
-    named if it is too much.
-    """
+    """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, with the worst point."""
     try:
         options = TransferOptions.of(config)
         points = options.list_points()
@@ -124,28 +102,21 @@ def check(config: Config) -> Iterator[str]:
         yield str(error)
         return
     hw, placement = config.hw, options.placement
-    ranks = _ranks(options, points)
-    gpus = hw.gpus * hw.nodes
+    ranks, gpus = len(_ranks(options, points)), config.hw.gpus * config.hw.nodes
     if placement[0].isdecimal():
-        yield from _listed(placement, len(ranks), gpus, hw.name)
-    elif gpus and len(ranks) > gpus:
+        if len(placement) < ranks:
+            yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
+        for gpu in [gpu for gpu in placement if int(gpu) >= gpus][:1]:
+            known = f"hw={hw.name} has {gpus} GPUs, numbered from 0, and no {gpu}"
+            yield f"experiment.placement: {known}; set packed or spread"
+    elif gpus and ranks > gpus:
         yield (
-            f"experiment.ranks={options.ranks}: {len(ranks)} ranks take a GPU each and hw={hw.name} has {gpus}; "
+            f"experiment.ranks={options.ranks}: {ranks} ranks take a GPU each and hw={hw.name} has {gpus}; "
             f"set experiment.ranks={gpus} or less, take a larger machine, or let ranks share GPUs: "
-            f"experiment.placement=[{','.join(str(index % gpus) for index in range(len(ranks)))}]"
+            f"experiment.placement=[{','.join(str(index % gpus) for index in range(ranks))}]"
         )
     else:
         yield from _memory(config, options, points)
-
-
-def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterator[str]:
-    if len(placement) < ranks:
-        yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
-    for gpu in placement:
-        if int(gpu) >= gpus:
-            known = f"hw={hw} has {gpus} GPUs, numbered from 0, and no {gpu}"
-            yield f"experiment.placement: {known}; set packed or spread"
-            return
 
 
 def _memory(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> Iterator[str]:
@@ -157,8 +128,7 @@ def _memory(config: Config, options: TransferOptions, points: Sequence[TransferP
         return
 
     def need(task: Task) -> int:
-        area = area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
-        return area * sum(rank in flow for flow in task["flows"] for rank in short)
+        return area_bytes(task) * sum(rank in flow for flow in task["flows"] for rank in short)
 
     worst = max(range(len(points)), key=lambda index: need(tasks[index]))
     yield (
@@ -170,9 +140,8 @@ def _memory(config: Config, options: TransferOptions, points: Sequence[TransferP
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every point and return its rows, as listed.
 
-    A rank that is lost ends its job; the points after the one that it was lost in are run in a
-    second job, with new ranks, and there is no third.  Such points are failures of the result; so
-    are slots that hold other bytes than were sent, where memory has contents and *verify* is set.
+    Points that a lost rank ended, or that its second job did not reach, are failures of the result; so are slots
+    that hold other bytes than were sent, where memory has contents.
 
     Raises:
         ConfigError: `check` finds something.
@@ -184,27 +153,22 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     listed = options.list_points()
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed
     rows: dict[TransferPoint, TransferRow] = {}
-    outcomes: list[Outcome] = []
-    while left and len(outcomes) < JOBS:
+    outcomes: dict[str, Outcome] = {}
+    for job in ("", "job 2")[:JOBS]:
+        if not left:
+            break
         progress(len(rows) / len(listed), f"{len(left)} points", 1.0)
-        outcomes.append(_attempt(target, _specs(config, options, left), first=not outcomes))
-        new = _rows(left, outcomes[-1], options)
+        outcome = attempt(target, _specs(config, options, left), "job", first=not outcomes)
+        ranks = {
+            name: replace(rank, error=rank.error or _said(rank)["error"]) for name, rank in outcome.ranks.items()
+        }
+        outcomes[job] = replace(outcome, ranks=ranks)
+        new = _rows(left, outcomes[job], options)
         rows |= {row.point: row for row in new}
         left = left[len(new) :]
     progress(1.0, "")
     rows |= {point: TransferRow(point, point.flows(options.ranks), (), "not run") for point in left}
     return _result(config, options, [rows[point] for point in listed], outcomes)
-
-
-def _attempt(target: Target, specs: Sequence[RankSpec], first: bool) -> Outcome:
-    try:
-        outcome = target.run(specs)
-    except TransferError as error:
-        if first and isinstance(error, BackendUnavailable):
-            raise
-        return Outcome({"job": RankResult("job", error=f"{type(error).__name__}: {error}")}, seconds=0.0)
-    ranks = {name: replace(rank, error=rank.error or _said(rank)["error"]) for name, rank in outcome.ranks.items()}
-    return replace(outcome, ranks=ranks)
 
 
 def _said(rank: RankResult) -> dict[str, Any]:
@@ -214,9 +178,7 @@ def _said(rank: RankResult) -> dict[str, Any]:
 
 def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOptions) -> list[TransferRow]:
     done = max((_said(rank)["points"] for rank in outcome.ranks.values()), key=len)
-    errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
-    # A rank that was killed cannot say why; what the others saw names it.
-    status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else "ok"
+    status = ended_by(outcome) or "ok"
     records: dict[str, list[Any]] = {point.label: [] for point in points}
     for record in (record for rank in outcome.ranks.values() for record in rank.transfers):
         records.get(record.label, []).append(record)
@@ -231,9 +193,9 @@ def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOp
 
 
 def _result(
-    config: Config, options: TransferOptions, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]
+    config: Config, options: TransferOptions, rows: Sequence[TransferRow], outcomes: dict[str, Outcome]
 ) -> Result:
-    whole = _merged(outcomes)
+    whole = merged(outcomes)
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
     failures += [f"{label} was not completed" for label in lost]
@@ -249,24 +211,8 @@ def _result(
         tables=tables(rows),
         transfers=[record for row in rows for record in row.records],
         failures=failures,
-        notes=_notes(config, options),
+        notes=unverified(config) if options.verify else [],
         outcome=whole,
-    )
-
-
-def _merged(outcomes: Sequence[Outcome]) -> Outcome:
-    # Seconds and events add up; ranks, links and pools of the second job are named "job 2 NAME".
-    def of_all(part: str) -> dict[str, Any]:
-        items = [(f"job {number} " if number > 1 else "", getattr(each, part)) for number, each in numbered]
-        return {f"{prefix}{name}": value for prefix, values in items for name, value in values.items()}
-
-    numbered = list(enumerate(outcomes, 1))
-    return Outcome(
-        ranks=of_all("ranks"),
-        seconds=sum(outcome.seconds for outcome in outcomes),
-        links=of_all("links"),
-        pools=of_all("pools"),
-        events=sum(outcome.events for outcome in outcomes),
     )
 
 
@@ -287,13 +233,5 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
         "seed": config.seed,
         "timeout": config.backend.timeout,
     }
-    where = _places(config, options, points)
-    return [
-        RankSpec(name, "experiments.transfer.exchange:exchange", place, arguments) for name, place in where.items()
-    ]
-
-
-def _notes(config: Config, options: TransferOptions) -> Sequence[str]:
-    if options.verify and config.target == "model" and config.memory == "timing":
-        return ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
-    return []
+    program = "experiments.transfer.exchange:exchange"
+    return [RankSpec(name, program, where, arguments) for name, where in _places(config, options, points).items()]

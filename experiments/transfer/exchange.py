@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank program of `experiments.transfer`.
+"""The rank program of `experiments.transfer`: ranks keep transfers in flight to each other, and check the bytes.
 
-Ranks keep transfers in flight to each other, and check the bytes.  Written against the waist only.
-What is measured is in the records of the endpoints; this module knows no statistics.
-
-Between points ranks meet over their channels, so that a point begins with all of them ready and
-nothing of the one before under way; the warm-up is part of the point, without a pause before what
-is measured.
+Written against the waist only.  Between points ranks meet at a `Barrier`, so that a point begins with all of them
+ready and nothing of the one before under way.
 """
 
 from __future__ import annotations
@@ -15,16 +11,15 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from experiments.barrier import Barrier
 from pdsim.core.clock import Clock
-from pdsim.core.errors import TransferError
+from pdsim.core.errors import PeerLost, TransferError
 from pdsim.core.units import Seconds
-from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer
+from pdsim.transfer import Batch, Buffer, Message, Peer, Program, Region, Transfer
 from pdsim.transfer.job import Rank
 
 __all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
@@ -44,10 +39,7 @@ or one transfer at a time, flow by flow."""
 
 
 class Task(TypedDict):
-    """One point, as plain data, which any rank can be sent.
-
-    Made by `experiments.transfer.transfer_points.TransferPoint.task`; the same for all ranks.
-    """
+    """One point, the same for all ranks: `experiments.transfer.points.TransferPoint` as plain data."""
 
     label: str  # of its measured transfers
     flows: Sequence[Flow]
@@ -60,18 +52,14 @@ class Task(TypedDict):
     schedule: str  # of `SCHEDULES`
 
 
-def area_bytes(blocks: int, size: int, concurrency: int, scattered: bool) -> int:
+def area_bytes(task: Task) -> int:
     """Return the bytes that one flow takes on either side: a slot for each transfer in flight."""
-    return concurrency * blocks * size * (2 if scattered else 1)
+    return task["concurrency"] * task["blocks"] * task["size"] * (2 if task["scattered"] else 1)
 
 
 def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
     """Return the bytes that *rank* registers: enough for whichever of *tasks* takes most of it."""
-    return max(1, *(_area(task) * sum(rank in flow for flow in task["flows"]) for task in tasks))
-
-
-def _area(task: Task) -> int:
-    return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
+    return max(1, *(area_bytes(task) * sum(rank in flow for flow in task["flows"]) for task in tasks))
 
 
 def exchange(
@@ -111,16 +99,22 @@ def exchange(
         addresses = yield from barrier.wait("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
+            plan = _Plan(task, seed)
             check = verify and rank.device.holds_bytes
-            work = _TransferLoop(rank, task, buffer, region, peers, seed, check, timeout, pauses)
-            work.fill()
+            posts = _posts(rank, task, plan, region, peers)
+            if check:
+                plan.fill(rank.name, buffer)
             rank.clock.settle()
             yield from barrier.start(f"{number} begins")
-            yield from work.transfer(warmup)
+            loops = [_flow(rank.clock, task, waves, warmup, timeout, pauses) for waves in _waves(task, posts)]
+            if error := (yield from _all(rank.clock, loops)):  # when all that were started have ended
+                raise error
             yield from barrier.wait(f"{number} has ended")
-            mine = work.found(warmup)
-            others = yield from barrier.wait(f"{number} is checked", b"%d %d %d" % mine)
-            done.append(_total([mine, *(tuple(map(int, totals.split())) for totals in others.values())]))
+            slots, checked, right = plan.received(rank.name, buffer, warmup, check)
+            others = yield from barrier.wait(f"{number} is checked", b"%d %d %d" % (slots, checked, right))
+            every = [(slots, checked, right), *(tuple(map(int, text.split())) for text in others.values())]
+            slots, checked, right = (sum(counts) for counts in zip(*every, strict=True))
+            done.append({"slots": slots, "verified": right if checked else None})
     except TransferError as error:
         barrier.give_up(error)
         return {"points": done, "error": f"{type(error).__name__}: {error}"}
@@ -129,88 +123,38 @@ def exchange(
     return {"points": done, "error": ""}
 
 
-def _total(totals: Sequence[Sequence[int]]) -> dict[str, Any]:
-    slots, checked, verified = (sum(counts) for counts in zip(*totals, strict=True))
-    return {"slots": slots, "verified": verified if checked else None}
+def _posts(rank: Rank, task: Task, plan: _Plan, region: Region, peers: Mapping[str, Peer]) -> list[list[Post]]:
+    # For each flow that *rank* initiates, what posts a transfer of each of its slots.
+    reads = task["read"]
+    start = rank.endpoint.read if reads else rank.endpoint.write
+    posts = []
+    for index, flow in enumerate(task["flows"]):
+        if flow[reads] == rank.name:
+            peer = peers[flow[not reads]]
+            there = peer.regions["blocks"]
+            ends = (there, region) if reads else (region, there)
+            slots = range(task["concurrency"])
+            posts.append([partial(start, peer, plan.batch(index, slot, *ends)) for slot in slots])
+    return posts
 
 
-class _TransferLoop:
-    """What one rank does in one point.
+def _waves(task: Task, posts: Sequence[Sequence[Post]]) -> list[list[_Waves]]:
+    if task["schedule"] == "free":
+        return [[[[post]] for post in slots] for slots in posts]
+    every = [post for slots in posts for post in slots]
+    return [[[[post] for post in every] if task["schedule"] == "serial" else [every]]]
 
-    Life: made for a point; `fill`; `transfer`, when all ranks are ready; `found`, when all have ended.
-    """
 
-    def __init__(
-        self,
-        rank: Rank,
-        task: Task,
-        buffer: Buffer,
-        region: Region,
-        peers: Mapping[str, Peer],
-        seed: int,
-        check: bool,
-        timeout: float,
-        pauses: _Pauses | None,
-    ) -> None:
-        self._rank, self._task, self._buffer = rank, task, buffer
-        self._pauses = pauses
-        self._plan = _Plan(task, seed)
-        self._check = check
-        self._timeout = timeout
-        initiator = 1 if task["read"] else 0
-        mine = [index for index, flow in enumerate(task["flows"]) if flow[initiator] == rank.name]
-        self._posts = [self._slots(index, region, peers) for index in mine]
-
-    def _slots(self, index: int, region: Region, peers: Mapping[str, Peer]) -> list[Post]:
-        task, rank = self._task, self._rank
-        source, sink = task["flows"][index]
-        peer = peers[source if task["read"] else sink]
-        there = peer.regions["blocks"]
-        ends = (there, region) if task["read"] else (region, there)
-        start = rank.endpoint.read if task["read"] else rank.endpoint.write
-        return [partial(start, peer, self._plan.batch(index, slot, *ends)) for slot in range(task["concurrency"])]
-
-    def fill(self) -> None:
-        if self._check:
-            self._plan.fill(self._rank.name, self._buffer)
-
-    def found(self, warmup: int) -> tuple[int, int, int]:
-        # *warmup* is that of `transfer`: a flow of fewer transfers than slots leaves the last slots unused.
-        flows = enumerate(self._task["flows"])
-        received = [index for index, flow in flows if flow[1] == self._rank.name]
-        used = self._task["concurrency"]
-        if self._task["schedule"] == "free":
-            used = min(used, max(warmup, self._task["repeat"]))
-        slots = len(received) * used
-        if not self._check:
-            return slots, 0, 0
-        return slots, slots, sum(self._plan.verified(index, used, self._buffer) for index in received)
-
-    def transfer(self, warmup: int) -> Generator[Any, Any, None]:
-        # Raise the first error when all that were started have ended.
-        clock = self._rank.clock
-        if error := (yield from _all(clock, [self._flow(loops, warmup) for loops in self._loops()])):
-            raise error
-
-    def _loops(self) -> list[list[_Waves]]:
-        if self._task["schedule"] == "free":
-            return [[[[post]] for post in slots] for slots in self._posts]
-        every = [post for slots in self._posts for post in slots]
-        return [[[[post] for post in every] if self._task["schedule"] == "serial" else [every]]]
-
-    def _flow(self, loops: Sequence[_Waves], warmup: int) -> _Loop:
-        start = {"timeout": self._timeout}
-        for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
-            # the slots of a flow share its budget: a slow transfer does not hold up the others
-            budget = iter(
-                range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"]))
-            )
-            clock = self._rank.clock
-            after = self._pauses
-            running = [_loop(clock, waves, budget, start | {"label": label}, after) for waves in loops]
-            if error := (yield from _all(clock, running)):
-                return error
-        return None
+def _flow(
+    clock: Clock, task: Task, loops: Sequence[_Waves], warmup: int, timeout: float, pauses: _Pauses | None
+) -> _Loop:
+    for label, count in ((WARMUP, warmup), (task["label"], task["repeat"])):
+        # the slots of a flow share its budget: a slow transfer does not hold up the others
+        budget = iter(range(count if task["schedule"] == "free" else -(-count // task["concurrency"])))
+        start = {"timeout": timeout, "label": label}
+        if error := (yield from _all(clock, [_loop(clock, waves, budget, start, pauses) for waves in loops])):
+            return error
+    return None
 
 
 def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
@@ -237,13 +181,8 @@ class _Pauses:
 
 
 def _loop(
-    clock: Clock,
-    waves: _Waves,
-    budget: Iterator[int],
-    start: Mapping[str, Any],
-    pauses: _Pauses | None,
+    clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str, Any], pauses: _Pauses | None
 ) -> _Loop:
-    # After each wave comes one of *pauses*.
     try:
         for _ in budget:
             clock.settle()
@@ -265,17 +204,14 @@ class _Plan:
     """
 
     def __init__(self, task: Task, seed: int) -> None:
-        self.flows = task["flows"]
-        self._point = zlib.crc32(task["label"].encode())
-        self.size = task["size"]
-        self.concurrency = task["concurrency"]
-        self._seed = seed
-        blocks, self._scattered = task["blocks"], task["scattered"]
-        self._places = blocks * (2 if self._scattered else 1)  # block-sized places of a slot
+        self.task, self.flows, self.size = task, task["flows"], task["size"]
+        self._point, self._seed = zlib.crc32(task["label"].encode()), seed
+        blocks, scattered = task["blocks"], task["scattered"]
+        self._places = blocks * (2 if scattered else 1)  # block-sized places of a slot
         order = np.random.Generator(np.random.PCG64([seed, 0]))
         every: Ints = np.arange(blocks, dtype=np.int64)
-        self._from = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
-        self._to = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
+        self._from = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
+        self._to = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
 
     def batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
         source_offset = self._at(index, slot, self.flows[index][0]) + self._from * self.size
@@ -284,26 +220,103 @@ class _Plan:
 
     def fill(self, rank: str, buffer: Buffer) -> None:
         for index, (source, sink) in enumerate(self.flows):
-            for slot in range(self.concurrency):
+            for slot in range(self.task["concurrency"]):
                 if source == rank:
                     buffer.write(self._at(index, slot, rank), self._content(index, slot).tobytes())
-                elif sink == rank and self._scattered:  # otherwise every byte is written
+                elif sink == rank and self.task["scattered"]:  # otherwise every byte is written
                     buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
 
-    def verified(self, index: int, slots: int, buffer: Buffer) -> int:
-        sink = self.flows[index][1]
-        good = 0
-        for slot in range(slots):
-            expected = np.zeros((self._places, self.size), dtype=np.uint8)
-            expected[self._to] = self._content(index, slot)[self._from]
-            content = buffer.read(self._at(index, slot, sink), self._places * self.size)
-            good += zlib.crc32(content) == zlib.crc32(expected.tobytes())
-        return good
+    def received(self, rank: str, buffer: Buffer, warmup: int, check: bool) -> tuple[int, int, int]:
+        # How many slots of *rank* transfers arrived in, were checked, and are right.
+        flows = [index for index, flow in enumerate(self.flows) if flow[1] == rank]
+        used = self.task["concurrency"]
+        if self.task["schedule"] == "free":  # a flow of fewer transfers than slots leaves the last slots unused
+            used = min(used, max(warmup, self.task["repeat"]))
+        slots = [(index, slot) for index in flows for slot in range(used)]
+        if not check:
+            return len(slots), 0, 0
+        return len(slots), len(slots), sum(self._is_right(*each, buffer) for each in slots)
+
+    def _is_right(self, index: int, slot: int, buffer: Buffer) -> bool:
+        expected = np.zeros((self._places, self.size), dtype=np.uint8)
+        expected[self._to] = self._content(index, slot)[self._from]
+        content = buffer.read(self._at(index, slot, self.flows[index][1]), self._places * self.size)
+        return zlib.crc32(content) == zlib.crc32(expected.tobytes())
 
     def _at(self, index: int, slot: int, rank: str) -> int:
         before = sum(rank in flow for flow in self.flows[:index])
-        return (before * self.concurrency + slot) * self._places * self.size
+        return (before * self.task["concurrency"] + slot) * self._places * self.size
 
     def _content(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
         generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, self._point]))
         return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)
+
+
+# --- barrier -------------------------------------------------------------------------------------------------------
+
+_SLACK = 2e-3
+"""Seconds from the last arrival to a common start: more than a message between processes of one machine takes."""
+
+
+class Barrier:
+    """A barrier with stages for all ranks of a job, which fails once one of them is gone.
+
+    A message is ``stage, NUL, payload``.  Ranks send a sign of life every quarter of *timeout*: `tick` runs as a
+    process of its own.  All ranks `wait` for and `start` the same stages in the same order, each once.
+    """
+
+    def __init__(self, rank: Rank, timeout: float) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self._arrived: dict[str, dict[str, bytes]] = {}
+        self._heard: dict[str, float] = {}
+
+    def tick(self) -> Generator[Any, Any, None]:
+        """Tell the others for ever that this rank lives."""
+        while True:
+            yield self._rank.clock.timeout(self._timeout / 4)
+            self._tell("alive")
+
+    def wait(self, stage: str, payload: bytes = b"") -> Generator[Any, Any, dict[str, bytes]]:
+        """Wait until all ranks are at *stage* and return what each of the others brought.
+
+        Raise `PeerLost` if a rank has given up, or was not heard of for *timeout* seconds.
+        """
+        self._tell(stage, payload)
+        arrived = self._arrived.setdefault(stage, {})
+        clock, peers = self._rank.clock, self._rank.peers
+        self._heard = dict.fromkeys(peers, clock.now)  # nobody listened during the transfers
+        while missing := [name for name in peers if name not in arrived]:
+            received = self._rank.channel.receive()
+            yield received | clock.timeout(self._timeout / 4)
+            if received.processed:  # only triggered: its message goes to who asks next
+                self._take(cast("Message", received.value))
+            if silent := [name for name in missing if clock.now - self._heard[name] > self._timeout]:
+                raise PeerLost(f"{silent[0]} was not heard of for {self._timeout:g} s, at {stage!r}")
+        return arrived
+
+    def start(self, stage: str) -> Generator[Any, Any, None]:
+        """Wait as `wait` does, and then for one instant that all ranks agree on: they share the clock of the job.
+
+        What tells a rank that all have arrived comes at a different time to each, and short transfers would be over
+        at one before another begins.
+        """
+        now = self._rank.clock.now
+        others = yield from self.wait(stage, repr(now).encode())
+        at = max(now, *map(float, others.values())) + _SLACK
+        yield self._rank.clock.timeout(max(0.0, at - self._rank.clock.now))
+
+    def give_up(self, error: TransferError) -> None:
+        """Tell the others that this rank ends with *error*, so that they need not find out."""
+        self._tell("lost", f"{type(error).__name__}: {error}".encode())
+
+    def _tell(self, stage: str, payload: bytes = b"") -> None:
+        for name in self._rank.peers:
+            self._rank.channel.send(name, stage.encode() + b"\0" + payload)
+
+    def _take(self, message: Message) -> None:
+        stage, _, payload = message.payload.partition(b"\0")
+        self._heard[message.sender] = self._rank.clock.now
+        if stage == b"lost":
+            raise PeerLost(f"{message.sender} gave up: {payload.decode()}")
+        self._arrived.setdefault(stage.decode(), {})[message.sender] = payload

@@ -18,8 +18,7 @@ from typing import NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.exchange import region_bytes
-from experiments.transfer.rank_places import names, places, shortage
-from experiments.transfer.transfer_points import TransferPoint, read, write
+from experiments.transfer.points import TransferPoint, names, places, read, shortage, write
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.progress import ShowProgress, silent

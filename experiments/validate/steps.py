@@ -18,9 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from experiments.transfer.transfer_points import TransferPoint
-from experiments.transfer.transfer_points import read as read_points
-from experiments.transfer.transfer_points import write as write_points
+from experiments.transfer.points import TransferPoint
+from experiments.transfer.points import read as read_points
+from experiments.transfer.points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
 from pdsim.config import Config, ExperimentOptions, Launch, build

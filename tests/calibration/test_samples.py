@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.transfer.transfer_points import read as read_points
+from experiments.transfer.points import read as read_points
 from pdsim.calibration import samples
 from pdsim.calibration.samples import Sample, Samples, from_transfers
 from pdsim.core.errors import ConfigError

@@ -12,9 +12,8 @@ import pytest
 
 from experiments.transfer import TransferOptions, check, run
 from experiments.transfer.exchange import exchange
-from experiments.transfer.rank_places import flows
-from experiments.transfer.transfer_points import TransferPoint, shuffled
-from pdsim.config import Config
+from experiments.transfer.points import TransferPoint, flows, shuffled
+from pdsim.config import Config, build
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
@@ -341,11 +340,9 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
         ({"patterns": ("ring",)}, "experiment.patterns must be one of pair, pairs, bidirectional, .*, got 'ring'"),
         ({"blocks": (0,)}, "experiment.blocks must be >= 1, got 0"),
         ({"size": ()}, "experiment.size must have one value or more, got none"),
-        ({"ranks": 1}, "experiment.ranks must be >= 2, got 1"),
         ({"patterns": ("pair:2",)}, "'pair:2' has a count that it cannot have; write pair, or pairs:2"),
         ({"patterns": ("cross:2x",)}, "'cross:2x' has a count that it cannot have; write cross:2 or cross:2x3"),
         ({"schedule": ("late",)}, "experiment.schedule must be one of free, .*, got 'late'"),
-        ({"order": "random"}, "experiment.order must be one of listed, shuffled, got 'random'"),
         ({"placement": ("0", "packed")}, "experiment.placement must be packed, spread or the number of a GPU"),
         ({"operation": "send"}, "experiment.operation must be one of write, read, got 'send'"),
     ],
@@ -353,6 +350,12 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         TransferOptions(**options)
+
+
+def test_ranks_and_order_are_refused_by_their_rules():
+    rules = "(?s)ranks must be >= 2, got 1;.*order must be one of listed, shuffled, got 'random'"
+    with pytest.raises(ConfigError, match=rules):
+        build(TransferOptions, {"ranks": 1, "order": "random"}, "experiment")
 
 
 @pytest.mark.parametrize(

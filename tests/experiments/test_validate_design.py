@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer.transfer_points import read
+from experiments.transfer.points import read
 from experiments.validate import ValidateOptions
 from experiments.validate.design import DesignPart, parts
 from pdsim.config import Config

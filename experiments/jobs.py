@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experiments of several jobs share: jobs that cannot be started, and outcomes of all of them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdsim.config import Config
+from pdsim.core.errors import BackendUnavailable, TransferError
+from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
+
+__all__ = ["attempt", "ended_by", "merged", "unverified"]
+
+
+def attempt(target: Target, ranks: Sequence[RankSpec], name: str, *, first: bool) -> Outcome:
+    """Run *ranks* on *target*; a job that cannot be started is the outcome of a rank *name* with its error.
+
+    Raise a `BackendUnavailable` if it is the *first* job and the engine does not work here at all.
+    """
+    try:
+        return target.run(ranks)
+    except TransferError as error:
+        if first and isinstance(error, BackendUnavailable):
+            raise
+        return Outcome({name: RankResult(name, error=f"{type(error).__name__}: {error}")}, seconds=0.0)
+
+
+def ended_by(outcome: Outcome) -> str:
+    """Return the class of the error that ended *outcome*, or nothing.
+
+    A rank that was killed cannot say why, so a `PeerLost`, which others saw, comes before the rest.
+    """
+    errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
+    return "PeerLost" if "PeerLost" in errors else next(iter(errors), "")
+
+
+def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Return the *outcomes* of all jobs as one; each rank, link and pool is named with its job."""
+
+    def of_all(part: str) -> dict[str, Any]:
+        items = [(job, getattr(outcome, part)) for job, outcome in outcomes.items()]
+        return {f"{job} {name}".strip(): value for job, values in items for name, value in values.items()}
+
+    seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
+    return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
+
+
+def unverified(config: Config) -> list[str]:
+    """Return a note if the memory of *config* has no contents that could be compared."""
+    if config.target == "model" and config.memory == "timing":
+        return ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
+    return []

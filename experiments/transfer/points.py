@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The points of `experiments.transfer`, from options or a file: who sends to whom, where, and whether it fits."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.transfer.exchange import SCHEDULES, Task
+from pdsim.core.units import format_size, parse_size
+from pdsim.hardware.machine import Machine
+from pdsim.transfer.job import Place
+
+__all__ = ["PATTERNS", "Flow", "TransferPoint", "flows", "names", "places", "read", "shortage", "shuffled", "write"]
+
+Flow = tuple[str, str]  # the rank that the bytes come from, the rank that they go to
+ROTATED = "-rotated"
+CHOICES = {
+    "operation": ("write", "read"),
+    "layout": ("contiguous", "scattered"),
+    "schedule": (*SCHEDULES, *(f"{name}{ROTATED}" for name in SCHEDULES)),
+}
+
+
+class TransferPoint(NamedTuple):
+    """One combination of what is swept over.
+
+    >>> TransferPoint("pair", 64, 65536, 1, operation="read").label
+    'pair 64x65536 c1 read'
+    """
+
+    pattern: str
+    blocks: int
+    size: int
+    concurrency: int
+    operation: str = "write"
+    layout: str = "contiguous"
+    schedule: str = "free"  # of `SCHEDULES`, perhaps with "-rotated"
+    repeat: int = 0  # 0: as the experiment says
+
+    @property
+    def label(self) -> str:
+        """Such as ``"pair 64x65536 c1"``, with what is not usual behind it; the label of the point's transfers."""
+        usual = TransferPoint._field_defaults
+        words = [getattr(self, name) for name in CHOICES if getattr(self, name) != usual[name]]
+        return " ".join([f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}", *words])
+
+    def check(self) -> None:
+        """Raise a `ValueError` that names the option and the value that cannot be."""
+        _check_pattern(self.pattern)
+        for name, least in (("blocks", 1), ("size", 1), ("concurrency", 1), ("repeat", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"experiment.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+
+    def flows(self, ranks: int) -> list[Flow]:
+        """Return the flows of the point, in the order in which a source posts them."""
+        return flows(self.pattern, ranks, self.schedule.endswith(ROTATED))
+
+    def task(self, ranks: int) -> Task:
+        """Return the point as ranks are sent it."""
+        return Task(
+            label=self.label,
+            flows=[list(flow) for flow in self.flows(ranks)],
+            blocks=self.blocks,
+            size=self.size,
+            concurrency=self.concurrency,
+            repeat=self.repeat,
+            read=self.operation == "read",
+            scattered=self.layout == "scattered",
+            schedule=self.schedule.removesuffix(ROTATED),
+        )
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("blocks", "size", "concurrency", "repeat")
+COLUMNS = TransferPoint._fields
+"""The columns of a file of points; those with a default may be left out, others are ignored."""
+
+
+def read(path: Path) -> list[TransferPoint]:
+    """Return the points of the CSV file *path*, whose first line names its columns: see `COLUMNS`.
+
+    Lines that begin with ``#`` are comments; sizes may have units, ``64KiB``.  Raise a `ValueError` with the number
+    of the row if it cannot be read, lacks a column, or holds what cannot be.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    except OSError as error:
+        raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
+    points = []
+    for number, row in enumerate(rows, 1):
+        words = {name: text for name, text in row.items() if name in COLUMNS and text}
+        try:
+            sizes = {name: parse_size(words[name]) for name in words if name in NUMBERS}
+            points.append(TransferPoint(**words | sizes))  # type: ignore[arg-type]
+            points[-1].check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"experiment.points={path}, row {number}: {error}") from error
+    if not points:
+        raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(COLUMNS)}")
+    return points
+
+
+def write(path: Path, points: Sequence[TransferPoint]) -> None:
+    """Write *points* to the CSV file *path*, as `read` takes it."""
+    lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def shuffled(points: Sequence[TransferPoint], seed: int) -> list[TransferPoint]:
+    """Return *points* in an order drawn from *seed*, so that a drift of the machine is no trend of the points."""
+    order: Iterable[int] = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(points))
+    return [points[index] for index in order]
+
+
+# --- patterns ------------------------------------------------------------------------------------------------------
+
+PATTERNS = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross", "alltoall")
+"""``name`` or ``name:count``: *count* disjoint pairs, in one direction or both; *count* sources to one sink; one
+source to *count* sinks; ``cross:2x3``, two sources each to three sinks; *count* ranks each to every other."""
+
+
+def _check_pattern(pattern: str) -> None:
+    name, _, count = pattern.partition(":")
+    if name not in PATTERNS:
+        raise ValueError(f"experiment.patterns must be one of {', '.join(PATTERNS)}, got {pattern!r}")
+    form = {"pair": r"", "cross": r"|[1-9]\d*(x[1-9]\d*)?", "alltoall": r"|[2-9]|[1-9]\d+"}.get(name, r"|[1-9]\d*")
+    if not re.fullmatch(form, count) or pattern.endswith(":"):
+        example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
+        raise ValueError(f"experiment.patterns: {pattern!r} has a count that it cannot have; write {example}")
+
+
+def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
+    """Return the flows of *pattern*, which takes its count from *ranks* ranks if it has none of its own.
+
+    The flows of a source are in the order in which it posts.  In a crossing that is the order of the sinks, so that
+    all sources begin with the same one; with *rotate* source *i* begins with sink *i*, so that no two do.
+
+    >>> flows("incast:2", ranks=4)
+    [('rank1', 'rank0'), ('rank2', 'rank0')]
+    >>> flows("cross:2x2", ranks=4, rotate=True)
+    [('rank0', 'rank2'), ('rank0', 'rank3'), ('rank1', 'rank3'), ('rank1', 'rank2')]
+    """
+
+    def numbered(first: int, count: int) -> list[str]:
+        return [f"rank{first + index}" for index in range(count)]
+
+    name, _, text = pattern.partition(":")
+    counts = [int(part) for part in text.split("x")] if text else []
+    if name in ("pair", "pairs", "bidirectional"):
+        count = counts[0] if counts else ranks // 2 if name == "pairs" else 1
+        pairs = [(f"rank{2 * index}", f"rank{2 * index + 1}") for index in range(count)]
+        ways = 2 if name == "bidirectional" else 1
+        return [flow for one, other in pairs for flow in [(one, other), (other, one)][:ways]]
+    if name == "cross":
+        count, other = (counts[0], counts[-1]) if counts else (ranks // 2, ranks // 2)
+        sources, sinks = numbered(0, count), numbered(count, other)
+    else:
+        count = counts[0] if counts else ranks - (name != "alltoall")
+        one, all_of_them = numbered(0, 1), numbered(1, count)
+        everyone = numbered(0, count)
+        sources, sinks = {
+            "incast": (all_of_them, one), "fanout": (one, all_of_them), "alltoall": (everyone, everyone),
+        }[name]  # fmt: skip
+    pairs = []
+    for index, source in enumerate(sources):
+        first = index % len(sinks) if rotate else 0
+        pairs += [(source, sink) for sink in [*sinks[first:], *sinks[:first]] if sink != source]
+    return pairs
+
+
+# --- places --------------------------------------------------------------------------------------------------------
+
+
+def names(pairs: Sequence[Flow]) -> list[str]:
+    """Return the ranks of *pairs* by number."""
+    return sorted({name for pair in pairs for name in pair}, key=lambda name: int(name.removeprefix("rank")))
+
+
+def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[str, Place]:
+    """Return where each of *ranks* runs: on the hosts, one node after the other, if there are no GPUs.
+
+    Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the
+    one that *placement* lists for it, counted over all nodes.
+    """
+    chosen = {}
+    for index, name in enumerate(ranks):
+        if placement[0] == "spread" or not hw.gpus:
+            chosen[name] = Place(index % hw.nodes, index // hw.nodes if hw.gpus else None)
+        else:
+            gpu = index if placement[0] == "packed" else int(placement[index])
+            chosen[name] = Place(gpu // hw.gpus, gpu % hw.gpus)
+    return chosen
+
+
+def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], here: bool) -> tuple[list[str], str]:
+    """Return the ranks and a line if the bytes that each *needs* do not fit where it is, or nothing if they do.
+
+    With *here* the ranks are processes of this machine, and what its host has free counts too.  Ranks at one place
+    share its memory; only the place that needs most is looked at.
+    """
+    totals: dict[Place, int] = {}
+    for name, place in where.items():
+        totals[place] = totals.get(place, 0) + needs[name]
+    place, need = max(totals.items(), key=lambda item: item[1])
+    room, what = hw.host.memory, f"the host of node {place.node}"
+    if place.gpu is not None and hw.gpu is not None:
+        room, what = hw.gpu.memory, f"GPU {place.gpu} of node {place.node}"
+    elif here and (free := _free_memory()) is not None and free < room:
+        room, what = free, "this machine (MemAvailable)"
+    if need <= room:
+        return [], ""
+    line = f"{need} bytes ({format_size(need)}) on {what}, which has {room} ({format_size(room)})"
+    return [name for name, other in where.items() if other == place], line
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
