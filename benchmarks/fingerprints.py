@@ -101,11 +101,7 @@ class Part:
 
 
 def load(folder: Path, names: Names) -> tuple[dict[str, Part], dict[str, str]]:
-    """Read the results in *folder*.
-
-    Returns:
-        The parts that are compared, and the hashes of words, by ``file`` or ``file:part``.
-    """
+    """Read the results in *folder*."""
     parts: dict[str, Part] = {}
     words: dict[str, str] = {}
     for path in sorted(folder.iterdir()):

@@ -307,14 +307,7 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
 
 
 def differences(name: str, old: Mapping[str, Any], parts: Mapping[str, Part], before: Path | None) -> list[str]:
-    """Return a line for each file and column of the run *name* that differs, in the old names.
-
-    Args:
-        name: the run.
-        old: the recorded fingerprints of its parts.
-        parts: what it left behind now.
-        before: the folder of all runs that `record` kept, or None.
-    """
+    """Return a line for each file and column of the run *name* that differs, in the old names."""
     lines = [f"{key}: no longer there" for key in old if key not in parts]
     lines += [f"{key}: new" for key in parts if key not in old]
     earlier = load(before / name, Names())[0] if before else {}

@@ -268,11 +268,7 @@ def one(folder: Path) -> None:
 def compare(
     workloads: Sequence[Workload], simgrid: SimGrid | None, repeat: int, compiled: str | None = None
 ) -> Iterator[Row]:
-    """Yield a row for each workload.  All take turns, so that they meet the same noise.
-
-    *compiled* is the Python of an environment with the compiled pdsim.  Raise a `RuntimeError` if one of its times
-    differs by a bit.
-    """
+    """Yield a row for each workload.  All take turns, so that they meet the same noise."""
     for work in workloads:
         ours: list[float] = []
         fast: list[float] = []

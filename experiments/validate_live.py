@@ -111,10 +111,6 @@ class ValidateLiveOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live,
-    else it is not used.  A metric whose mean error is beyond its bound, and beyond what repeats
-    differ by, is a failure of the result.
-
     Raises:
         ConfigError: There is nothing to measure with, a file was changed, or predictions are of
             other requests.
@@ -298,11 +294,7 @@ def in_turn(parts: Parts) -> list[Request]:
 def predicted(
     config: Config, parts: Parts, progress: ShowProgress = lambda *_: None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each of *parts* on the model of *config*, that serves one after the other.
-
-    They are not runs of their own: what one leaves, as pages in the order in which it freed them, the next one
-    finds.
-    """
+    """Return the rows of each of *parts* on the model of *config*, that serves one after the other."""
     requests = in_turn(parts)
     what = job(config, ServeOptions())
     check_fits(what, requests)

@@ -76,7 +76,7 @@ def points() -> list[GatherSample]:
             times.setdefault((run, library, label), []).append(seconds)
     every = []
     for (run, library, label), seconds_of in times.items():
-        # as `experiments.allgather.gather_rows.GatherSample.label` says it
+        # as `experiments.allgather.rows.GatherSample.label` says it
         ranks, _, size, pool, *more = label.split(" ")
         about = int(ranks), int(size), "plain" if pool == "default" else "symmetric"
         batch = more[1] if "batch" in more else ""
@@ -118,11 +118,7 @@ def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel
 
 
 def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
-    """Return *after_pause* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory.
-
-    Both are seconds, and medians over what `seen` returns: of padded batches, and of gathers in pools that grew with
-    pieces of up to `SMALL` bytes.
-    """
+    """Return *after_pause* and *grown* in seconds, which are the hosts': the same for all libraries and memories."""
     kept = seen(every)
     paused = [point.seconds for point in kept if point.batch]
     grown = [point.seconds for point in kept if point.grown and point.size <= SMALL]

@@ -197,11 +197,7 @@ def times() -> dict[tuple[str, str, str], float]:
 
 
 def waking() -> dict[tuple[str, str, int], float]:
-    """Return by host, engine and tokens what a handoff from TP 2 to TP 2 takes beside the write of rank 1: medians.
-
-    Seconds: of a handoff as a whole, less the median time from posting the write of rank 1 to the end of the last
-        one.
-    """
+    """Return by host, engine and tokens the median seconds of a 2to2 handoff beside the write of rank 1."""
     whole, woken = times(), {}
     for (host, engine), writes in _requests("2to2 whole").items():
         spans: dict[int, list[float]] = {}
@@ -217,11 +213,7 @@ def waking() -> dict[tuple[str, str, int], float]:
 
 
 def fit_wake(of: Iterable[float], latency: float) -> float:
-    """Return the seconds of a wake-up of least relative errors, with messages of *latency*.
-
-    The closed form of least squares of relative errors in one unknown: a handoff is ``MESSAGES * latency + WAKES *
-    wake``.
-    """
+    """Return the seconds of a wake-up of least relative errors, with messages of *latency*."""
     seconds = np.array(list(of))
     return float(np.sum((seconds - MESSAGES * latency) / seconds**2) / np.sum(WAKES / seconds**2))
 
@@ -267,11 +259,7 @@ def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> 
 
 
 def handoff_config(backend: str) -> Config:
-    """Return the configuration beside which the hosts' times were fitted, over *backend*.
-
-    Two H200, one request at a time, no prefix cache and no verification, so that a handoff is what it costs and
-    nothing waits.
-    """
+    """Return the configuration beside which the hosts' times were fitted, over *backend*."""
     words = ["model=llama-3.1-8b", "workload=smoke", "kv.checked=0", "kv.pool=16GiB", "experiment=serve"]
     return compose(["hw=2xh200", f"backend={backend}", "compute=roofline", "engine=generic", *words])
 

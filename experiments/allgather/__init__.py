@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Annotated
 
-from experiments.allgather.gather_rows import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
+from experiments.allgather.rows import GatherPoint, GatherRow, metrics, padded_size, rows, table
+from experiments.jobs import merged, unverified
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Size, format_size
+from pdsim.core.units import NotNegativeInt, PositiveInt, Size, format_size
 from pdsim.kv.allgather import MEMORIES
 from pdsim.results.record import Result
 from pdsim.transfer.group import SYMMETRIC
@@ -30,41 +32,35 @@ __all__ = ["AllgatherOptions", "check", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class AllgatherOptions(ExperimentOptions):
-    """What to sweep over, and how each point is measured.
-
-    Every combination of *ranks*, *pools* and *size* is a point with equal pieces, every one of *ranks*, *pools* and
-    *batches* a padded one.  Raise a `ValueError` that names the key for values out of range, or if nothing is left
-    to run.
-    """
+    """What to sweep over, and how each point is measured."""
 
     name: str = "allgather"
-    ranks: tuple[int, ...] = (2, 4, 8)  # that gather, a GPU each
-    size: tuple[Size, ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of each rank's piece
-    pools: tuple[str, ...] = ("default", SYMMETRIC)  # symmetric: of the output, as SGLang; both: the input's, too
-    batches: tuple[tuple[int, ...], ...] = (  # tokens of sequences, split over the ranks in a zigzag and padded
+    ranks: tuple[PositiveInt, ...] = (2, 4, 8)  # that gather, a GPU each
+    size: tuple[Annotated[Size, "> 0"], ...] = (
+        4096,
+        65536,
+        1 << 20,
+        16 << 20,
+        256 << 20,
+    )  # bytes of each rank's piece
+    # symmetric: of the output, as SGLang; both: the input's, too
+    pools: tuple[Annotated[str, "one of default, symmetric, both"], ...] = ("default", SYMMETRIC)
+    batches: tuple[
+        tuple[PositiveInt, ...], ...
+    ] = (  # tokens of sequences, split over the ranks in a zigzag and padded
         (9, 9),
         (8192,),
         (4096, 77, 1000),
     )
-    row: Size = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
+    row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     growth: bool = True  # also with a symmetric pool that grows at run time
-    repeat: int = 20  # measured all-gathers of each point
-    warmup: int = 5  # all-gathers of each point before that
+    repeat: PositiveInt = 20  # measured all-gathers of each point
+    warmup: NotNegativeInt = 5  # all-gathers of each point before that
     verify: bool = True  # compare contents, where memory has any
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("size", 1)):
-            for value in getattr(self, name):
-                if value < least:
-                    raise ValueError(f"experiment.{name} must be >= {least}, got {value}")
-        for name, least in (("row", 1), ("repeat", 1), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
-        for pool in self.pools:
-            if pool not in ("default", *MEMORIES[1:]):
-                raise ValueError(f"experiment.pools must be one of default, symmetric, both, got {pool!r}")
         for batch in self.batches:
-            if min(batch, default=0) < 1:
+            if not batch:
                 raise ValueError(f"experiment.batches must have sequences of >= 1 token, got {list(batch)}")
         if not self.ranks or not self.pools or not (self.size or self.batches):
             raise ValueError("experiment.ranks must have a value, as must pools, and size or batches; got none")
@@ -114,9 +110,6 @@ def check(config: Config) -> Iterator[str]:
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every job and return the rows of its points.
 
-    The outcome is that of all jobs, each rank, link and pool named with its job.  A job that fails
-    leaves rows with its status, and the next one runs all the same.
-
     Raises:
         ConfigError: `check` finds something.
     """
@@ -145,7 +138,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         tables=[table(gathers)],
         transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
         failures=failures,
-        notes=_notes(config, options),
+        notes=unverified(config) if options.verify else [],
         outcome=whole,
     )
 
@@ -167,9 +160,3 @@ def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint])
     gpus = config.hw.gpus
     places = [Place(index // gpus, index % gpus) if gpus else Place() for index in range(len(names))]
     return [RankSpec(name, program, where, arguments) for name, where in zip(names, places, strict=True)]
-
-
-def _notes(config: Config, options: AllgatherOptions) -> list[str]:
-    if options.verify and config.target == "model" and config.memory == "timing":
-        return ["no contents were verified: the model keeps sizes only; set memory=tracked to check them"]
-    return []

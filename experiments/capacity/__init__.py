@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Annotated
 
 from experiments.capacity import ranking
 from experiments.capacity.search import Capacity, Search, Shape, capacity, configured, feasible
@@ -22,11 +23,15 @@ from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
+from pdsim.core.units import PositiveInt
 from pdsim.results.record import Result
 from pdsim.serving.workload import Request, draw
 from pdsim.transfer.job import Target
 
 __all__ = ["TARGETS", "CapacityOptions", "run"]
+
+Hundreds = Annotated[int, ">= 100"]
+Inner = Annotated[float, "> 0 and < 1"]
 
 TARGETS = ("model",)
 """Where the experiment can run."""
@@ -44,28 +49,20 @@ class CapacityOptions(ExperimentOptions):
     prefill_tp: tuple[int, ...] = (1, 2, 4, 8)  # tensor parallelism of prefill instances
     decode_tp: tuple[int, ...] = (1, 2, 4, 8)  # and of decode instances
     instances: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # of either side, in every combination that fits
-    attainment: float = 0.9  # share of requests that must meet the SLO
-    requests: int = 200  # of a probe
-    finalists: int = 5  # deployments that are searched again, with more requests and half the tolerance
-    final_requests: int = 2000  # of a probe of those
-    warmup: float = 0.1  # share of them, the first, that do not count
-    tolerance: float = 0.08  # of the load, to which the search goes on
-    start: float = 0.6  # load of the first probe of each parallelism
+    attainment: Inner = 0.9  # share of requests that must meet the SLO
+    requests: Hundreds = 200  # of a probe
+    finalists: PositiveInt = 5  # deployments that are searched again, with more requests and half the tolerance
+    final_requests: Hundreds = 2000  # of a probe of those
+    warmup: Annotated[float, ">= 0 and < 1"] = 0.1  # share of them, the first, that do not count
+    tolerance: Inner = 0.08  # of the load, to which the search goes on
+    start: Inner = 0.6  # load of the first probe of each parallelism
     router: str = "least_tokens"  # as `experiment.router` of experiment=serve
-    processes: int = 2  # that search deployments at the same time
+    processes: PositiveInt = 2  # that search deployments at the same time
 
     def __post_init__(self) -> None:
         for name in ("prefill_tp", "decode_tp", "instances"):
             if min(getattr(self, name), default=0) < 1:
                 raise ValueError(f"experiment.{name} must have values >= 1, got {list(getattr(self, name))}")
-        for name, least in (("requests", 100), ("finalists", 1), ("final_requests", 100), ("processes", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
-        for name in ("attainment", "tolerance", "start"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"experiment.{name} must be > 0 and < 1, got {getattr(self, name)}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"experiment.warmup must be >= 0 and < 1, got {self.warmup}")
         self.serving()
 
     def serving(self) -> ServeOptions:

@@ -92,12 +92,7 @@ def metrics(capacities: Found, refused: Mapping[Shape, str], gpus: int) -> list[
 def tables(
     capacities: Found, refused: Mapping[Shape, str], gpus: int, config: Config, search: Search
 ) -> list[Table]:
-    """Return the answer, all deployments in order of it, the Pareto front, and what was skipped.
-
-    Deployments that meet the SLO at no load are at the end, with a rate of 0; *refused* ones are
-    counted by their reason.  Intervals of the load are those of `experiments.capacity.search`, at
-    95 %.
-    """
+    """Return the answer, all deployments in order of it, the Pareto front, and what was skipped."""
     order = ranked(capacities, gpus)
     heads = {
         "deployment": "prefill and decode instances and their tensor parallelism",

@@ -157,11 +157,7 @@ def capacity(
 
 
 def probe(config: Config, requests: Sequence[Request], options: ServeOptions, load: float, warmup: float) -> Probe:
-    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
-
-    The trace is stretched or shrunk in time to *load* (`pdsim.serving.load.scaled`) and simulated once, with the
-    seed of *config*; so two probes differ in the load alone.
-    """
+    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted."""
     what = job(config, options)
     given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
     model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
@@ -212,11 +208,7 @@ class Shape:
 
 
 def configured(config: Config, shape: Shape) -> Config:
-    """Return *config* with the parallelism of *shape*; pipeline, context and data parallelism stay.
-
-    Between sides of different tensor parallelism KV that is pushed goes through staging buffers: slice by slice it
-    would take longer than its prefill.
-    """
+    """Return *config* with the parallelism of *shape*; pipeline, context and data parallelism stay."""
     prefill, decode = config.parallel.prefill, config.parallel.decode
     parallel = Parallel(
         prefill=replace(prefill, tp=shape.prefill_tp, instances=shape.prefill),

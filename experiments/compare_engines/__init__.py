@@ -85,10 +85,6 @@ class _Combination(NamedTuple):
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Serve the workload of *config* in all combinations and rank them by their median TTFT.
 
-    The result has two tables, the combinations and those that were skipped with the reason, and
-    names the best and the worst.  Requests, seed and machine are the same in all, so differences
-    are those of the engines.
-
     Raise a `ConfigError` if there is none that can be run.
     """
     options = CompareEnginesOptions.of(config)

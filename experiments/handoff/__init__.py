@@ -5,7 +5,7 @@ The system is that of `experiments.serve`, whose forwards take no time here.  Ea
 over is a job, in which the shapes follow one another, `warmup` requests of each and then `repeat`.
 
 One request at a time means that what is measured is the protocol and the engine alone: no queue, no
-other transfer, no batch.  Stages are in `experiments.handoff.handoff_rows`.
+other transfer, no batch.  Stages are in `experiments.handoff.rows`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
-from experiments.handoff.handoff_rows import HandoffRow, HandoffShape, metrics, rows, tables
+from experiments.handoff.rows import HandoffRow, HandoffShape, metrics, rows, tables
+from experiments.jobs import attempt, merged
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
-from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.serving.deployment import ROUTER, index_of
 from pdsim.serving.workload import Request
-from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
 __all__ = ["HandoffOptions", "Way", "check", "run"]
 
@@ -82,18 +83,11 @@ class HandoffOptions(ExperimentOptions):
 
 
 class Way(NamedTuple):
-    """How a job hands over.
-
-    Attributes:
-        prefill: Tensor-parallel ranks of prefill.
-        decode: Those of decode.
-        path: "sliced", "staged", or "whole" where both sides keep equal heads.
-        metadata: A key of `METADATA`.
-    """
+    """How a job hands over: between which ranks, on which path, and its metadata by a key of `METADATA`."""
 
     prefill: int  # tensor-parallel ranks
     decode: int
-    path: str
+    path: str  # "sliced", "staged", or "whole" where both sides keep equal heads
     metadata: str
 
     @property
@@ -128,9 +122,6 @@ def check(config: Config) -> Iterator[str]:
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over in every way and return the times.
 
-    An engine that fails in a later job leaves rows with its error; the other ways are run all the
-    same.
-
     Raises:
         ConfigError: `check` finds something.
         BackendUnavailable: The engine does not work here at all.
@@ -142,7 +133,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
         progress(number / len(options.ways()), way.label, (number + 1) / len(options.ways()))
-        outcomes[way.label] = _attempt(target, specs(config, options, way), first=not outcomes)
+        outcomes[way.label] = attempt(target, specs(config, options, way), ROUTER, first=not outcomes)
         handoffs += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
     progress(1.0, "")
     return Result(
@@ -153,24 +144,12 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         ],
         failures=list(_failures(handoffs, outcomes)),
         notes=_notes(config, options),
-        outcome=_merged(outcomes),
+        outcome=merged(outcomes),
     )
-
-
-def _attempt(target: Target, ranks: Sequence[RankSpec], first: bool) -> Outcome:
-    try:
-        return target.run(ranks)
-    except TransferError as error:
-        if first and isinstance(error, BackendUnavailable):
-            raise
-        return Outcome({ROUTER: RankResult(ROUTER, error=f"{type(error).__name__}: {error}")}, seconds=0.0)
 
 
 def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
     """Return the ranks that hand over as *way* says, with a router that waits for each request before the next.
-
-    With ``placement=sides`` the ranks of a side share half of the GPUs of a node, so that ways with
-    more ranks than GPUs can be measured.
 
     Raise a `ConfigError` or a `ValueError` if there can be none.
     """
@@ -229,15 +208,6 @@ def _failures(handoffs: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
     yield from (f"{row.handoff.label}: {row.status}" for row in handoffs if row.status != "ok")
-
-
-def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
-    def of_all(part: str) -> dict[str, Any]:
-        items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
-        return {f"{label} {name}": value for label, values in items for name, value in values.items()}
-
-    seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
-    return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
 
 
 def _notes(config: Config, options: HandoffOptions) -> list[str]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from experiments import allgather
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Size
+from pdsim.core.units import NotNegativeInt, PositiveInt, Size
 from pdsim.results.record import Result
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Target
@@ -39,8 +39,8 @@ class SymmetricAllgatherOptions(ExperimentOptions):
     """What is gathered; the rules for its keys are those of `experiments.allgather.AllgatherOptions`."""
 
     name: str = "seed_symmetric_allgather"
-    ranks: tuple[int, ...] = (2, 4, 8)  # context-parallel; more than there are GPUs is left out
-    size: tuple[Size, ...] = (  # bytes of each rank's piece
+    ranks: tuple[PositiveInt, ...] = (2, 4, 8)  # context-parallel; more than there are GPUs is left out
+    size: tuple[Annotated[Size, "> 0"], ...] = (  # bytes of each rank's piece
         4 << 10,
         64 << 10,
         1 << 20,
@@ -49,14 +49,15 @@ class SymmetricAllgatherOptions(ExperimentOptions):
         128 << 20,
         256 << 20,
     )
-    batches: tuple[tuple[int, ...], ...] = (  # tokens of sequences, split over the ranks in a zigzag and padded
+    # tokens of sequences, split over the ranks in a zigzag and padded
+    batches: tuple[tuple[PositiveInt, ...], ...] = (
         (9, 9),
         (8192,),
         (4096, 77, 1000),
     )
-    row: Size = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
-    repeat: int = 20  # measured all-gathers of each point
-    warmup: int = 5  # before them
+    row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
+    repeat: PositiveInt = 20  # measured all-gathers of each point
+    warmup: NotNegativeInt = 5  # before them
 
     def __post_init__(self) -> None:
         self.gathering()  # whose rules these are

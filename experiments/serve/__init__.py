@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
 
-`job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run
-it, and `result` the rows, metrics and tables of what became of the requests; `live_run` does the
-last for real servers.  Other experiments (handoff, capacity, faults, validate) use the same
-functions.
-
-Times in results are seconds from the start of the workload on the job's clock, which is simulated
-on the model and the wall clock on a real engine; the code is the same for both, because what
-differs is the *target*.
+`job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run it, and `result`
+the rows, metrics and tables of what became of the requests; `live_run` does the last for real servers.  Times in
+results are seconds from the start of the workload on the job's clock, simulated or real.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -26,7 +21,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import Seconds, format_size
+from pdsim.core.units import NotNegativeInt, Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
 from pdsim.kv.policy import Staging
@@ -58,24 +53,25 @@ SERVES = True
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ExperimentOptions):
-    """What is particular to serving: how instances are used, and when requests are given up.
-
-    Each key's comment says what it means and, where it is a measured or assumed number, where it is
-    from.  What a serving engine does is not here but in `pdsim.serving.settings.ServingEngine`
-    (``engine=``).
-
-    Raise a `ValueError` that names the key for an unknown choice or a negative time.
-    """
+    """What is particular to serving: how instances are used, and when requests are given up."""
 
     name: str = "serve"
-    deployment: str = "disaggregated"  # or "colocated": engines like prefill's, on the GPUs of both sides
+    # colocated: engines like prefill's, on the GPUs of both sides
+    deployment: Annotated[str, "one of disaggregated, colocated"] = "disaggregated"
     router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
-    dp_rank: str = "room"  # attention group of a room: its number modulo dp; or "query": the least loaded
-    deadline: Seconds = 300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
+    # attention group of a room: its number modulo dp; query: the least loaded
+    dp_rank: Annotated[str, "one of room, query"] = "room"
+    deadline: Annotated[Seconds, "> 0"] = (
+        300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
+    )
     # whether the router counts a request's own output tokens; else the mean of others so far
     output_known: bool = True
-    shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
-    retries: int = 3  # assumed: restarts of a request of which no byte had moved when an instance was lost
+    shed: NotNegativeInt = (
+        0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
+    )
+    retries: NotNegativeInt = (
+        3  # assumed: restarts of a request of which no byte had moved when an instance was lost
+    )
     bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0: none (SGLang: 300 s)
 
@@ -88,23 +84,10 @@ class ServeOptions(ExperimentOptions):
         if self.router not in plugins.names(plugins.ROUTERS):
             known = ", ".join(plugins.names(plugins.ROUTERS))
             raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
-        if self.deployment not in ("disaggregated", "colocated"):
-            raise ValueError(f"experiment.deployment must be disaggregated or colocated, got {self.deployment!r}")
-        if self.dp_rank not in ("room", "query"):
-            raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
-        if not self.deadline > 0:
-            raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
-        for name in ("retries", "shed", "bootstrap_timeout", "waiting_timeout"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
 
 
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
-
-    *target* is a `pdsim.transfer.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where
-    ``config.target`` is live.  A request that fails and a rank that ends with an error are failures
-    of the result, and no exceptions.
 
     Raises:
         ConfigError: The workload or the machine cannot do it: found before anything starts.
@@ -136,13 +119,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
-    """Return what is known of a run of *config* that was killed, from its journals; None if nothing is.
-
-    Requests are those that had ended by then, transfers those of ranks that stood for others once.
-    The workload is drawn again from the seed, so that rows have their arrivals and lengths.
-    *ended* and *transfers* are the records that `pdsim.serving.requests` and
-    `pdsim.transfer.log` had written.
-    """
+    """Return what is known of a run of *config* that was killed, from its journals; None if nothing is."""
     log = RequestLog.read(ended)
     drawn = draw(config.workload, config.seed, config.model.context)
     if not len(log):
@@ -180,9 +157,6 @@ def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
 
 def job(config: Config, options: ServeOptions) -> Deployment:
     """Return what every rank is told: sizes, pools, times of forwards, the engine's rules and the handoff's policy.
-
-    Memory pools are sized here (`pdsim.serving.deployment.pages_per_rank`), and times of forwards taken from
-    the roofline of each side.  Nothing is placed yet: `specs` does that.
 
     Raises:
         ConfigError: The model cannot be divided like that, or a choice does not go with the target
@@ -444,13 +418,7 @@ def _line(rank: RankResult) -> str:
 
 
 def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
-    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side.
-
-    Both pools count: the input at prefill, input and output at decode, and pages of sliding-window
-    layers on either.  Such a request would wait for ever, and those behind it; so it is found
-    before the start, in one look at the largest ones when all fit.  A staging ring must hold the block of
-    their largest chunk.
-    """
+    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
     _check_ring(what, RequestTable.of(requests))
     for number, request in _largest(RequestTable.of(requests), what):
         for side, tokens, have in (

@@ -60,21 +60,12 @@ def run(
     policy: str,
     progress: ShowProgress,
 ) -> Result:
-    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does.
-
-    *policy* names how the client chooses among servers of one role; *progress* is shown the share
-    of requests that ended.
-    """
+    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
     return result(config, requests, deployment.serve(requests, progress, policy=policy))
 
 
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
-    """Return what *served* says of *requests*, one row each in the same order.
-
-    Columns, metrics and tables have the names of a simulated run where they mean the same, so that
-    both can be compared.  What only a real server has, such as inter-token gaps and the histograms
-    of its metrics page, comes on top.
-    """
+    """Return what *served* says of *requests*, one row each in the same order."""
     columns = _columns(requests, served)
     ends = [row.last for row in served.rows if row.last is not None]
     outcome = Outcome(

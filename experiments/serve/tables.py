@@ -80,8 +80,6 @@ LATENCIES = {
 def left(status: str, patience: float | None) -> bool:
     """Return whether a request of this *status* ended because its user left, as the workload says.
 
-    A user who leaves is no failure: the workload asked for it.
-
     >>> left("Aborted: the user left after 2 s", 2.0), left("Aborted: the user left after 2 s", None)
     (True, False)
     """
@@ -135,11 +133,7 @@ def failed(table: Columns) -> list[str]:
 
 
 def counted(table: Columns, workload: Workload) -> Columns:
-    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down.
-
-    Both are seconds of the workload, counted from its start and back from the last arrival.  With
-    neither, *table* itself.
-    """
+    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down."""
     arrivals = _numbers(table["arrival"])
     if not (workload.warmup or workload.cooldown) or not len(arrivals):
         return table

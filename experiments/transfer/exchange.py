@@ -127,7 +127,7 @@ def _posts(rank: Rank, task: Task, plan: _Plan, region: Region, peers: Mapping[s
     # For each flow that *rank* initiates, what posts a transfer of each of its slots.
     reads = task["read"]
     start = rank.endpoint.read if reads else rank.endpoint.write
-    posts = []
+    posts: list[list[Post]] = []
     for index, flow in enumerate(task["flows"]):
         if flow[reads] == rank.name:
             peer = peers[flow[not reads]]

@@ -70,11 +70,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(Design):
-    """What is run, and how far off it may be.
-
-    Without *stored* and *expected* the run predicts and measures. Raise a `ValueError` that names the key for
-    options that exclude each other, an unknown class, and a number out of range.
-    """
+    """What is run, and how far off it may be."""
 
     name: str = "validate"
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead

@@ -97,11 +97,7 @@ class Design(ExperimentOptions):
 
 
 class DesignPart(NamedTuple):
-    """One experiment of the design: its options, which name it.
-
-    Parts are run through the experiments' own ``run``, for predictions and for measurements alike: what is compared
-    differs in its target only.
-    """
+    """One experiment of the design: its options, which name it."""
 
     options: ExperimentOptions
 
@@ -134,12 +130,7 @@ class DesignPart(NamedTuple):
 
 
 def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[DesignPart]:
-    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*.
-
-    The order is transfers, handoffs, metadata, all-gathers, serve: what is quick comes first.  What
-    is left out, for want of ranks or memory, or with too many slices to wait for, is a line of
-    *notes*.
-    """
+    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*."""
     gpus = config.hw.gpus * config.hw.nodes
     design = design.sized(gpus)
     ranks = design.ranks or gpus or HOSTED

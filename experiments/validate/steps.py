@@ -50,11 +50,7 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 
 
 def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress: ShowProgress = silent) -> None:
-    """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations.
-
-    Predictions come with 95 % intervals where the calibration has some (`pdsim.validation.intervals`).  The file is
-    sealed and synchronised to the disk before this returns.
-    """
+    """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations."""
     seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
     count = len(design) * (1 + 2 * len(list(variants(config))))
 
@@ -152,19 +148,7 @@ def measure(
     progress: ShowProgress,
     records: list[TransferRecord],
 ) -> list[str]:
-    """Run *design* for real, write what was measured, and return what failed, a line each.
-
-    The file is written anew after each part, so that a run that is ended early leaves what it had.
-
-    Args:
-        config: With the real target's engine.
-        design: Parts, of `experiments.validate.design.parts` or of sealed expectations.
-        jobs: How many for a part that does not take long.
-        target: Of the real engine.
-        folder: Has the expectations, whose hash goes into the measurements.
-        progress: Told the share of all measuring that is done.
-        records: Gets the records of all transfers.
-    """
+    """Run *design* for real, write what was measured, and return what failed, a line each."""
     measured: list[Value] = []
     failures: list[str] = []
     took: list[dict[str, Any]] = []

@@ -261,13 +261,7 @@ def _span(name: str, ends: tuple[float, float]) -> tuple[str, ...]:
 
 
 def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -> Path:
-    """Write both files of *calibration* into *folder*, its name being theirs, and return the YAML file.
-
-    *title* is the comment that says what it is.
-
-    The YAML file is written beside its place and then moved there, so a reader never sees half of it; the samples
-    come first.  Fields that are empty or zero are left out.  *folder* must exist.
-    """
+    """Write both files of *calibration* into *folder*, its name being theirs, and return the YAML file."""
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
@@ -340,11 +334,7 @@ def job_spread(samples: Samples) -> str:
 
 
 def table(every: Sequence[Fitted]) -> Table:
-    """Return how far each of *every* is from what it has not seen, in all and by the bytes of a transfer.
-
-    Errors are in per cent.  The rows of a calibration are "all", one for each decade of bytes if there are several,
-    and "reads" where a calibration of writes was judged by them.
-    """
+    """Return how far each of *every* is from what it has not seen, in all and by the bytes of a transfer."""
     columns = {
         "calibration": "",
         "of": "transfers of so many bytes or up to ten times as many",

@@ -22,11 +22,7 @@ _LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tab
 
 
 def rows(operators: Operators) -> Iterator[Row]:
-    """Yield the rows of *operators* in bf16, and in FP8 with scales of blocks those of products and experts.
-
-    Tables that are not there are left out.  The rows have all columns of `pdsim.calibration.kernels`, 0 or
-    empty where they say nothing.
-    """
+    """Yield the rows of *operators* in bf16, and in FP8 with scales of blocks those of products and experts."""
     for name, make in (
         ("gemm", _gemm), ("prefill", _prefill), ("decode", _decode), ("prefill_mla", _latent_prefill),
         ("decode_mla", _latent_decode), ("moe", _experts), ("allreduce", _allreduce),

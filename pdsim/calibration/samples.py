@@ -51,8 +51,6 @@ __all__ = [
 class Sample:
     """One point and the median of its repeats, in seconds; the quartiles are the median where the file has none.
 
-    Of several jobs the geometric `mean` of their medians counts.
-
     Raise a `ValueError` for counts or times that are not positive, or times that are not finite.
     """
 
@@ -171,9 +169,6 @@ def read(path: Path) -> Samples:
     """Return the samples of the CSV file *path*, as `write` leaves it; columns with a default may be missing.
 
     Raise a `ConfigError` that names the row if it holds what cannot be.
-
-    Lines ``# key: value`` before the table are what the file says about itself.  A missing *low* or *high* is the
-    median.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -288,11 +283,7 @@ MOST, CHEAP = 50, 20e-3
 
 
 class Cell(NamedTuple):
-    """A point of ``experiment=transfer``: the columns of its file of points.
-
-    A transfer of *blocks* descriptors of *size* bytes, with *concurrency* of them in flight; *operation* is "write"
-    or "read", *pattern* as in ``experiment=transfer``.
-    """
+    """A point of ``experiment=transfer``: the columns of its file of points."""
 
     pattern: str
     blocks: int
@@ -344,23 +335,14 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
 
 
 def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads.
-
-    Only reads of up to *largest* bytes, one at a time.  Every size and count of them is one of `grid`, so that each
-    has a write of its own configuration.
-    """
+    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads."""
     shapes = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
     cells = [Cell("pair", n, size, 1, "read") for n, size in shapes if n * size <= largest]
     return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
 
 
 def repeats(cell: Cell, least: int) -> int:
-    """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows.
-
-    The median of a few is only good where none of them takes long enough to be disturbed.
-
-    The estimate of one transfer's time is rough: 50 us, 3 us for a descriptor and 100 GB/s.  The most is `MOST`.
-    """
+    """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows."""
     call, descriptor, rate = 50e-6, 3e-6, 100e9  # assumed: about what engines between GPUs take
     one = call + cell.blocks * descriptor + cell.blocks * cell.size / rate
     return max(least, min(MOST, int(CHEAP / one / _crowd(cell))))

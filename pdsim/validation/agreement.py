@@ -36,8 +36,6 @@ _CLOSE = 0.1
 def compared_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compared]]:
     """Return the predictions and the measurements of the validation in *folder*, and both side by side.
 
-    The third has a row for each value that is in both: a time or a rate of one point or flow.
-
     Raise a `ConfigError` if a file was changed or is missing, or if they have nothing in common.
     """
     if missing := [name for name in (EXPECTED, MEASURED) if not (folder / name).is_file()]:
@@ -56,21 +54,12 @@ def compared_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Comp
 
 
 def figures(compared: Sequence[Compared]) -> list[Figure]:
-    """Return the figures of *compared*, without those that have nothing to show.
-
-    The first has predictions over measurements, times and rates apart; the second signed errors by
-    size and the share of points within each absolute error.
-    """
+    """Return the figures of *compared*, without those that have nothing to show."""
     return [figure for figure in (_agreement(compared), _errors(compared)) if figure.panels]
 
 
 def content(folder: Path) -> Content:
-    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone.
-
-    A run's folder also has its own figures and tables; the two files alone are enough for the rest.
-    That the predictions are older than the measurements is a fact at the top, or a warning if they
-    are not.
-    """
+    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone."""
     expected, measured, compared = compared_in(folder)
     before = measured["expectations"] == expected["sha256"]
     errors = np.abs([each.error for each in compared])

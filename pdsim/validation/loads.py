@@ -122,11 +122,7 @@ def errors(both: Sequence[Compared]) -> dict[str, float]:
 
 
 def tables(both: Sequence[Compared]) -> list[Table]:
-    """Return the tables of *both*: every part, and the errors of each metric over the loads.
-
-    Single requests are in the first table only: they show the service times, and the loads what
-    queues make of them.
-    """
+    """Return the tables of *both*: every part, and the errors of each metric over the loads."""
     heads = {
         "load": "or single requests of so many tokens",
         "metric": "of its requests",

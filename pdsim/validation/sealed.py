@@ -83,8 +83,6 @@ def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
 
     Raise a `ConfigError` that names the file *name* if it is no such file, was changed since, or lacks one of
     *keys*: files of transfers and of servers, and of other versions, differ.
-
-    The hash covers the content with sorted keys, so that reformatting the file does not count as a change.
     """
     try:
         content: dict[str, Any] = dict(json.loads(text))

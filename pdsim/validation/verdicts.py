@@ -238,11 +238,7 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 
 def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
-    """Return the table of classes and that of size decades; errors in per cent.
-
-    Columns of the noise floor appear only where a class has several jobs, those of milliseconds only where a bound
-    is in seconds.
-    """
+    """Return the table of classes and that of size decades; errors in per cent."""
     columns = {
         "points": "that were predicted and measured",
         "bias %": "median of the signed error, (predicted - measured) / measured",
@@ -274,11 +270,7 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
 
 
 def prediction_table(values: Sequence[Value]) -> Table:
-    """Return the table of predictions alone, by class: times in us, rates in GB/s.
-
-    It is what ``experiment.predict=only`` prints: how far the calibration's uncertainty reaches is
-    known before anything is measured.
-    """
+    """Return the table of predictions alone, by class: times in us, rates in GB/s."""
     columns = {
         "class": "of points",
         "quantity": "time in us, rate in GB/s",

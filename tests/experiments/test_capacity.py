@@ -10,6 +10,7 @@ import pytest
 from experiments.capacity import CapacityOptions, run
 from experiments.capacity.ranking import front
 from experiments.capacity.search import Capacity, Probe, Shape, bisect, configured, feasible
+from pdsim.config import build
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.results.record import Result
@@ -102,7 +103,7 @@ def test_the_answer_does_not_depend_on_the_number_of_processes():
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="no deployment of experiment"):
         search(prefill_tp=(3,))
-    with pytest.raises(ValueError, match=r"experiment\.attainment must be > 0 and < 1, got 1"):
-        CapacityOptions(attainment=1.0)
+    with pytest.raises(ConfigError, match=r"experiment\.attainment must be > 0 and < 1, got 1"):
+        build(CapacityOptions, {"attainment": 1.0}, "experiment")
     with pytest.raises(ValueError, match=r"experiment\.instances must have values >= 1"):
         CapacityOptions(instances=())

@@ -156,7 +156,7 @@ def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):
         ("seed_nixl_staging", "prompts=[0]", r"experiment.prompts\[0\] must be > 0, got 0"),
         ("seed_mooncake_tcp", "tp=[1to2]", "experiment.tp must be of equal pairs such as 8to8, got 1to2"),
         ("seed_mori_state", "workers=0", "experiment.workers must be > 0, got 0"),
-        ("seed_symmetric_allgather", "repeat=0", "experiment.repeat must be >= 1, got 0"),
+        ("seed_symmetric_allgather", "repeat=0", "experiment.repeat must be > 0, got 0"),
     ],
 )
 def test_an_option_out_of_range_is_refused(experiment: str, word: str, message: str):

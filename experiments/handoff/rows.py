@@ -72,11 +72,7 @@ class HandoffRow:
 def rows(
     shapes: Sequence[HandoffShape], warm: int, requests: Sequence[Request], outcome: Outcome
 ) -> list[HandoffRow]:
-    """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured.
-
-    Requests are told apart by their number of tokens, so each count is one shape.  A job without a router's result
-    has rows with the router's error.
-    """
+    """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured."""
     router = outcome.ranks[ROUTER]
     value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
     records: dict[int, list[TransferRecord]] = {}

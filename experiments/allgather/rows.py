@@ -8,10 +8,11 @@ Bandwidths have the names and the definitions of nccl-tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from experiments.jobs import ended_by
 from pdsim.core.units import format_size
 from pdsim.kv.allgather import zigzag
 from pdsim.results.record import Metric, Table
@@ -19,7 +20,7 @@ from pdsim.results.statistics import percentile
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome
 
-__all__ = ["GatherPoint", "GatherRow", "merged", "metrics", "padded_size", "rows", "table"]
+__all__ = ["GatherPoint", "GatherRow", "metrics", "padded_size", "rows", "table"]
 
 
 class GatherPoint(NamedTuple):
@@ -78,14 +79,8 @@ class GatherRow:
 
 
 def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome, *, device: bool = False) -> list[GatherRow]:
-    """Return the rows of *points*, which one job with *outcome* has measured in this order.
-
-    A point whose contents were wrong is ``corrupt``; one of a job that failed has the first error, `PeerLost` before
-    others.
-    """
-    errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
-    status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else ""
-    return [_row(point, number, row, outcome, status, device) for number, point in enumerate(points)]
+    """Return the rows of *points*, which one job with *outcome* has measured in this order."""
+    return [_row(point, number, row, outcome, ended_by(outcome), device) for number, point in enumerate(points)]
 
 
 def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str, device: bool) -> GatherRow:
@@ -181,19 +176,3 @@ def padded_size(batch: Sequence[int], ranks: int, row: int) -> int:
     60
     """
     return zigzag(batch, ranks).longest * row
-
-
-def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Return the outcomes of all jobs, by name, as one; each rank, link and pool is named with its job."""
-
-    def of_all(part: str) -> dict[str, Any]:
-        items = [(job, getattr(outcome, part)) for job, outcome in outcomes.items()]
-        return {f"{job} {name}": value for job, values in items for name, value in values.items()}
-
-    return Outcome(
-        ranks=of_all("ranks"),
-        seconds=sum(outcome.seconds for outcome in outcomes.values()),
-        links=of_all("links"),
-        pools=of_all("pools"),
-        events=sum(outcome.events for outcome in outcomes.values()),
-    )
