@@ -52,8 +52,6 @@ MODULES = (
     "pdsim/serving/load.py",
     "pdsim/serving/membership.py",
     "pdsim/serving/prefill.py",
-    "pdsim/serving/prefill_worker.py",
-    "pdsim/serving/prefix_cache.py",
     "pdsim/serving/rank_process.py",
     "pdsim/serving/router.py",
     "pdsim/serving/scheduler_host.py",

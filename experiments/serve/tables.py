@@ -25,9 +25,9 @@ from pdsim.core.units import format_time
 from pdsim.kv.plan import PATHS
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, intervals, mean, percentile, trend
+from pdsim.serving.block_manager import hit_share
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
-from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload
 from pdsim.transfer.job import Outcome

@@ -34,7 +34,7 @@ from pdsim.hardware.costs import Engine
 from pdsim.hardware.machine import Machine
 from pdsim.models.parallel import Side
 from pdsim.serving.deployment import colocated_places, places
-from pdsim.serving.seams import handoff_of
+from pdsim.serving.policies import handoff_of
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import Place
 

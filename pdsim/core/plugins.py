@@ -44,11 +44,11 @@ placed as ``parallel`` says, so that the rules of serving apply; and ``KEEPS_FIL
 *folder* of the run for files of its own.
 """
 SCHEDULERS = "pdsim.schedulers"
-"""Classes that decide what runs in a step: `pdsim.serving.seams.Scheduler`."""
+"""Classes that decide what runs in a step: `pdsim.serving.policies.Scheduler`."""
 HANDOFFS = "pdsim.handoffs"
-"""Classes that say who moves the KV: `pdsim.serving.seams.Handoff`."""
+"""Classes that say who moves the KV: `pdsim.serving.policies.Handoff`."""
 ROUTERS = "pdsim.routers"
-"""Classes that choose instances: `pdsim.serving.seams.RouterPolicy`."""
+"""Classes that choose instances: `pdsim.serving.policies.RouterPolicy`."""
 
 
 @cache

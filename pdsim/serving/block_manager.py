@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import PagePool, Pages, PrefixPagePool, StatePool, after
 from pdsim.kv.pages import page_pool as in_order
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.requests import HASHED
-from pdsim.serving.settings import Cache
+from pdsim.serving.requests import HASHED, Request, RequestTable
 
-__all__ = ["BlockManager", "DecodePages", "page_keys", "page_pool"]
+__all__ = ["BlockManager", "DecodePages", "PrefixCache", "hit_share", "page_keys", "page_pool"]
 
 
 def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
-    """Return the hash of each full page of a prompt of *tokens*; *blocks* are the hashes of 512 tokens each.
+    """Return the hash of each full page of a prompt of *tokens*; *blocks* are the hashes of `HASHED` tokens each.
 
     A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all
     that comes before, too.
@@ -26,18 +26,12 @@ def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
 
 
-def page_pool(
-    pages: int, cache: Cache, cached: bool, page_size: int, host: bool = False, order: str = "best_fit"
-) -> PagePool:
-    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
-
-    With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in
-    *order*, one of `pdsim.kv.pages.ORDERS`.
-    """
+def page_pool(job: Deployment, pages: int, cached: bool, host: bool = False) -> PagePool:
+    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes, with *host* in host memory, too."""
     if not cached:
-        return in_order(order, pages)
-    limit, there = int(cache.limit // page_size), int(cache.host // page_size) if host else 0
-    return PrefixPagePool(pages, cache.eviction, limit, there)
+        return in_order(job.engine.pages, pages)
+    cache, size = job.cache, job.page_size
+    return PrefixPagePool(pages, cache.eviction, int(cache.limit // size), int(cache.host // size) if host else 0)
 
 
 class BlockManager:
@@ -48,7 +42,7 @@ class BlockManager:
     come back, until the scheduler has had them moved.
 
     A room that failed while its KV was on the way keeps its pages: they are in `quarantine` until it is proven that
-    nothing of it moves, and `release` follows.  This class sends nothing, and does not know who proves what.
+    nothing of it moves, and `release` follows.
     """
 
     def __init__(self, pool: PagePool, page_size: int, state: StatePool | None = None) -> None:
@@ -80,10 +74,6 @@ class BlockManager:
     def usable(self, keys: Sequence[int], tokens: int) -> Sequence[int]:
         """Return those of *keys* that a prompt of *tokens* can reuse: its last token is computed in any case."""
         return keys[: (tokens - 1) // self._page_size]
-
-    def match(self, keys: Sequence[int]) -> int:
-        """Return how many pages of *keys*, from the first on, are here."""
-        return 0 if self._prefixes is None else self._prefixes.match(keys)
 
     def shared(self, keys: Sequence[int]) -> int:
         """Return how many tokens of *keys* lie in pages that others use, so that one more user needs none."""
@@ -119,10 +109,6 @@ class BlockManager:
         if self._prefixes is not None:
             self.to_host += self._prefixes.commit(room, keys)
 
-    def quarantine(self, room: int) -> None:
-        """Keep the pages of *room*, which failed, from everybody until they are released."""
-        self.quarantined.add(room)
-
     def release(self, room: int, *, pages: bool = True) -> None:
         """Take back what *room* has: rows of state and, unless it was preempted, *pages*.
 
@@ -149,8 +135,7 @@ class DecodePages(BlockManager):
     """
 
     def __init__(self, job: Deployment, layout: KvLayout) -> None:
-        pool = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages)
-        super().__init__(pool, job.page_size, job.state_pool(layout))
+        super().__init__(page_pool(job, job.decode_pages, job.cache.decode), job.page_size, job.state_pool(layout))
         self.held: Callable[[Submit], int] = self._cached
         self._job = job
         self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room that wants some
@@ -166,19 +151,17 @@ class DecodePages(BlockManager):
         return self.usable(keys, request.input)
 
     def _cached(self, request: Submit) -> int:
-        return self.match(self.known(request))
+        return 0 if self._prefixes is None else self._prefixes.match(self.known(request))
 
     def reserve(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages and the rows of state that *request* gets; None if there are too few.
+        """Return the pages after the first *held*, and the rows of state, of *request*; None if there are too few.
 
-        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no
-        pages for the first *held*.
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.
         """
         reserved = request.output if self._job.engine.memory == "reserve" else 0
         count = self._job.page_count(request.input + reserved)
         if self._prefixes is None:
-            given = self.allocate(request.room, count - held)
-            pages = None if given is None else given[0]
+            pages = self.pool.allocate(request.room, count - held)
         else:
             given = self.allocate(request.room, count, self.known(request))
             pages = None if given is None else after(given[0], held)
@@ -195,3 +178,63 @@ class DecodePages(BlockManager):
     def forget(self, room: int) -> None:
         """Forget the hashes of *room*, which is over."""
         self._keys.pop(room, None)
+
+
+class PrefixCache:
+    """Which tokens of prompts a cache of at most *capacity* blocks of `HASHED` tokens has; None is unlimited.
+
+    A hash names a block together with all before it, so a lookup ends at the first block that is missing.  A block
+    is used after those before it: it is evicted before them, and never held without them.
+
+    >>> cache = PrefixCache(capacity=2)
+    >>> cache.insert(Request(0.0, 1024, 1, None, (7, 8)))
+    >>> cache.match(Request(0.0, 1500, 1, None, (7, 8, 9))), cache.match(Request(0.0, 600, 1, None, (8,)))
+    (1024, 512)
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the least recently used first
+
+    def __len__(self) -> int:
+        """Return the number of blocks that are held."""
+        return len(self._blocks)
+
+    def match(self, request: Request) -> int:
+        """Return how many tokens of the prompt are held, from its start."""
+        tokens = 0
+        for block in request.hash_ids:
+            held = self._blocks.get(block, 0)
+            tokens += held
+            if held < HASHED:  # a prompt may go on within a block that another has the beginning of
+                break
+        return min(tokens, request.input)
+
+    def insert(self, request: Request) -> None:
+        """Hold the prompt of *request*, and evict what is too much."""
+        blocks, capacity = self._blocks, self._capacity
+        last = request.input - (len(request.hash_ids) - 1) * HASHED  # tokens from the start of the last block on
+        for place, block in enumerate(reversed(request.hash_ids)):  # the first is the most recently used
+            blocks[block] = max(blocks.get(block, 0), min(last + place * HASHED, HASHED))
+            if capacity is not None:
+                blocks.move_to_end(block)
+        while capacity is not None and len(blocks) > capacity:
+            blocks.popitem(last=False)
+
+
+def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float | None:
+    """Return the share of all prompt tokens that one cache holds when their request arrives.
+
+    Each prompt is held from its arrival on, not from the end of its prefill.  None if no request has `hash_ids`.
+    """
+    if isinstance(requests, RequestTable) and requests.hash_ids is None:
+        return None
+    cache, held, tokens, hashed = PrefixCache(capacity), 0, 0, False
+    for request in requests:
+        hashed = hashed or bool(request.hash_ids)
+        held += cache.match(request)
+        cache.insert(request)
+        tokens += request.input
+    return held / tokens if hashed else None

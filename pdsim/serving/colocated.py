@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving without disaggregation: engines that prefill and decode, chunks and tokens in the same steps.
 
-The whole job is one rank, whose `program` lets requests arrive, has a router policy choose the engine, and returns
-their times.  No KV is handed over, so nothing needs ranks or messages of its own.
-
-An engine has the parts of a disaggregated one: block manager, running batch, policy, host costs, forward times.  A
-step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order of
-`engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode
-longer.  Steps without prompts are in closed form, as in `pdsim.serving.decode_steps`.
+The whole job is one rank.  A step of an engine has a budget of tokens: every running request takes one of them, what
+is left goes to prompts in the order of `engine.scheduler`.  Steps without prompts are in closed form, as in
+`pdsim.serving.decode_steps`.
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of
 from pdsim.serving.rank_process import LinkTraffic
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.scheduler_host import SchedulerHost
-from pdsim.serving.seams import RoutingQuery, Running, route, router_policy, scheduler_of
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank
 
@@ -57,10 +53,7 @@ def program(
 
 
 class _Service:
-    """The engines of the job, the requests, and who is served where.
-
-    Requests arrive by callbacks of the clock; the service ends when the last one has finished.
-    """
+    """The engines of the job, the requests, and who is served where."""
 
     def __init__(
         self,
@@ -138,17 +131,13 @@ class _Service:
 
     def _row(self, number: int) -> list[Any]:
         one, name = self.ended[number], self.where[number]
-        begin, first = one.started, one.prefilled
+        begin, first = one.started, one.joined
         return [name, name, 0, "ok", begin, begin, begin, first, first, first, first, one.finished]
 
 
 @dataclass(slots=True)
 class ColocatedRequest:
-    """A request at an engine; times are seconds on the clock, -1 while unknown.
-
-    Queued by `submit`; *started* when it first gets pages; *prefilled* at its first token; *finished* at its
-    last.
-    """
+    """A request at an engine; times are seconds on the clock, -1 while unknown."""
 
     request: Submit
     total: int  # tokens that a step has to cover before the next is generated: the prompt, later all that there are
@@ -156,7 +145,7 @@ class ColocatedRequest:
     done: int = 0  # tokens of them that a step has covered or covers now, or that were cached
     has_pages: bool = False
     started: float = -1.0  # its first step
-    prefilled: float = -1.0  # the end of the step with the last piece of its prompt, which gives the first token
+    joined: float = -1.0  # the end of the step with the last piece of its prompt, which gives the first token
     finished: float = -1.0
     keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
     priority: int = 0
@@ -174,7 +163,6 @@ class ColocatedEngine:
     come back the same way, and nobody waits for those that go there.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
-    *peak_batch* is the most requests that had begun and not finished at one time.
     """
 
     def __init__(
@@ -187,7 +175,7 @@ class ColocatedEngine:
         self.clock = clock
         self.job = job
         self.traffic = traffic
-        pool = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
+        pool = page_pool(job, job.decode_pages, job.cache.prefill, host=True)
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
@@ -201,11 +189,7 @@ class ColocatedEngine:
         self._news: Event | None = None
 
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
-        """Take *request*, which the next step may begin.
-
-        *blocks* are the hashes of its prompt's blocks of `HASHED` tokens, where prefixes are cached; *priority*
-        is for the scheduler.  An engine that waits for work goes on at once.
-        """
+        """Take *request*, which the next step may begin; *blocks* are the hashes of its prompt's."""
         keys = page_keys(blocks, request.input, self.job.page_size)
         self._queue.append(
             ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority)
@@ -214,10 +198,7 @@ class ColocatedEngine:
             self._news.succeed()
 
     def run(self) -> Program:
-        """Serve, for ever.
-
-        Raise a `ConfigError` if the scheduler gives a piece that does not fit.
-        """
+        """Serve, for ever.  Raise a `ConfigError` if the scheduler gives a piece that does not fit."""
         while True:
             if self._memory is not None:
                 self._make_room(self._memory)
@@ -317,8 +298,8 @@ class ColocatedEngine:
         return sum(one.has_pages for one in self._open.values())
 
     def _next_token(self, one: ColocatedRequest) -> None:
-        if one.prefilled < 0:
-            one.prefilled = self.clock.now
+        if one.joined < 0:
+            one.joined = self.clock.now
         if one.left == 0:
             self._end(one)
         else:
@@ -336,10 +317,7 @@ class ColocatedEngine:
         # While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
         # go on, first in, first out, while they fit with their reserve.
         while memory.short():
-            members = list(self._batch)
-            running = [self._running(member) for member in members]
-            running.sort(key=lambda one: self._open[one.room].prefilled)
-            self._preempt(running[self.policy.victim(running)].room)
+            self._preempt(memory.victim(self.policy, self._open))
         memory.grow()
         while self._retracted and len(self._batch) < self._batch.limit:
             one, member = self._retracted[0]
@@ -351,17 +329,12 @@ class ColocatedEngine:
             self._moving[1] += member.context
             self._batch.join(*member)
 
-    def _running(self, member: Member) -> Running:
-        request = self._open[member.number].request
-        return Running(member.number, request.input, request.output - member.left)
-
     def _preempt(self, number: int) -> None:
         # With ``preemption: retract`` its KV goes to host memory, which holds the next step up, and comes back
         # later.  Otherwise what there is of it, prompt and answer, is the prompt of a new prefill, first in the
         # queue.
         one = self._open[number]
-        member = next(member for member in self._batch if member.number == number)
-        self._batch.leave(lambda other: other == number)
+        member = self._batch.take(number)
         self.pages.release(number)
         one.has_pages = False
         if self.job.engine.preemption == "retract":

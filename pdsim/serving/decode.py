@@ -10,39 +10,34 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any
 
 from msgspec.structs import replace
+from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.kv.messages import (
-    Abort,
-    Dropped,
-    Finished,
-    KvMessage,
-    RankQuiesced,
-    Submit,
-    TransferDone,
-)
+from pdsim.kv.messages import Abort, Dropped, Finished, RankQuiesced, Submit, TransferDone
 from pdsim.kv.pages import Pages
+from pdsim.kv.pull import KvReader
+from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.rooms import QuarantineStall, Timers, out_of_memory
 from pdsim.serving.block_manager import DecodePages
-from pdsim.serving.decode_steps import (
-    DecodeMover,
-    DecodeRequest,
-    DecodeWorker,
-    Preemption,
-    Retraction,
-    RunningBatch,
-)
+from pdsim.serving.decode_steps import DecodeRequest, DecodeWorker, Preemption, Retraction, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment
-from pdsim.serving.rank_process import EngineRank, Handler
+from pdsim.serving.policies import handoff_of, scheduler_of
+from pdsim.serving.rank_process import EngineRank, HandoffLeader, Mover
 from pdsim.serving.scheduler_host import SchedulerHost
-from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["DecodeHandoff", "DecodeLeader", "DecodeRequest", "DecodeScheduler", "decode_rank", "program"]
+__all__ = [
+    "DecodeLeader",
+    "DecodeMover",
+    "DecodeRequest",
+    "DecodeScheduler",
+    "decode_rank",
+    "program",
+]
 
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
@@ -52,40 +47,56 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
 
 def decode_rank(rank: Rank, job: Deployment, instance: str, index: int) -> EngineRank:
     """Return the *index*-th rank of a decode *instance*; the first also schedules."""
-    handoff, engine = cast("DecodeHandoff", handoff_of(job.engine)), EngineRank(rank, job, instance, index)
+    handoff, engine = handoff_of(job.engine), EngineRank(rank, job, instance, index)
     engine.mover = mover = handoff.decode_mover(engine)
-    engine.worker = worker = DecodeWorker(engine, mover)
+    engine.worker = worker = DecodeWorker(engine, lambda room: mover.receiver.forget(room))
     if not index:
-        engine.scheduler = DecodeScheduler(engine, worker, mover, handoff)
+        engine.scheduler = scheduler = DecodeScheduler(engine, worker, mover)
+        scheduler.handoff = handoff.decode_leader(scheduler, mover)
     return engine
 
 
-class DecodeLeader(Protocol):
-    """When the KV of a request of a `DecodeScheduler` may come, and when its pages are free of it."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class DecodeMover(Mover):
+    """The half of a handoff on a decode rank, into whose pool *receiver* has the KV come."""
 
-    def connect_peer(self, peer: str) -> None:
-        """Expect requests from *peer*, an incarnation of a prefill instance."""
+    def __init__(self, engine: EngineRank, receiver: KvReceiver | KvReader) -> None:
+        super().__init__(engine, receiver.layout)
+        self.receiver = receiver
 
-    def drop(self, incarnation: str) -> None:
-        """Fail what waits for *incarnation*, of a prefill instance, which is given up."""
+    def __len__(self) -> int:
+        return len(self.receiver)
 
-    def stop(self) -> None:
-        """Expect no more requests."""
+    def begin(self) -> None:
+        """Listen to what arrives."""
+        self.engine.listen(self.receiver.notice)
 
-    def submitted(self, request: Submit) -> bool:
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class DecodeLeader(HandoffLeader):
+    """The half of a handoff beside *scheduler*: when the KV of a request may come, and its pages are free of it."""
+
+    def __init__(self, scheduler: DecodeScheduler) -> None:
+        self._scheduler = scheduler
+        self._engine = scheduler.engine
+
+    def submitted(self, request: Submit) -> bool:  # noqa: ARG002 for others
         """Take note of *request*, which has just come; return False if it must not be served any more."""
+        return True
 
     def accept(self, request: Submit) -> None:
         """Have *request*, which the host has made known, queued once it is known where its KV is."""
 
     def has_slot(self) -> bool:
         """Return whether there is a row for the metadata of one more request."""
+        return True
 
     def start(self, room: DecodeRequest, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
         """Have the KV of *room* come to its *pages* and rows of *state*; the first *held* pages are here."""
 
     def posted(self) -> float:
         """Return when this rank has posted the reads that it has begun."""
+        return 0.0
 
     def notice(self, number: int) -> None:
         """Have the next look find a room whose KV is here, though the other side has not said so yet."""
@@ -93,8 +104,9 @@ class DecodeLeader(Protocol):
     def read(self, room: DecodeRequest) -> None:
         """Take note that the scheduler has read the metadata of *room*."""
 
-    def withdraw(self, number: int) -> bool:
+    def withdraw(self, number: int) -> bool:  # noqa: ARG002 for others
         """Give a room up that is not queued yet; return whether there is one."""
+        return False
 
     def unadmitted(self, number: int) -> None:
         """Take note that a room which had no pages is given up."""
@@ -105,42 +117,21 @@ class DecodeLeader(Protocol):
     def forget(self, number: int) -> None:
         """Give back what this part has of a room that failed, and of which nothing moves any more."""
 
-    @property
-    def open_rooms(self) -> int:
-        """What it waits for."""
-
-
-class DecodeHandoff(Protocol):
-    """What the decode side asks of a `pdsim.serving.seams.Handoff`."""
-
-    def decode_mover(self, rank: EngineRank) -> DecodeMover:
-        """Return what moves the bytes of *rank*."""
-
-    def decode_leader(self, scheduler: DecodeScheduler) -> DecodeLeader:
-        """Return what decides for *scheduler*; the mover of its rank is there already."""
-
 
 class DecodeScheduler:
     """Decides what an instance decodes, and owns its pages and the requests that they are given to.
 
-    Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are
-    done. So what happens within a step waits for its end, as in a real scheduler, and a step without news needs
-    no event.
+    Everything is looked at between steps and only there (`_between_steps`): requests that came, KV that arrived,
+    requests that are done.  So a step without news needs no event.  With ``memory: reserve`` a request is admitted
+    when there are pages for its input and all of its output, with ``grow`` for its input (`Preemption`).
 
-    With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output:
-    nothing that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each
-    other.  With ``grow`` it is admitted with pages for its input, and when the others lack some the policy's
-    victim gives its own up: its KV is computed again in the steps of the others, or moved to host memory and
-    back.
-
-    The order between two steps is that of `_between_steps`: tokens counted, requests done, arrivals noticed, places
-    filled, pages grown, requests admitted, KV of the retracted moved, and the next step begun.
-
-    Invariant: a page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays
-    there, with its pages, until `RankQuiesced` has come from every rank.
+    A page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays there, with
+    its pages, until `RankQuiesced` has come from every rank.
     """
 
-    def __init__(self, engine: EngineRank, worker: DecodeWorker, mover: DecodeMover, handoff: DecodeHandoff) -> None:
+    handoff: DecodeLeader
+
+    def __init__(self, engine: EngineRank, worker: DecodeWorker, mover: DecodeMover) -> None:
         job, instance = engine.job, engine.instance
         self.engine = engine
         self.mover = mover
@@ -156,7 +147,6 @@ class DecodeScheduler:
         )
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self.timers = Timers(engine.clock, job.waiting_timeout, self._expire)
-        self.handoff = handoff.decode_leader(self)
         self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet
         self._late: list[DecodeRequest] = []  # noticed while the next step was prepared already
@@ -173,14 +163,10 @@ class DecodeScheduler:
         )
         self._stopping = False
         engine.rank.gauge("pages", instance, lambda: pages.pool.used / pages.pool.pages)
-        handlers: dict[type[KvMessage], Handler] = {
-            Submit: self._submit,
-            RankQuiesced: self._quiet,
-            Abort: self._abort,
-        }
-        engine.handlers |= handlers
+        engine.works.append(self._waits)
+        engine.handlers |= {Submit: self._submit, RankQuiesced: self._quiet, Abort: self._abort}
 
-    # --- the rank ---
+    # --- the rank: see `InstanceScheduler` ---
 
     def begin(self) -> None:
         """Do nothing: what comes wakes it."""
@@ -190,18 +176,14 @@ class DecodeScheduler:
         waiting = len(self.timers) + len(self._coming) + len(self._queue) + self.handoff.open_rooms
         counts: dict[str, Any] = self.pages.report() | {
             "open_rooms": len(self.rooms) + len(self.mover) + waiting,
-            "ignored": self.engine.ignored + self.mover.ignored,
+            "ignored": self.engine.ignored + self.mover.receiver.ignored,
         }
         counts |= {"hits": self.hits} if self.job.cache.decode else {}
         return counts | ({"preemptions": self.preemption.count} if self.preemption.count else {})
 
-    def working(self) -> bool:
-        """Return whether it waits for what ends by itself: pages in quarantine, and KV that is retracted."""
+    def _waits(self) -> bool:
+        # What ends by itself: pages in quarantine, and KV that is retracted.
         return self._blocked.waiting or self._retraction.under_way
-
-    def connect_peer(self, peer: str) -> None:
-        """Expect requests from *peer*, an incarnation of a prefill instance."""
-        self.handoff.connect_peer(peer)
 
     def drop(self, incarnation: str) -> None:
         """Fail the requests whose KV was to come from *incarnation*, of a prefill instance."""
@@ -281,7 +263,7 @@ class DecodeScheduler:
         """
         ended = room.fail()
         if ended:
-            self.pages.quarantine(room.request.room)
+            self.pages.quarantined.add(room.request.room)
         return ended
 
     def fail(self, room: DecodeRequest) -> None:
@@ -304,7 +286,9 @@ class DecodeScheduler:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
-        elif room.quiet() == self.job.decode.size:
+            return
+        room.quiet += 1
+        if room.quiet == self.job.decode.size:
             self._drop(message.room)
             self.wake()
 
@@ -356,7 +340,7 @@ class DecodeScheduler:
         self._join()
         self._make_room()
         self._admit()
-        if self._retraction:
+        if self._retraction.out or self._retraction.back:
             self._retraction.move()
         else:
             self._begin_step()
@@ -375,9 +359,8 @@ class DecodeScheduler:
     def poll(self) -> None:
         """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them.
 
-        Taking a request up holds the loop up, one after the other, and the next step begins that much later
-        (`HostCosts.admit`).  With a pipeline of steps a request is in the batch only as many steps later as the
-        pipeline is deep, if steps are under way.
+        Each holds the loop up for `HostCosts.admit`.  With a pipeline of steps, if some are under way, it is in the
+        batch only as many steps later as the pipeline is deep.
         """
         room_lag = self.job.engine.pipeline if self.batch.runs else 0
         for room in self.complete:
@@ -400,10 +383,8 @@ class DecodeScheduler:
         self._left = False
         for number in self.batch.leave(lambda number: self.rooms[number].left):
             self._free(number)
-        others: list[deque[DecodeRequest] | list[DecodeRequest]] = [
-            self._waiting, self._late, self.preemption.waiting, self.preemption.recomputing
-        ]  # fmt: skip
-        for rooms in others:
+        rooms: deque[DecodeRequest] | list[DecodeRequest]
+        for rooms in (self._waiting, self._late, self.preemption.waiting, self.preemption.recomputing):
             for room in [room for room in rooms if room.left]:
                 rooms.remove(room)
                 self._free(room.request.room)
@@ -414,7 +395,7 @@ class DecodeScheduler:
             index = self.policy.join([room.request for room in self._waiting])
             room = self._waiting[index]
             del self._waiting[index]
-            room.join(self.clock.now)
+            room.state, room.joined = "running", self.clock.now
             request = room.request
             if recompute:
                 self._joined.append(room)

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from simpy.events import Event
 
@@ -23,14 +23,13 @@ from pdsim.kv.pages import PagePool
 from pdsim.kv.rooms import Consensus, QuarantineStall
 from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.rank_process import EngineRank, Mover
+from pdsim.serving.policies import Running, Scheduler
+from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.scheduler_host import StepVariation, iteration_seconds
-from pdsim.serving.seams import Running, Scheduler
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 
 __all__ = [
-    "DecodeMover",
     "DecodeRequest",
     "DecodeSpan",
     "DecodeWorker",
@@ -97,9 +96,8 @@ class Member(NamedTuple):
 def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int) -> int:
     """Return how many steps, at most *most*, some requests can take within so many *pages*.
 
-    The next step of each reads one of *contexts*; it reads one token more with every step, and stores it.  Pages
-    grow with the steps, so the answer is found by bisection.  Here contexts of 5 and 8 tokens still fit into two
-    pages each, 6 and 9 do not:
+    The next step of each reads one of *contexts*; it reads one token more with every step, and stores it.  Here
+    contexts of 5 and 8 tokens still fit into two pages each, 6 and 9 do not:
 
     >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
     2
@@ -153,7 +151,7 @@ class DecodeRequest:
         self.steps = 0  # of a preempted one: that it still takes
         self.recomputed = 0  # of *context*, tokens whose KV is here again
         self._consensus = Consensus(ranks)
-        self._quiet = 0  # ranks that have forgotten it
+        self.quiet = 0  # ranks that have forgotten it
 
     @property
     def failed(self) -> bool:
@@ -180,20 +178,10 @@ class DecodeRequest:
             self.state = "quarantined"
         return failed
 
-    def quiet(self) -> int:
-        """Count a rank on which nothing of it moves any more; return how many there are."""
-        self._quiet += 1
-        return self._quiet
-
     def notice(self, now: float) -> None:
         """Wait for a place in the batch: the scheduler has seen that it is here."""
         self.state = "ready"
         self.polled = now
-
-    def join(self, now: float) -> None:
-        """Be in the batch."""
-        self.state = "running"
-        self.joined = now
 
     def preempt(self, member: Member) -> None:
         """Be without pages, as *member* was in the batch."""
@@ -210,12 +198,9 @@ class DecodeRequest:
 class RunningBatch:
     """The requests that get a token each a step, at most *limit* of them; *time* says how long a step takes.
 
-    Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` the next step.
-    A host of *costs* adds its own to each step and, with *overlap*, only what exceeds the forward without context.
-
-    Between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.
-    The scheduler calls, in this order, `advance`, `finished`, `join` and `leave` as often as need be, and `begin` or
-    `begin_mixed`.
+    Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` or
+    `begin_mixed` the next step.  A host of *costs* adds its own to each step and, with *overlap*, only what exceeds
+    the forward without context.
     """
 
     def __init__(
@@ -300,6 +285,12 @@ class RunningBatch:
         heapq.heappush(self._members, (self._step + steps, number, context + steps))
         self._context += context
 
+    def take(self, number: int) -> Member:
+        """Take *number* out."""
+        member = next(member for member in self if member.number == number)
+        self.leave(lambda other: other == number)
+        return member
+
     def leave(self, left: Callable[[int], bool]) -> list[int]:
         """Take those out whose numbers *left* says have left; return them."""
         gone = [member for member in self._members if left(member[1])]
@@ -336,9 +327,8 @@ class RunningBatch:
     def held(self, start: float, until: float) -> float:
         """Return when the step that could begin at *start* does if the host is busy *until* then.
 
-        With *overlap*, and while steps are under way, the device has it already and its tokens wait for the host:
-        what follows is late by what the host takes longer.  A device that waits for work begins when the host is
-        done.
+        With *overlap*, and while steps are under way, the device has it already, and what follows is late by what
+        the host takes longer.  A device that waits for work begins when the host is done.
         """
         if not self._overlap or not self._members or self._span is None:
             return max(start, until)
@@ -346,9 +336,8 @@ class RunningBatch:
         return start + max(0.0, until - end)
 
     def first_step(self) -> float:
-        """Return when the first step since `begin` ends.  Raise a `ValueError` if there is none."""
-        if self._span is None:
-            raise ValueError("no step is under way: begin one first")
+        """Return when the first step since `begin`, which there is, ends."""
+        assert self._span is not None
         return self._span.end(1)
 
     def _spanned(self, start: float, base: float) -> DecodeSpan:
@@ -368,13 +357,10 @@ class RunningBatch:
 
 
 class GrowingMemory:
-    """The pages of *pool* that the requests of *batch* have, which grow as tokens come.
+    """The pages of *pool* that the requests of *batch* have, with ``ServingEngine.memory=grow``.
 
-    Pages are given between steps: as many as the next step stores into.  How far the batch can go without looking
-    again is known in closed form.
-
-    Used with ``ServingEngine.memory=grow``.  The scheduler asks `short` between steps, preempts until it is false,
-    and then lets all `grow`.
+    Pages are given between steps: as many as the next step stores into.  The scheduler asks whether they are
+    `short`, preempts a `victim` until they are not, and then lets all `grow`.
     """
 
     def __init__(self, job: Deployment, pool: PagePool, batch: RunningBatch) -> None:
@@ -384,11 +370,9 @@ class GrowingMemory:
         self._lacking: list[tuple[int, int]] = []  # room and pages, of the next step
 
     def admits(self, tokens: int, others: int) -> bool:
-        """Return whether a request of *tokens* may have pages beside *others* that have some.
+        """Return whether a request of *tokens* may have pages beside *others*, a number of requests that have some.
 
         Each of them, and the new one, has `ServingEngine.reserved_tokens` kept free; the only one needs none.
-
-        *tokens* are those of the context that it starts with; *others* counts requests, not tokens.
         """
         reserved = self._job.engine.reserved_tokens if others else 0
         kept = self._job.page_count(reserved) * others
@@ -401,14 +385,19 @@ class GrowingMemory:
         self._lacking = sorted(need for need in needs if need[1] > 0)
         return sum(pages for _, pages in self._lacking) > self._pool.free
 
-    def grow(self) -> None:
-        """Give every request the pages that its next step needs; `short` has just said that they are there.
+    def victim(self, policy: Scheduler, rooms: Mapping[int, Any]) -> int:
+        """Return which of *rooms*, in the order in which they joined the batch, *policy* has give its pages up."""
+        running: list[Running] = []
+        for number, _, left in sorted(self._batch, key=lambda member: rooms[member.number].joined):
+            request = rooms[number].request
+            running.append(Running(number, request.input, request.output - left))
+        return running[policy.victim(running)].room
 
-        Raise a `ValueError` if they are not: the pool has changed since.
-        """
+    def grow(self) -> None:
+        """Give every request the pages that its next step needs; `short` has just said that they are there."""
         for number, lacks in self._lacking:
-            if not self._pool.extend(number, lacks):
-                raise ValueError(f"room {number} lacks {lacks} pages, {self._pool.free} are free")
+            given = self._pool.extend(number, lacks)
+            assert given, f"room {number} lacks {lacks} pages, {self._pool.free} are free"
         self._lacking = []
 
     def steps(self) -> float:
@@ -424,36 +413,15 @@ class GrowingMemory:
         return math.inf if fit == most else fit
 
 
-class DecodeMover(Mover, Protocol):
-    """The half of a handoff on a decode rank."""
-
-    @property
-    def ignored(self) -> int:
-        """Arrivals that came too late."""
-
-    def forget(self, room: int) -> None:
-        """Give *room* up: the leader hears a `RankQuiesced` once nothing of it moves here."""
-
-
 class DecodeWorker:
-    """Works on one decode rank beside its *mover*: moves KV to host memory and back, as the scheduler says."""
+    """Moves KV of a decode rank to host memory and back, as the scheduler says."""
 
-    def __init__(self, engine: EngineRank, mover: DecodeMover) -> None:
+    def __init__(self, engine: EngineRank, forget: Callable[[int], None]) -> None:
         self.engine = engine
-        self.mover = mover
-        engine.handlers |= {Offload: self._offload, Abort: lambda _, message: mover.forget(message.room)}
-
-    def connect_peer(self, peer: str) -> None:
-        """Have the mover get connected to *peer*, an incarnation of a prefill instance."""
-        self.mover.connect_peer(peer)
-
-    def drop(self, incarnation: str) -> None:
-        """Have the mover forget *incarnation*, of a prefill instance."""
-        self.mover.drop(incarnation)
-
-    def working(self) -> bool:
-        """Return whether KV is on the way, as far as this side knows: what is pushed prefill answers for."""
-        return self.mover.progressed()
+        engine.handlers |= {
+            Offload: engine.current(lambda _, message: self.offload(message.nbytes, message.back)),
+            Abort: lambda _, message: forget(message.room),
+        }
 
     def offload(self, nbytes: int, back: int) -> Event:
         """Move so much KV to host memory and then so much back, over the links that transfers use, too.
@@ -472,48 +440,32 @@ class DecodeWorker:
                     engine.traffic.offload(size, returns, rate) if modelled else engine.clock.timeout(size / rate)
                 )
 
-    def _offload(self, _: str, message: Offload) -> None:
-        if message.incarnation == self.engine.incarnation:
-            self.offload(message.nbytes, message.back)
-        else:
-            self.engine.ignore()
-
 
 class Retraction:
     """What goes to host memory, and back, at a boundary between two steps of a scheduler.
 
-    Tokens are noted by `out` and `back`; `move` puts the KV of all of them on the links of every rank, and *then* is
-    called when the leader's part is there.  SGLang's decode scheduler waits for these copies, too.  While they are
-    *under_way* no step is, and what comes is seen to after the next: whoever notices it sets *news*.
+    `move` puts the KV of all tokens *out* and *back* on the links of every rank, and *then* is called when the
+    leader's part is there.  SGLang's decode scheduler waits for these copies, too.  While they are *under_way* no
+    step is, and what comes is seen to after the next: whoever notices it sets *news*.
     """
 
     def __init__(self, worker: DecodeWorker, then: Callable[[bool], None]) -> None:
         self.under_way = False
         self.news = False
+        self.out = 0  # tokens that go to host memory
+        self.back = 0  # and that come back
         self._worker = worker
         self._then = then
-        self._tokens = [0, 0]
-
-    def __bool__(self) -> bool:
-        """Return whether there is anything to move."""
-        return any(self._tokens)
-
-    def out(self, tokens: int) -> None:
-        """Note that KV of so many *tokens* goes to host memory."""
-        self._tokens[0] += tokens
-
-    def back(self, tokens: int) -> None:
-        """Note that KV of so many *tokens* comes back."""
-        self._tokens[1] += tokens
 
     def move(self) -> None:
         """Move what was noted."""
         engine = self._worker.engine
         each = engine.job.shape.token_bytes(engine.job.decode.tp)
-        (out, back), self._tokens = self._tokens, [0, 0]
+        out, back = self.out * each, self.back * each
+        self.out = self.back = 0
         self.under_way = True
-        engine.send(engine.followers, Offload(engine.incarnation, out * each, back * each))
-        event = self._worker.offload(out * each, back * each)
+        engine.send(engine.followers, Offload(engine.incarnation, out, back))
+        event = self._worker.offload(out, back)
         assert event.callbacks is not None
         event.callbacks.append(lambda _: None if engine.has_ended else engine.guard(self._moved))
 
@@ -574,18 +526,14 @@ class Preemption:
     def make_room(self, joined: list[DecodeRequest], growing: Callable[[], int]) -> Iterator[DecodeRequest]:
         """Give every request of the batch the pages of its next step, and yield those that must fail.
 
-        While there are too few, the policy's victim is preempted, of requests in the order in which they joined.
-        What is left over then lets preempted ones go on, in their order, while each finds pages for its whole
-        context and its reserve beside those that are *growing*.  Those whose first token comes with the next step
-        are *joined*.
+        What is left over lets preempted ones go on, in their order, while each finds pages for its whole context and
+        its reserve beside those that are *growing*.  Those whose first token comes with the next step are *joined*.
         """
         memory = self._memory
         if memory is None:
             return
         while memory.short():
-            running = [self._running(member) for member in self._batch]
-            running.sort(key=lambda one: self._rooms[one.room].joined)
-            room = self.preempt(running[self._policy.victim(running)].room)
+            room = self.preempt(memory.victim(self._policy, self._rooms))
             if room in joined:
                 joined.remove(room)
         memory.grow()
@@ -605,22 +553,17 @@ class Preemption:
             if self._resume(room):
                 joined.append(room)
 
-    def _running(self, member: Member) -> Running:
-        request = self._rooms[member.number].request
-        return Running(member.number, request.input, request.output - member.left)
-
     def preempt(self, number: int) -> DecodeRequest:
         """Take *number* out of the batch, and its pages."""
         room = self._rooms[number]
-        member = next(member for member in self._batch if member.number == number)
-        self._batch.leave(lambda other: other == number)
+        member = self._batch.take(number)
         self._pages.pool.release(number)
         room.preempt(member)
         self.count += 1
         if self._again:
             self.waiting.appendleft(room)
         else:
-            self._retraction.out(room.context)
+            self._retraction.out += room.context
             self.waiting.append(room)
         return room
 
@@ -634,7 +577,7 @@ class Preemption:
             self.recomputing.append(room)
             return False
         context, steps = room.context, room.steps
-        self._retraction.back(context)
+        self._retraction.back += context
         room.resume()
         self._batch.join(room.request.room, context, steps)
         return not room.first or (self._job.engine.recompute > 0 and steps == room.request.output)

@@ -17,9 +17,9 @@ from math import isfinite
 
 from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.policies import handoff_of
 from pdsim.serving.requests import Request, RequestTable, stream
 from pdsim.serving.scheduler_host import iteration_seconds
-from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import Workload
 
 __all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]

@@ -1,29 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduling and router policies that come with pdsim.
+"""Which request runs next, which instance gets it, and who moves its KV: what a policy has to do, and pdsim's own.
 
-All of them are registered as entry points (`pyproject.toml`), as those of other packages are.  A policy decides; it
-changes nothing, and is asked again whenever there is something to decide.
+A policy in another package is a class of these methods, registered in its ``pyproject.toml`` under
+``pdsim.schedulers``, ``pdsim.routers`` or ``pdsim.handoffs`` and chosen by name: `engine.scheduler`,
+`experiment.router`, `engine.handoff`.  It decides and changes nothing, and is asked whenever there is a choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
+from pdsim.core import plugins
 from pdsim.kv.messages import Submit
-from pdsim.serving.prefix_cache import PrefixCache
+from pdsim.serving.block_manager import PrefixCache
 from pdsim.serving.requests import Request, stream
-from pdsim.serving.seams import Prompt, RoutingQuery, Running
+from pdsim.serving.settings import ServingEngine
 
 __all__ = [
     "CacheAware",
     "FirstCome",
+    "Handoff",
     "HighestPriority",
     "LeastGenerated",
     "LeastTokens",
     "PowerOfTwo",
+    "Prompt",
     "RoundRobin",
+    "RouterPolicy",
+    "RoutingQuery",
+    "Running",
+    "Scheduler",
     "TransferAware",
+    "handoff_of",
+    "route",
+    "router_policy",
+    "scheduler_of",
 ]
+
+
+class Prompt(Protocol):
+    """A request at a prefill scheduler."""
+
+    @property
+    def request(self) -> Submit:
+        """Its room and its tokens.  A real engine does not know how many it will generate."""
+
+    @property
+    def done(self) -> int:
+        """Tokens of the prompt that a forward has covered."""
+
+    @property
+    def priority(self) -> int:
+        """The higher goes first, where a scheduler looks at it."""
+
+
+class Running(NamedTuple):
+    """A request in the decode batch."""
+
+    room: int
+    input: int  # tokens of the prompt
+    generated: int  # tokens so far
+
+
+class Scheduler(Protocol):
+    """What runs in the next step of one prefill or decode instance.  Sequences are in order of arrival, never empty.
+
+    Made with `engine.scheduler_options` as keywords.  Methods return a position in the sequence.
+    """
+
+    def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
+        """Return the position in *queue* and the tokens, at most *budget*, of the next piece of a prefill step.
+
+        It is called until the budget is spent, no request is left, or it returns None, which ends the step.
+        """
+
+    def admit(self, queue: Sequence[Submit]) -> int:
+        """Return which request gets decode pages next; others wait until it has."""
+
+    def join(self, ready: Sequence[Submit]) -> int:
+        """Return which request, whose KV is here, enters the decode batch next."""
+
+    def victim(self, running: Sequence[Running]) -> int:
+        """Return which request gives its pages up, for the others to go on."""
+
+
+class Handoff(Protocol):
+    """Who moves the KV of a request, and in which order the two sides work: the classes of its four parts.
+
+    They derive from `prefill.PrefillMover`, `prefill.PrefillLeader`, `decode.DecodeMover` and `decode.DecodeLeader`.
+    """
+
+    serial: bool
+    """Whether decode hears of a request only when prefill has answered; otherwise both hear of it at once."""
+
+    prefill_mover: Callable[..., Any]
+    """Makes what moves the bytes of a prefill `EngineRank`."""
+    prefill_leader: Callable[..., Any]
+    """Makes what decides for a `PrefillScheduler`, when the mover of its rank is there."""
+    decode_mover: Callable[..., Any]
+    decode_leader: Callable[..., Any]
+
+
+class RoutingQuery(NamedTuple):
+    """What a router knows when a request needs an instance of one side."""
+
+    able: Sequence[str]  # instances that are connected
+    load: Mapping[str, int]  # tokens outstanding at each
+    input: int  # tokens of the prompt; how many will be generated it does not know
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, where prefixes are cached
+    under_way: Mapping[str, int] = {}  # tokens whose KV each decode instance has not got yet
+    rates: Mapping[str, float] = {}  # bytes/s from the chosen prefill instance to each of decode; none for prefill
+
+
+class RouterPolicy(Protocol):
+    """Which instance of a side gets a request.  There is one for each side, made without arguments.
+
+    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, called instead of `choose`.
+    """
+
+    def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
+        """Return one of *able*, which are connected; *load* has the tokens outstanding at each."""
+
+
+def route(policy: RouterPolicy, ask: RoutingQuery) -> str:
+    """Return which instance *policy* has for *ask*."""
+    informed = getattr(policy, "route", None)
+    return cast("str", informed(ask)) if informed is not None else policy.choose(ask.able, ask.load)
+
+
+def scheduler_of(engine: ServingEngine) -> Scheduler:
+    """Return the scheduling policy of *engine*.  Raise a `ConfigError` if there is none of that name."""
+    return cast("Scheduler", plugins.resolve(plugins.SCHEDULERS, engine.scheduler)(**engine.scheduler_options))
+
+
+def handoff_of(engine: ServingEngine) -> Handoff:
+    """Return the handoff of *engine*.  Raise a `ConfigError` if there is none of that name."""
+    return cast("Handoff", plugins.resolve(plugins.HANDOFFS, engine.handoff)())
+
+
+def router_policy(name: str) -> RouterPolicy:
+    """Return a router policy for one side.  Raise a `ConfigError` if there is none called *name*."""
+    return cast("RouterPolicy", plugins.resolve(plugins.ROUTERS, name)())
+
+
+# --- pdsim's own ---------------------------------------------------------------------------------------------------
 
 
 class FirstCome:
@@ -51,12 +172,7 @@ class LeastGenerated(FirstCome):
     """As `FirstCome`, but the request with the fewest tokens is preempted, of equal ones the longest prompt."""
 
     def victim(self, running: Sequence[Running]) -> int:
-        """Take the one that loses least.
-
-        >>> running = [Running(room, input=10 * room, generated=1 + (room == 1)) for room in (1, 2, 3)]
-        >>> LeastGenerated().victim(running)
-        2
-        """
+        """Take the one that loses least."""
         return min(range(len(running)), key=lambda index: (running[index].generated, -running[index].input))
 
 
@@ -71,11 +187,7 @@ class HighestPriority(LeastGenerated):
 
 
 class LeastTokens:
-    """The instance with the fewest tokens outstanding, the first among equals.
-
-    >>> LeastTokens().choose(["a", "b", "c"], {"a": 5, "b": 2, "c": 2})
-    'b'
-    """
+    """The instance with the fewest tokens outstanding, the first among equals."""
 
     def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
         """Return that one of *able*."""
@@ -83,14 +195,7 @@ class LeastTokens:
 
 
 class RoundRobin:
-    """One instance after the other.
-
-    Turns are counted over all calls, so instances that come and go shift the order.
-
-    >>> policy = RoundRobin()
-    >>> [policy.choose(["a", "b"], {}) for _ in range(3)]
-    ['a', 'b', 'a']
-    """
+    """One instance after the other; those that come and go shift the order."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -117,7 +222,7 @@ class PowerOfTwo:
         return min((able[index] for index in drawn), key=load.__getitem__)
 
 
-class CacheAware:
+class CacheAware(LeastTokens):
     """The instance with the fewest tokens outstanding, those of this prompt included that it does not have cached.
 
     So cached tokens weigh as much as waiting ones, as in NVIDIA Dynamo's KV router with a weight of 1.  Which
@@ -127,10 +232,6 @@ class CacheAware:
 
     def __init__(self) -> None:
         self._sent: dict[str, PrefixCache] = {}
-
-    def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
-        """Return the least loaded of *able*, for a prompt that nothing is known of."""
-        return min(able, key=load.__getitem__)
 
     def route(self, ask: RoutingQuery) -> str:
         """Return one of `RoutingQuery.able`, and take note that it has the prompt; the first among equals."""
@@ -142,15 +243,11 @@ class CacheAware:
         return chosen
 
 
-class TransferAware:
+class TransferAware(LeastTokens):
     """The decode instance that has the prompt's KV first, by its rate from prefill and what is under way to it.
 
     Of prefill instances, and of equals, the one with the fewest tokens outstanding.
     """
-
-    def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
-        """Return the least loaded of *able*."""
-        return min(able, key=load.__getitem__)
 
     def route(self, ask: RoutingQuery) -> str:
         """Return one of `RoutingQuery.able`."""

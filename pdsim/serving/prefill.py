@@ -8,38 +8,48 @@ and when a request may start and is over for that, is the handoff's (`pdsim.serv
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from msgspec.structs import replace
+from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.core.clock import fire
+from pdsim.core.errors import ConfigError, PdsimError, TransferError
 from pdsim.kv.messages import (
     Abort,
     Chunk,
     Destination,
     Dropped,
     Forward,
-    KvMessage,
     Offload,
     RankQuiesced,
     Submit,
     TransferDone,
 )
 from pdsim.kv.pages import Pages, Runs, after, cut, pair
+from pdsim.kv.pull import KvSource
+from pdsim.kv.push import KvSender
 from pdsim.kv.rooms import Consensus, QuarantineStall, out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
-from pdsim.serving.prefill_worker import PrefillMover, PrefillWorker
-from pdsim.serving.rank_process import EngineRank, Handler
-from pdsim.serving.scheduler_host import SchedulerHost, iteration_seconds
-from pdsim.serving.seams import handoff_of, scheduler_of
+from pdsim.serving.policies import handoff_of, scheduler_of
+from pdsim.serving.rank_process import EngineRank, HandoffLeader, Mover
+from pdsim.serving.scheduler_host import PostingHost, SchedulerHost, iteration_seconds
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["PrefillHandoff", "PrefillLeader", "PrefillRequest", "PrefillScheduler", "prefill_rank", "program"]
+__all__ = [
+    "PrefillLeader",
+    "PrefillMover",
+    "PrefillRequest",
+    "PrefillScheduler",
+    "PrefillWorker",
+    "prefill_rank",
+    "program",
+]
 
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
@@ -49,14 +59,46 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
 
 def prefill_rank(rank: Rank, job: Deployment, instance: str, index: int) -> EngineRank:
     """Return the *index*-th rank of a prefill *instance*; the first also schedules."""
-    handoff, engine = cast("PrefillHandoff", handoff_of(job.engine)), EngineRank(rank, job, instance, index)
+    handoff, engine = handoff_of(job.engine), EngineRank(rank, job, instance, index)
     engine.mover = mover = handoff.prefill_mover(engine)
     engine.worker = worker = PrefillWorker(engine, mover)
     if job.gather is not None:
         engine.gather = ForwardGather(rank, job, instance, index, mover.layout, mover.contents)
     if not index:
-        engine.scheduler = PrefillScheduler(engine, worker, mover, handoff)
+        engine.scheduler = scheduler = PrefillScheduler(engine, worker, mover)
+        scheduler.handoff = handoff.prefill_leader(scheduler, mover)
     return engine
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PrefillMover(Mover):
+    """The half of a handoff on a prefill rank: *sender* is given each chunk when it is computed."""
+
+    def __init__(self, engine: EngineRank, sender: KvSender | KvSource) -> None:
+        super().__init__(engine, sender.layout)
+        self.sender = sender
+        self.contents = sender.contents
+
+    def __len__(self) -> int:
+        return len(self.sender)
+
+    def report(self) -> dict[str, Any]:
+        """Return why metadata did not go the way of the policy, and how often."""
+        return {"fallbacks": self.sender.fallbacks}
+
+    def started(self, message: Forward) -> None:
+        """Move what can go while the forward runs, which has begun on the device."""
+        for chunk in message.cached:
+            self.sender.send(chunk)
+
+    def computed(self, chunks: Iterable[Chunk], last: bool) -> None:  # noqa: ARG002 for others
+        """Move *chunks*, whose forward has ended; *last*: there are no more of it."""
+        for chunk in chunks:
+            self.sender.send(chunk)
+
+    def posted(self) -> float:
+        """Return until when the scheduler's thread posts, on the clock; the past if it does not."""
+        return 0.0
 
 
 class PrefillRequest:
@@ -69,23 +111,20 @@ class PrefillRequest:
         waiting --queue--> queued --start--> running ----complete----> push: over
           |                  |                  |                      pull: lent --collect--> over
           +------ fail ------+------ fail ------+                              |                 |
-                             |                                               revoke -> revoked --+
-                             v
+                             v                                               revoke -> revoked --+
                           failed --settle (nothing of it moves on any rank)--> over
 
-    It waits until its KV has somewhere to go; pushed, that is its *destination*.  Its forwards cover *done* of its
-    tokens, each of which makes a chunk of pages.  Times are seconds on the clock: *noticed* when it could be queued,
-    *started* when it got pages, *ended* with its last forward on this rank.
+    It waits until its KV has somewhere to go; pushed, that is its *destination*.  Times are seconds on the clock.
     """
 
     def __init__(self, request: Submit, ranks: int) -> None:
         self.request = request
         self.state: Literal["waiting", "queued", "running", "lent", "revoked", "failed"] = "waiting"
         self.destination: Destination | None = None
-        self.noticed = 0.0
-        self.started = 0.0
-        self.ended = 0.0
         self.ready = 0.0  # when the host has made it known to the scheduler
+        self.noticed = 0.0  # when it could be queued
+        self.started = 0.0  # when it got pages
+        self.ended = 0.0  # its last forward on this rank
         self.has_pages = False
         self.runs: Runs = ()  # of the whole request, once it has pages
         self.state_runs: tuple[Runs, ...] = ()  # of each component
@@ -95,25 +134,17 @@ class PrefillRequest:
         self.gathered = 0  # tokens that context-parallel ranks have gathered with its forwards
         self.keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
         self.priority = 0
-        self.begun = False  # a step has a piece of it
         self.chunks = 0
         self.nbytes = 0
-        self._consensus = Consensus(ranks)
+        self.ranks = Consensus(ranks)
 
     @property
     def failed(self) -> bool:
         """Whether it is over but for what still moves of it."""
         return self.state == "failed"
 
-    def queue(self) -> None:
-        """Let it run when its turn comes: its KV has somewhere to go."""
-        self.state = "queued"
-
     def start(self, now: float, destination: Destination, pages: Pages, state: tuple[Pages, ...], slot: int) -> None:
-        """Give it *pages* after those that decode holds, paired with where they go.
-
-        What is contiguous on both sides is one descriptor.
-        """
+        """Give it *pages* after those that decode holds, paired with where they go."""
         self.state = "running"
         self.started = now
         self.has_pages = True
@@ -123,43 +154,32 @@ class PrefillRequest:
         self.runs = pair(pages, destination.pages)
         self.state_runs = tuple(map(pair, state, destination.state))
 
-    def moved(self, rank: int, nbytes: int) -> bool:
-        """Count the part of *rank*, of so many bytes; return whether it is complete with that."""
-        self.nbytes += nbytes
-        return self._consensus.succeed(rank)
-
     def fail(self) -> bool:
         """Let what moves be the last; return whether that ends it, which it does once."""
-        failed = self._consensus.fail()
+        failed = self.ranks.fail()
         if failed:
             self.state = "failed"
         return failed
 
-    def settle(self, rank: int) -> bool:
-        """Take note that nothing of it moves on *rank*; return whether that was the last to say so."""
-        return self._consensus.settle(rank)
 
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PrefillLeader(HandoffLeader):
+    """The half of a handoff beside *scheduler*: when a request may start, and when it is over, as its KV says."""
 
-class PrefillLeader(Protocol):
-    """When a request of a `PrefillScheduler` may start, and when it is over, as far as its KV says."""
-
-    def connect_peer(self, peer: str) -> None:
-        """Expect requests for *peer*, an incarnation of a decode instance."""
-
-    def drop(self, incarnation: str) -> None:
-        """End what waits for *incarnation*, of a decode instance, which is given up; its requests have failed."""
-
-    def stop(self) -> None:
-        """Expect no more requests."""
+    def __init__(self, scheduler: PrefillScheduler) -> None:
+        self._scheduler = scheduler
+        self._engine = scheduler.engine
 
     def accept(self, room: PrefillRequest) -> None:
         """Have *room*, which has just come, queued once its KV has somewhere to go."""
 
     def start(self, room: PrefillRequest) -> bool:
         """Give *room*, the first in the queue, what it needs to run; return whether there was enough."""
+        raise NotImplementedError
 
     def has_slot(self) -> bool:
         """Return whether there is a row for the metadata of one more request."""
+        return True
 
     def look(self, _: Any = None) -> None:
         """Do what this side does when a forward is launched, and when there is none to launch."""
@@ -170,48 +190,22 @@ class PrefillLeader(Protocol):
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
         """Give *room*, of that *number*, up for *sender*; there is none if it is over or has not come."""
 
-    def failed(self, room: PrefillRequest) -> None:
-        """Take note that *room* has failed; its pages are in quarantine."""
-
-    def settled(self, room: PrefillRequest) -> None:
-        """Take note that nothing of *room*, which failed, moves any more."""
-
     def forget(self, room: PrefillRequest) -> None:
-        """Give back what this part has of *room*, which is over."""
-
-    @property
-    def open_rooms(self) -> int:
-        """What it waits for."""
-
-
-class PrefillHandoff(Protocol):
-    """What the prefill side asks of a `pdsim.serving.seams.Handoff`."""
-
-    def prefill_mover(self, rank: EngineRank) -> PrefillMover:
-        """Return what moves the bytes of *rank*."""
-
-    def prefill_leader(self, scheduler: PrefillScheduler) -> PrefillLeader:
-        """Return what decides for *scheduler*; the mover of its rank is there already."""
+        """Give back what this part has of *room*, which is over, and of which nothing moves any more."""
 
 
 class PrefillScheduler:
     """Decides what an instance computes, and owns its pages and the rooms that they are given to.
 
-    A request is queued when its KV has somewhere to go, without being in the way of others before.  Each iteration
-    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A
-    request has pages for its whole input from its first forward until every rank has done its part.
-
-    Life of an iteration: `next_forward` chooses its pieces, and gives pages to the requests that begin; the
-    followers are sent it and every rank computes it; its chunks are moved (`PrefillWorker`) while the next is
-    computed.  Without work the scheduler sleeps until `wake`.
-
-    Invariant: pages are free, cached, or of rooms in `rooms`; a failed room keeps its own until `RankQuiesced` has
-    come from every rank, because writes from them may still be under way.
+    A request is queued when its KV has somewhere to go.  Each iteration (`next_forward`) takes up to `chunk` tokens;
+    every rank computes it, and its chunks are moved (`PrefillWorker`) while the next is computed.  A request has
+    pages for its whole input from its first forward until every rank has done its part; a failed one until
+    `RankQuiesced` has come from every rank, because writes from them may still be under way.
     """
 
-    def __init__(
-        self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover, handoff: PrefillHandoff
-    ) -> None:
+    handoff: PrefillLeader
+
+    def __init__(self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover) -> None:
         job, instance = engine.job, engine.instance
         self.engine = engine
         self.worker = worker
@@ -219,13 +213,12 @@ class PrefillScheduler:
         self.job = job
         self.clock = engine.clock
         self.rooms: dict[int, PrefillRequest] = {}
-        pool = page_pool(job.prefill_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
+        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True)
         self.pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
         self.policy = scheduler_of(job.engine)
         self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
-        self.handoff = handoff.prefill_leader(self)
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._next: Forward | None = None
@@ -234,16 +227,13 @@ class PrefillScheduler:
         self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
         self._stopping = False
         worker.launching = self.launching
+        engine.works.append(self._waiting)
         engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
-        handlers: dict[type[KvMessage], Handler] = {
-            Submit: self._submit,
-            TransferDone: lambda sender, message: self._sent(index_of(sender), message),
-            RankQuiesced: lambda sender, message: self._settled(index_of(sender), message),
-            Abort: self._abort,
-        }
-        engine.handlers |= handlers
+        engine.handlers.update(
+            {Submit: self._submit, TransferDone: self._sent, RankQuiesced: self._settled, Abort: self._abort}
+        )
 
-    # --- the rank ---
+    # --- the rank: see `InstanceScheduler` ---
 
     def begin(self) -> None:
         """Begin to schedule."""
@@ -257,13 +247,8 @@ class PrefillScheduler:
         }
         return counts | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
 
-    def working(self) -> bool:
-        """Return whether its queue waits for pages in quarantine: they come back, or it gives up."""
-        return self._blocked.waiting
-
-    def connect_peer(self, peer: str) -> None:
-        """Expect requests for *peer*, an incarnation of a decode instance."""
-        self.handoff.connect_peer(peer)
+    def _waiting(self) -> bool:
+        return self._blocked.waiting  # for pages in quarantine: they come back, or it gives up
 
     def drop(self, incarnation: str) -> None:
         """Give up the rooms that were to go to *incarnation*, of a decode instance."""
@@ -299,7 +284,7 @@ class PrefillScheduler:
 
     def queue(self, room: PrefillRequest) -> None:
         """Have *room* wait for its first forward, from when the host has made it known to the scheduler."""
-        room.queue()
+        room.state = "queued"
         if room.ready > self.clock.now:
             self.clock.call_at(room.ready, self._enqueue, room)
         else:
@@ -310,25 +295,25 @@ class PrefillScheduler:
             self._queue.append(room)
             self.wake()
 
-    def _sent(self, rank: int, message: TransferDone) -> None:
+    def _sent(self, sender: str, message: TransferDone) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
         elif message.reason:
             self.fail(room, message.reason, message.lost)
         elif not room.failed:
-            if rank == self.engine.index:
+            if sender == self.engine.rank.name:
                 room.ended = self.clock.now
-            if room.moved(rank, message.nbytes):
+            room.nbytes += message.nbytes
+            if room.ranks.succeed(index_of(sender)):
                 self.handoff.complete(room)
 
-    def _settled(self, rank: int, message: RankQuiesced) -> None:
+    def _settled(self, sender: str, message: RankQuiesced) -> None:
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()
-        elif room.settle(rank):
+        elif room.ranks.settle(index_of(sender)):
             self.forget(room)
-            self.handoff.settled(room)
 
     def _abort(self, sender: str, message: Abort) -> None:
         # The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
@@ -353,10 +338,9 @@ class PrefillScheduler:
         if room.fail():
             number = room.request.room
             if room.has_pages:
-                self.pages.quarantine(number)
-            self.handoff.failed(room)
+                self.pages.quarantined.add(number)
             self.engine.send(self.engine.followers, Abort(number))
-            self.mover.abort(number)
+            self.mover.sender.abort(number)
             self.wake()
 
     def forget(self, room: PrefillRequest) -> None:
@@ -377,17 +361,16 @@ class PrefillScheduler:
             self._idle.succeed()
 
     def _schedule(self) -> Program:
-        # With ``ahead`` the next one is chosen when the host has launched this one, and is launched while the GPU
-        # computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen
-        # at this one's end.
+        try:
+            yield from self._iterate()
+        except PdsimError as error:
+            self.engine.fail(error)
+
+    def _iterate(self) -> Program:
         engine, cache = self.engine, self.job.cache
         while not engine.has_ended:
             yield from self._posting()
-            try:
-                forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
-            except PdsimError as error:
-                engine.fail(error)
-                return
+            forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
             if forward is None:
                 self.handoff.look()
                 self._idle = self.clock.event()
@@ -400,16 +383,7 @@ class PrefillScheduler:
             if self.job.engine.noticed == "prefill":
                 self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
             if self.job.engine.ahead:
-                self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
-                if self._launched < self._ends:
-                    yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
-                    yield from self._posting()
-                    try:
-                        if self.clock.now <= self._ends:
-                            self._next = self.next_forward(ahead=True)
-                    except PdsimError as error:
-                        engine.fail(error)
-                        return
+                yield from self._choose_ahead(forward)
             if not computed.processed:
                 yield computed
             if cache.prefill and cache.found == "computed":
@@ -417,6 +391,16 @@ class PrefillScheduler:
                     self._cache(chunk.room)
                 if self.pages.to_host or self.pages.from_host:
                     self._offloaded()  # nobody waits for what goes to host memory
+
+    def _choose_ahead(self, forward: Forward) -> Program:
+        # The next one is chosen when the host has launched this one, and is launched while the GPU computes: what
+        # comes later waits for the one after.  Where nothing waits then, the next is chosen at this one's end.
+        self._ends = self.clock.now + forward.seconds + self.job.gather_seconds(sum(forward.tokens))
+        if self._launched < self._ends:
+            yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
+            yield from self._posting()
+            if self.clock.now <= self._ends:
+                self._next = self.next_forward(ahead=True)
 
     def _posting(self) -> Program:
         # Without queues this thread posts: it neither chooses a forward nor looks at what has ended meanwhile.
@@ -447,12 +431,8 @@ class PrefillScheduler:
         )
 
     def next_forward(self, ahead: bool = False) -> Forward | None:
-        """Return the next iteration, or None if there is nothing that can run now.
+        """Return the next iteration, None if nothing can run; one chosen *ahead* runs when that of now has ended.
 
-        One that is chosen *ahead* runs when the forward of now has ended.
-
-        An iteration takes requests in the order of the policy.  One without pages ends it if others have some, which
-        will come back; if all others are in quarantine, it waits for `Deployment.deadline` seconds and then fails.
         Raise a `ConfigError` if the policy gives more tokens than there are.
         """
         budget, held_up = self.job.chunk, 0.0
@@ -472,26 +452,25 @@ class PrefillScheduler:
             if room.failed:
                 del self._queue[chosen[0]]
                 continue
-            if not room.has_pages:
-                if not self.handoff.start(room):
-                    if self.pages.running:
-                        self._blocked.clear()
-                        break  # until one of them gives its pages back
-                    if not self._blocked.too_long():
-                        break
-                    count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
-                    self.fail(room, out_of_memory(self.pages.pool, count, slot))
-                    continue
-                self._blocked.clear()
+            begins = not room.has_pages
+            if begins and not self.handoff.start(room):
+                if self.pages.running:
+                    self._blocked.clear()
+                    break  # until one of them gives its pages back
+                if not self._blocked.too_long():  # nothing but quarantine is in its way
+                    break
+                count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
+                self.fail(room, out_of_memory(self.pages.pool, count, slot))
+                continue
             tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
             if not 0 < tokens <= min(budget, room.request.input - room.done):
                 raise ConfigError(
                     f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room "
-                    f"{room.request.room}, which has {room.request.input - room.done} left "
-                    f"in a step of {budget}; give 1 to the lesser"
+                    f"{room.request.room}, which has {room.request.input - room.done} left in a step of {budget}; "
+                    "give 1 to the lesser"
                 )
-            if not room.begun:
-                room.begun = True
+            if begins:
+                self._blocked.clear()
                 held_up += self.host.admit(room.request.input)
             pieces.append((room.done, tokens))
             if self.job.cache.early and room.done // self.job.page_size > room.sent:
@@ -517,9 +496,8 @@ class PrefillScheduler:
         Those that are cached need no forward, except that of the last token.
         """
         request, number = room.request, room.request.room
-        given = self.pages.allocate(
-            number, self.job.page_count(request.input), self.pages.usable(room.keys, request.input)
-        )
+        keys = self.pages.usable(room.keys, request.input)
+        given = self.pages.allocate(number, self.job.page_count(request.input), keys)
         if given is None:
             return None
         pages, cached = given
@@ -577,11 +555,7 @@ class PrefillScheduler:
         return iteration_seconds(forward, self.host.costs.launch, self.host.step(), self.job.engine.overlap)
 
     def launching(self, forward: float) -> float:
-        """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
-
-        With an overlap loop it begins to if a request waits when it has launched this one, and looks at results
-        after. So where forwards are bound by their launch a result is late by another launch.
-        """
+        """Return for how long the end of a *forward* is not seen to: an overlap loop launches the next one first."""
         if self.job.engine.ahead:
             if self._next is None and self._launched >= self.clock.now:  # a forward that its launch bounds
                 self._next = self.next_forward(ahead=True)
@@ -601,3 +575,124 @@ class PrefillScheduler:
         if not ahead:
             return max(forward + held_up + beside, self._launched - self.clock.now)
         return max(forward, self._launched - self._ends)
+
+
+class PrefillWorker:
+    """Computes on one prefill rank what the scheduler says, and has the *mover* move it."""
+
+    def __init__(self, engine: EngineRank, mover: PrefillMover) -> None:
+        job = engine.job
+        self.engine = engine
+        self.mover = mover
+        self.posts = PostingHost(job.engine.prefill, job.engine.variation, job.seed, f"{engine.instance}.send")
+        self.launching: Callable[[float], float] | None = None  # of the rank that schedules
+        self._passed = [0.0] * job.prefill.at(engine.index).pp  # when each earlier stage ends its last forward
+        self._computing = 0  # forwards that have not ended; the device ends each
+        self._computed_one = False  # whether one has since `_worked` was called
+        self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
+        engine.works.append(self._worked)
+        offload = engine.current(lambda _, message: self.offload(message))
+        engine.handlers |= {Forward: self._forward, Offload: offload, Abort: self._abort}
+
+    def _worked(self) -> bool:
+        computed, self._computed_one = self._computed_one, False
+        return computed or self._computing > 0
+
+    def offload(self, message: Offload) -> Event:
+        """Move KV to host memory and back.  The event succeeds when what comes back is here."""
+        traffic = self.engine.traffic
+        if message.nbytes:
+            traffic.offload(message.nbytes)
+        return traffic.offload(message.back, back=True) if message.back else self.engine.clock.timeout(0)
+
+    def compute(self, message: Forward) -> Event:
+        """Occupy the device with a forward, then move its chunks.  The event succeeds when the forward ends.
+
+        A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says.
+        """
+        self.mover.sender.expect((*message.cached, *message.chunks))
+        self._computing += 1
+        clock = self.engine.clock
+        begin = clock.now
+        stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
+        for stage, end in enumerate(self._passed):
+            begin = self._passed[stage] = max(begin, end) + stage_seconds
+        if begin > clock.now:
+            forward = clock.event()
+            clock.call_at(begin, lambda done: self.engine.guard(self._pass, message, done), forward)
+        else:
+            forward = self._begin_forward(message)
+        assert forward.callbacks is not None
+        forward.callbacks.append(lambda _: self.engine.guard(self._computed, message))
+        return forward
+
+    def _pass(self, message: Forward, done: Event) -> None:
+        if not self.engine.has_ended:
+            forward = self._begin_forward(message)
+            assert forward.callbacks is not None
+            forward.callbacks.append(lambda _: fire(done))
+
+    def _begin_forward(self, message: Forward) -> Event:
+        # What is cached can be moved at once, and with ``layerwise`` each plane is when its layer is computed: that
+        # is begun at this instant, too.
+        engine = self.engine
+        forward = engine.rank.device.compute(message.seconds)
+        if engine.gather is not None:
+            forward, computed = engine.clock.event(), forward
+            engine.clock.process(self._gathered(message, computed, forward))
+        elif message.tokens:
+            forward = self._routed(forward, message)
+        if message.cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
+            engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self.mover.started, begun), message)
+        return forward
+
+    def _routed(self, forward: Event, message: Forward) -> Event:
+        exchange, tokens = self.engine.job.prefill_time.exchange, sum(message.tokens)
+        travelling = self.engine.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
+        return self.engine.clock.all_of([forward, *travelling])
+
+    def _gathered(self, message: Forward, computed: Event, done: Event) -> Program:
+        yield computed
+        assert self.engine.gather is not None
+        try:
+            yield from self.engine.gather.run(message)
+        except TransferError as error:
+            self.engine.fail(error)
+        else:
+            fire(done)
+
+    def _computed(self, message: Forward) -> None:
+        self._computing -= 1
+        self._computed_one = True
+        clock = self.engine.clock
+        late = 0.0 if self.launching is None else self.launching(message.seconds)
+        turns = self.posts.turns(clock.now, late, len(message.chunks))
+        if not turns:
+            if not self._unposted:
+                self.mover.computed(message.chunks, True)
+                return
+            turns = [clock.now]  # after a pause, posts whose turn has passed are still to come
+        pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
+        for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
+            self._unposted.append((chunks, number == len(turns)))
+            clock.call_at(when, self._post, None)
+
+    def _post(self, _: None) -> None:
+        chunks, last = self._unposted.popleft()
+        if not self.engine.has_ended:
+            self.engine.guard(self.mover.computed, chunks, last)
+
+    def _forward(self, _: str, message: Forward) -> None:
+        engine = self.engine
+        if message.incarnation == engine.incarnation:  # or its leader is gone, and nobody would end what this begins
+            self.compute(message)
+        elif engine.incarnation:
+            engine.ignore()
+        else:  # where nobody reads from this rank, nobody has waited for it either
+            engine.keep(message)
+
+    def _abort(self, _: str, message: Abort) -> None:
+        if self.engine.early and not self.engine.incarnation:
+            self.engine.keep(message)
+        else:
+            self.mover.sender.abort(message.room)

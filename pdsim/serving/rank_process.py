@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a serving job does: listen, answer the router's pings, and end when told to or left alone.
+"""What every rank of a serving job does: listen, answer the router's pings, connect to peers, end when told to.
 
 `RankProcess` is the base of the router and of `EngineRank`, the one class for every rank of an instance, prefill or
 decode, that schedules or follows.  What such a rank does beside is in its parts::
@@ -14,53 +14,77 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.core.errors import MessageError, PeerLost
+from pdsim.core.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     ConnectPeer,
+    Fence,
+    Fenced,
     Gone,
     KvMessage,
     KvSpec,
     Ping,
     Pong,
+    Ready,
     Refused,
+    RegisterPool,
     RegisterRank,
     Stop,
     decode,
     encode,
     refusal,
 )
+from pdsim.kv.plan import DecodePeers
+from pdsim.kv.pull import KvReader, KvSource
+from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.cp_gather import ForwardGather
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader, rank_name
+from pdsim.serving.deployment import (
+    ROUTER,
+    Deployment,
+    epoch_of,
+    incarnation_name,
+    index_of,
+    instance_of,
+    leader,
+    rank_name,
+)
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["EngineRank", "Handler", "LinkTraffic", "Mover", "RankProcess"]
+__all__ = [
+    "EngineRank",
+    "FenceCount",
+    "Handler",
+    "HandoffLeader",
+    "InstanceScheduler",
+    "LinkTraffic",
+    "Mover",
+    "PeerConnector",
+    "PeerFence",
+    "RankProcess",
+    "ReadyCount",
+]
 
-Handler = Callable[[str, Any], None]
+Handler = Callable[[str, Any], object]
 """Called with the rank that sent a message, and the message."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RankProcess:
-    """One rank of a job.  Subclasses register a handler for each type of message that they expect.
+    """One rank of a job.  `handlers` has one for each type of message that it expects, which must not wait.
 
-    A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler
-    raises, when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for
-    `Deployment.deadline` seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it
-    and not this one: it is told why, and not heard any more.
+    The rank ends with an error when a handler raises, when another rank refuses it, and with `PeerLost` when nothing
+    has been heard of the router for `Deployment.deadline` seconds.  Who sent a message that cannot be read, or is
+    not for this rank, is told why and not heard any more.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and incarnations that are over.
-
-    Life: `run` subscribes to messages and starts `watch`, and ends when `ended` is triggered, by `end` or by `fail`;
-    its value is `report`.  All handlers run on the clock, one at a time.
     """
 
     def __init__(self, rank: Rank, job: Deployment) -> None:
@@ -114,10 +138,7 @@ class RankProcess:
             self.ended.fail(error)
 
     def refuse(self, sender: str, reason: str) -> None:
-        """Tell *sender* why this rank will have nothing to do with it, and drop its connection.
-
-        It ends by that; nothing that it sends later is heard.
-        """
+        """Tell *sender*, which ends by that, why nothing that it sends is heard any more."""
         self.rank.channel.send(sender, refusal(reason))
         self.rank.channel.refuse(sender)
 
@@ -136,12 +157,8 @@ class RankProcess:
             self.fail(error)
 
     def _on_message(self, message: Envelope) -> None:
-        if self.has_ended:
-            return
-        try:
-            self._handle(*message)
-        except Exception as error:
-            self.fail(error)
+        if not self.has_ended:
+            self.guard(self._handle, *message)
 
     def _handle(self, sender: str, payload: bytes) -> None:
         # The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
@@ -164,11 +181,7 @@ class RankProcess:
             handler(sender, message)
 
     def _ping(self, sender: str, _: Ping) -> None:
-        self.send(sender, self.pong())
-
-    def pong(self) -> KvMessage:
-        """Return the answer to a ping: whether work goes on that may take longer than requests wait for progress."""
-        return Pong(self.working())
+        self.send(sender, Pong(self.working()))
 
     def working(self) -> bool:
         """Return whether work for requests that ends by itself is under way, or has ended since the last call.
@@ -188,15 +201,18 @@ class LinkTraffic(Protocol):
         """Move the tokens of a forward of so many *seconds* to their experts and back."""
 
 
-class Mover(Protocol):
-    """Moves the bytes of one rank; it registers the messages that it takes with its `EngineRank`."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Mover:
+    """Moves the bytes of one rank, whose pool is *layout*; it registers the messages that it takes with *engine*."""
 
-    @property
-    def layout(self) -> KvLayout:
-        """The pool of this rank."""
+    def __init__(self, engine: EngineRank, layout: KvLayout) -> None:
+        self.engine = engine
+        self.layout = layout
+        engine.works.append(self.progressed)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over on this rank."""
+        return 0
 
     def begin(self) -> None:
         """Begin to listen: the rank has begun to run."""
@@ -208,30 +224,22 @@ class Mover(Protocol):
         """Forget *incarnation*, of the other side, which is given up."""
 
     def progressed(self) -> bool:
-        """Return whether bytes move, or have arrived since the last call: a slow link is no stalled one."""
+        """Return whether bytes move, or have arrived since the last call; False if the other side knows."""
+        return False
 
     def report(self) -> dict[str, Any]:
         """Return what it has counted."""
+        return {}
 
 
-class Worker(Protocol):
-    """What an `EngineRank` asks of the part that works with its mover: `PrefillWorker` or `DecodeWorker`."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class HandoffLeader:
+    """The half of a handoff beside a scheduler: what it waits for on the other side."""
 
-    def connect_peer(self, peer: str) -> None:
-        """Have the mover get connected to *peer*, an incarnation of an instance of the other side."""
-
-    def drop(self, incarnation: str) -> None:
-        """Forget *incarnation*, of the other side, which is given up."""
-
-    def working(self) -> bool:
-        """As `RankProcess.working`."""
-
-
-class Leader(Protocol):
-    """What the first rank of an instance asks of its scheduler."""
-
-    def begin(self) -> None:
-        """Begin to schedule: the rank has begun to run."""
+    @property
+    def open_rooms(self) -> int:
+        """How many rooms it keeps beside those that the scheduler has."""
+        return 0
 
     def connect_peer(self, peer: str) -> None:
         """Expect requests for *peer*, an incarnation of an instance of the other side."""
@@ -240,43 +248,59 @@ class Leader(Protocol):
         """End what waits for *incarnation*, of the other side, which is given up."""
 
     def stop(self) -> None:
+        """Expect no more requests."""
+
+
+class InstanceScheduler(Protocol):
+    """What the first rank of an instance asks of its scheduler."""
+
+    def begin(self) -> None:
+        """Begin to schedule: the rank has begun to run."""
+
+    @property
+    def handoff(self) -> HandoffLeader:
+        """Its half of the handoff."""
+
+    def drop(self, incarnation: str) -> None:
+        """Fail the requests that need *incarnation*, of the other side, which is given up."""
+
+    def stop(self) -> None:
         """Take no more requests; `end_if_drained` follows."""
 
     def end_if_drained(self) -> None:
         """End the rank if the job is over and no room is left."""
-
-    def working(self) -> bool:
-        """As `RankProcess.working`."""
 
     def report(self) -> dict[str, Any]:
         """Return the account of pages, rooms and messages."""
 
 
 class EngineRank(RankProcess):
-    """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
+    """A rank of an instance, the *index*-th: enrolls with the router, and ends with its instance.
 
     *mover*, *worker* and *scheduler* are its parts.  They are given this rank, register in `handlers` the messages
-    that they take, and are set before it runs.  *incarnation* is that of its instance, once
-    the router has said so.
+    that they take, and are set before it runs.
 
-    Enrols when it runs, learns its incarnation with the first `ConnectPeer`, serves, and ends after `Stop`, or with
-    `PeerLost` when its instance is given up.  *started* tells two processes of the same rank apart: nanoseconds
-    on the clock when it was made.
+    It learns its *incarnation*, that of its instance, with the first `ConnectPeer`, serves, and ends after `Stop`,
+    or with `PeerLost` when its instance is given up.  *started* tells two processes of the same rank apart:
+    nanoseconds on the clock when it was made.
     """
 
     mover: Mover
-    worker: Worker
+    worker: Any
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
         self.index = index
         self.incarnation = ""
+        self.peers: set[str] = set()  # incarnations of the other side
+        self.works: list[Callable[[], bool]] = []  # of each part whether it works, or did since the last call
         self.started = int(rank.clock.now * 1e9)
-        self.scheduler: Leader | None = None
+        self.scheduler: InstanceScheduler | None = None
         self.gather: ForwardGather | None = None  # of a context-parallel rank
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
+        self.early: list[KvMessage] = []  # of the leader, before this rank knew its incarnation
         self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer, Stop: self._stop}
 
     @property
@@ -304,8 +328,7 @@ class EngineRank(RankProcess):
 
     def working(self) -> bool:
         """Return whether bytes move, a forward goes on, or pages in quarantine are waited for; or did so since."""
-        worked = self.worker.working()
-        return (self.scheduler is not None and self.scheduler.working()) or worked
+        return sum(works() for works in self.works) > 0  # each is asked, and forgets what it did
 
     def tell_leader(self, message: KvMessage) -> None:
         """Have the first rank of this instance take *message*: by a call, where that is this rank."""
@@ -329,11 +352,22 @@ class EngineRank(RankProcess):
 
         self.rank.endpoint.notifications.listen(hear)
 
-    def peer_gone(self, incarnation: str) -> None:
-        """See to it that nothing waits for *incarnation*, of an instance of the other side, which is given up."""
-        self.worker.drop(incarnation)
-        if self.scheduler is not None:
-            self.scheduler.drop(incarnation)
+    def current(self, handler: Handler) -> Handler:
+        """Return *handler* of messages of this incarnation; others have come too late."""
+
+        def handle(sender: str, message: Any) -> None:
+            if message.incarnation == self.incarnation:
+                handler(sender, message)
+            else:
+                self.ignore()
+
+        return handle
+
+    def keep(self, message: KvMessage) -> None:
+        """Handle *message*, of the leader, once this rank knows its incarnation, or never after a deadline."""
+        if not self.early:
+            self.clock.call_at(self.clock.now + self.job.deadline, lambda _: self.early.clear(), None)
+        self.early.append(message)
 
     def end(self, *_: Any) -> None:
         """End this rank in order, and those that follow it."""
@@ -341,13 +375,25 @@ class EngineRank(RankProcess):
         super().end()
 
     def _connect_peer(self, _: str, message: ConnectPeer) -> None:
-        if message.started == self.started:
-            self.incarnation = message.incarnation
-            if self.scheduler is not None:
-                self.scheduler.connect_peer(message.peer)
-            self.worker.connect_peer(message.peer)
-        else:  # meant for an earlier incarnation of this rank, whose instance is over
+        if message.started != self.started:  # meant for an earlier incarnation of this rank, whose instance is over
             self.ignore()
+            return
+        self.incarnation, peer = message.incarnation, message.peer
+        if self.scheduler is not None:
+            self.scheduler.handoff.connect_peer(peer)
+        for older in [older for older in self.peers if instance_of(older) == instance_of(peer)]:
+            self._drop(older)
+        self.peers.add(peer)
+        self.mover.connect_peer(peer)
+        early, self.early = self.early, []
+        for kept in early:
+            self.handlers[type(kept)]("", kept)
+
+    def _drop(self, incarnation: str) -> None:
+        self.peers.discard(incarnation)
+        self.mover.drop(incarnation)
+        if self.scheduler is not None:
+            self.scheduler.drop(incarnation)
 
     def _stop(self, sender: str, _: Stop) -> None:
         # The leader ends once no room is left; those that failed have as long for the proof that nothing moves.
@@ -364,13 +410,204 @@ class EngineRank(RankProcess):
             self.scheduler.end_if_drained()
 
     def _gone(self, _: str, message: Gone) -> None:
-        # A rank that was started after the loss is not meant.
         if instance_of(message.instance) != self.instance:
             if self.incarnation:
-                self.peer_gone(message.instance)
+                self._drop(message.instance)
             else:  # meant for an earlier incarnation of this rank: this one is connected to nobody
                 self.ignore()
         elif self.started <= message.until:
             self.fail(PeerLost(f"{self.instance} is given up ({message.reason}), and {self.rank.name} with it"))
-        else:
+        else:  # a rank that was started after the loss is not meant
             self.ignore()
+
+
+# --- connections between ranks -------------------------------------------------------------------------------------
+
+
+class PeerConnector:
+    """Connects *engine*, the rank that posts transfers, to the ranks of the other side that register with it.
+
+    The router names the incarnations to `connect_peer`, and their ranks send a `RegisterPool` each; either may come
+    first.  *peers* keeps the connections.  *ready* is called with an incarnation when it is named and after each
+    connection to it; it checks whether that was the last.
+    """
+
+    def __init__(self, engine: EngineRank, peers: DecodePeers | KvReader, ready: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._peers = peers
+        self._ready = ready
+        self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
+        engine.handlers[RegisterPool] = self._register
+
+    def connect_peer(self, incarnation: str) -> None:
+        """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
+        self._peers.expect(incarnation)
+        early, self._early = self._early, {}
+        for sender, register in early.items():
+            self._register(sender, register)
+        self._ready(incarnation)
+
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*, and their messages."""
+        self._peers.drop(incarnation)
+        self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
+
+    def _register(self, sender: str, message: RegisterPool) -> None:
+        # A rank that is gone is reported to the router; one with a pool of another kind is refused.
+        if message.incarnation != self._engine.incarnation or message.instance not in self._peers:
+            kept = self._early.get(sender)  # one of each rank, and of no incarnation that is over for long
+            if kept is None or _epochs(kept) <= _epochs(message):  # those of two epochs may come in any order
+                self._early[sender] = message
+            return
+        try:
+            self._peers.connect(message)
+        except PeerLost as error:
+            self._engine.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
+        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
+            self._engine.refuse(sender, str(error))
+        else:
+            self._ready(message.instance)
+
+
+def _epochs(message: RegisterPool) -> tuple[int, int]:
+    return epoch_of(message.instance), epoch_of(message.incarnation)
+
+
+class ReadyCount:
+    """Which ranks of the instance of *engine* are connected to each incarnation of the other side: tells the router.
+
+    Only the leader of the side that posts transfers has one; *prefill* says whether that is prefill.  A rank may
+    report twice, or before its leader knows that incarnation; each counts once.  Nothing reported in an earlier
+    epoch of either side counts in a later one.
+    """
+
+    def __init__(self, engine: EngineRank, prefill: bool) -> None:
+        self._engine = engine
+        self._prefill = prefill
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by incarnation of this and of the other side
+        self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
+        engine.handlers[Ready] = self._count
+
+    def connect_peer(self, peer: str) -> None:
+        """Forget what was counted in earlier incarnations of this instance, and for those of *peer*."""
+        self._ready = {pair: ranks for pair, ranks in self._ready.items() if pair[0] == self._engine.incarnation}
+        if epoch_of(peer) > 1:
+            self.drop(incarnation_name(instance_of(peer), epoch_of(peer) - 1))
+
+    def drop(self, incarnation: str) -> None:
+        """Record that *incarnation* is over, and forget which ranks were connected to it."""
+        instance = instance_of(incarnation)
+        self._last_lost[instance] = max(epoch_of(incarnation), self._last_lost.get(instance, 0))
+        self._ready = {pair: ranks for pair, ranks in self._ready.items() if not self._is_over(pair[1])}
+
+    def _is_over(self, incarnation: str) -> bool:
+        return epoch_of(incarnation) <= self._last_lost.get(instance_of(incarnation), -1)
+
+    def _count(self, sender: str, message: Ready) -> None:
+        # A rank may be connected to that instance before this one is: neither incarnation may be over.
+        engine, mine, other = self._engine, message.incarnation, message.peer
+        if not self._prefill:
+            mine, other = other, mine
+        if self._is_over(other) or (engine.incarnation and mine != engine.incarnation):
+            engine.ignore()
+            return
+        ranks = self._ready.setdefault((mine, other), set())
+        ranks.add(index_of(sender))
+        if len(ranks) == len(engine.followers) + 1:
+            engine.send(ROUTER, message)
+
+
+# --- fences --------------------------------------------------------------------------------------------------------
+# A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
+# the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
+# prefill pushes, on prefill where decode pulls.
+
+
+class PeerFence:
+    """Proves on one rank, *engine*, that nothing of a lost instance moves in its memory any more.
+
+    *peers* are the ranks by index that move bytes there, which need to know *pool*.  *severed*, if given, is called
+    with the name of each rank of an instance for which a new proof has come.  There is no proof about an incarnation
+    that is alive; one about epoch *n* holds for all earlier ones.
+    """
+
+    def __init__(
+        self,
+        engine: EngineRank,
+        pool: KvReceiver | KvSource,
+        peers: Sequence[int],
+        severed: Callable[[str], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._peers = peers
+        self._severed = severed
+        self._proven: dict[str, int] = {}  # by instance: up to which epoch nothing of it moves here
+        engine.handlers[Fence] = lambda _, message: self.prove(message)
+
+    def introduce(self, peer: str) -> None:
+        """Make the pool known to the ranks of *peer*, an incarnation, once nothing of an earlier one moves here."""
+        self._engine.clock.process(self._introduce(peer))
+
+    def prove(self, fence: Fence) -> None:
+        """Answer *fence* once nothing of the incarnation that it names moves here."""
+        self._engine.clock.process(self._prove(fence))
+
+    def _introduce(self, peer: str) -> Program:
+        engine, instance = self._engine, instance_of(peer)
+        yield from self._wait(instance, epoch_of(peer) - 1)
+        if not engine.has_ended:
+            ranks = [rank_name(instance, index) for index in self._peers]
+            engine.send(ranks, self._pool.register(engine.incarnation, peer))
+
+    def _prove(self, fence: Fence) -> Program:
+        yield from self._wait(instance_of(fence.peer), epoch_of(fence.peer))
+        if not self._engine.has_ended:
+            self._engine.tell_leader(Fenced(fence.number))
+
+    def _wait(self, instance: str, epoch: int) -> Program:
+        for index in self._peers:
+            if self._proven.get(instance, 0) >= epoch:
+                return
+            yield self._engine.rank.endpoint.quiesced(rank_name(instance, index))
+        if self._proven.get(instance, 0) < epoch:
+            self._proven[instance] = epoch
+            if self._severed is not None:
+                for index in self._peers:
+                    self._severed(rank_name(instance, index))
+
+
+class FenceCount:
+    """The fences that the leader of an instance, *engine*, waits for; *proof* is that of its own rank.
+
+    *free* is called with each room of a fence once every rank has answered it.  Numbers follow the start of the
+    process, so an answer to an earlier process of the leader is none to this one.
+    """
+
+    def __init__(self, engine: EngineRank, proof: PeerFence, free: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._proof = proof
+        self._free = free
+        self._number = engine.started
+        self._open: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        engine.handlers[Fenced] = self._fenced
+
+    def begin(self, incarnation: str, rooms: list[int]) -> None:
+        """Ask every rank for the proof about *incarnation*, for which *rooms* wait."""
+        self._number += 1
+        self._open[self._number] = rooms, set(range(len(self._engine.followers) + 1))
+        fence = Fence(self._number, incarnation)
+        self._engine.send(self._engine.followers, fence)
+        self._proof.prove(fence)
+
+    def _fenced(self, sender: str, message: Fenced) -> None:
+        fence = self._open.get(message.number)
+        if fence is None:
+            self._engine.ignore()
+            return
+        rooms, missing = fence
+        missing.discard(index_of(sender))
+        if not missing:
+            del self._open[message.number]
+            for room in rooms:
+                self._free(room)

@@ -7,10 +7,10 @@ is over.  So a run of millions has as many objects as requests are served at a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
@@ -32,10 +32,10 @@ from pdsim.kv.messages import (
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.serving.membership import InstanceRegistry, Membership
+from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import Handler, RankProcess
 from pdsim.serving.requests import RequestLog, RequestTable
 from pdsim.serving.scheduler_host import SchedulerHost
-from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
@@ -79,7 +79,7 @@ class RoutedRequest:
         return Submit(self.room, self.input, self.output, self.prefill, self.decode, hints)
 
 
-class IncomingRequests(Sequence[RoutedRequest]):
+class IncomingRequests:
     """The requests of *table*, each made when it is read, a new object each time.
 
     *leaves* are users who leave, as the router's program has them; without *hashed* nobody sees what prompts share.
@@ -97,15 +97,11 @@ class IncomingRequests(Sequence[RoutedRequest]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> RoutedRequest: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RoutedRequest]: ...
-    def __getitem__(self, index: int | slice) -> RoutedRequest | list[RoutedRequest]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number, table = range(len(self))[index], self._table
-        patience = self._leaves.get(number)
+    def __iter__(self) -> Iterator[RoutedRequest]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> RoutedRequest:
+        table, patience = self._table, self._leaves.get(number)
         if patience is None and table.patience is not None and not isnan(table.patience[number]):
             patience = float(table.patience[number])
         # not a `Request`, whose hashes would be most of the work
@@ -126,8 +122,6 @@ class OutstandingTokens:
     A prefill instance has the tokens of a prompt until it has answered; a decode instance those of the prompt and of
     the expected output until the request is over, and the prompt's KV is under way to it until prefill has written
     it.  With *output_known* the expected output is the request's own, otherwise the mean of those that are done.
-
-    Invariant: `RoutedRequest.counted` says whether a request is counted, so each is subtracted exactly once.
     """
 
     def __init__(self, registry: InstanceRegistry, output_known: bool) -> None:
@@ -135,17 +129,11 @@ class OutstandingTokens:
         self._registry = registry
         self._output_known = output_known
 
-    def expected(self, request: RoutedRequest) -> int:
-        """Return the output tokens that *request* is counted with; 0 before any is done, if not known."""
-        if self._output_known:
-            return request.output
-        count, tokens = self.generated
-        return tokens // count if count else 0
-
     def count(self, request: RoutedRequest) -> None:
         """Count *request* at the two instances that it is sent to."""
+        done, tokens = self.generated
         request.counted = True
-        request.expected = self.expected(request)
+        request.expected = request.output if self._output_known else tokens // done if done else 0
         self._registry.add(request.prefill, request.input)
         self._registry.add(request.decode, request.input + request.expected)
         self._registry.send(request.decode, request.input)
@@ -184,19 +172,18 @@ class OutstandingTokens:
 class Arrivals:
     """Calls *arrive* with each of *requests* when it arrives, and *idle* whenever no further one is scheduled.
 
-    Open loops give times; in closed loops a user thinks after an answer, so the offered load depends on how fast
-    requests are served.  *after* has, for each request, the number of the one whose end its user waits for, -1 for
-    none; it is empty if nobody waits.  The arrival of a request that waits is its think time, in seconds after that
-    end (`follow`), that of any other seconds after `begin`.
+    In closed loops a user thinks after an answer.  *after* has, for each request, the number of the one whose end
+    its user waits for, -1 for none; it is empty if nobody waits.  The arrival of a request that waits is its think
+    time, in seconds after that end (`follow`), that of any other seconds after `begin`.
 
-    Nothing arrives once *process*, the router, has ended.  One event is scheduled at a time, so *requests* may be
-    any number; those without *after* must be in order of arrival.
+    One event is scheduled at a time, so *requests* may be any number; those without *after* must be in order of
+    arrival.  Nothing arrives once *process*, the router, has ended.
     """
 
     def __init__(
         self,
         process: RankProcess,
-        requests: Sequence[RoutedRequest],
+        requests: IncomingRequests,
         after: Sequence[int],
         arrive: Callable[[RoutedRequest], None],
         idle: Callable[[], None],
@@ -228,18 +215,15 @@ class Arrivals:
         return len(self._requests) if self._open is None else len(self._open)
 
     def begin(self, start: float) -> None:
-        """Let requests arrive, whose times count from *start*, which is now.
-
-        *arrive* is called for all that are due at once, before this returns.
-        """
+        """Let requests arrive, whose times count from *start*, which is now."""
         self.start = start
         self._advance(None)
 
     def follow(self, request: RoutedRequest) -> None:
         """Let the requests arrive that come after *request*, which is over, each after its think time.
 
-        It counts from when the answer had reached the user, which may be later than now on the way from the
-        server, or earlier where the router hears of it late; a request never arrives in the past.
+        It counts from when the answer had reached the user: later than now on the way from the server, or earlier
+        where the router hears of it late.
         """
         clock = self._process.clock
         for number in self._waiting.pop(request.number, ()):
@@ -330,10 +314,10 @@ class Router(RankProcess):
         self.membership = Membership(self, job, self.begin, self.instance_lost)
         self.registry = self.membership.registry
         incoming = IncomingRequests(table, leaves, job.hashed)
-        self.requests: Sequence[RoutedRequest] = incoming
+        self.requests: IncomingRequests | Sequence[RoutedRequest] = incoming
         self.log = RequestLog(len(requests), rank.recorder.spill)
         after = () if table.after is None or (table.after < 0).all() else table.after.tolist()
-        self.arrivals = self.arrivals_type(self, self.requests, after, self._arrive, self._stop_if_done)
+        self.arrivals = self.arrivals_type(self, incoming, after, self._arrive, self._stop_if_done)
         self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)

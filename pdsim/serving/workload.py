@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
-from pdsim.serving import traces
 from pdsim.serving.requests import HASHED, Request, RequestTable, stream
 from pdsim.serving.settings import Workload
 
@@ -32,6 +33,7 @@ __all__ = [
     "grid",
     "lengths",
     "load",
+    "read_trace",
     "sessions",
     "stream",
 ]
@@ -44,53 +46,42 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GeneratedRequests:
-    """Requests in order of arrival, and what a reader must know of how they came about."""
+    """Requests in order of arrival, and what a reader of results must know of how they were made."""
 
     requests: RequestTable
     notes: tuple[str, ...] = ()
 
 
-def load(
-    workload: Workload,
-    seed: int,
-    context: int,
-    progress: ShowProgress = lambda *_: None,
-) -> RequestTable:
+def load(workload: Workload, seed: int, context: int) -> RequestTable:
     """Return the requests of `draw`."""
-    return draw(workload, seed, context, progress).requests
+    return draw(workload, seed, context).requests
 
 
-def draw(
-    workload: Workload,
-    seed: int,
-    context: int,
-    progress: ShowProgress = lambda *_: None,
-) -> GeneratedRequests:
-    """Return the requests of *workload*, of which *progress* is told how many have been drawn.
+def draw(workload: Workload, seed: int, context: int, progress: ShowProgress = lambda *_: None) -> GeneratedRequests:
+    """Return the requests of *workload*, but for `Workload.load`: see `pdsim.serving.load.scaled`.
 
-    `Workload.load` is not looked at: which load that is depends on who serves it (`pdsim.serving.load.scaled`).
-
-    Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), for a
-    request of more than *context* tokens, and if no request is left.
-
-    The order is: skip, seconds, count, speed, patience, priority.  Equal arguments give equal requests on any
-    machine.
+    Equal arguments give equal requests on any machine.  Raise a `ConfigError` for a file that cannot be read, for a
+    malformed line, for a request of more than *context* tokens, and if no request is left.
     """
     requests, notes = _all(workload, seed, context, progress)
     if isinstance(requests, RequestTable):
         table = _cut(requests, workload)
     else:
         if workload.skip:
-            requests = _after(requests, workload.skip)
+            later = dropwhile(lambda request: request.arrival < workload.skip, requests)
+            requests = (request._replace(arrival=request.arrival - workload.skip) for request in later)
         if workload.seconds:
             requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
         table = RequestTable.of(islice(requests, workload.count))
     if workload.trace is not None or workload.arrivals == "embedded":
         table = table.but(arrival=table.arrival / workload.speed)
-    table = _impatient(table, workload, seed)
+    if workload.aborts:
+        chances, waits = stream(seed, "workload.aborts"), stream(seed, "workload.patience")
+        leaves = chances.random(len(table)) < workload.aborts
+        table = table.but(patience=np.where(leaves, waits.exponential(workload.patience, len(table)), np.nan))
     if workload.priority:
-        chances = stream(seed, "workload.priority").random(len(table))
-        table = table.but(priority=(chances < workload.priority).astype(np.int64))
+        first = stream(seed, "workload.priority").random(len(table)) < workload.priority
+        table = table.but(priority=first.astype(np.int64))
     if not table:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
         raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
@@ -110,8 +101,7 @@ def _all(
     if workload.trace is None and workload.arrivals != "embedded":
         return _generate(workload, seed, context, progress), ()
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
-    rows = traces.read(path, context)
-    requests = (Request(row.time, row.input, row.output, None, row.hash_ids) for row in rows)
+    requests = read_trace(path, context)
     return _spread(RequestTable.of(requests), seed) if workload.jitter == "auto" else (requests, ())
 
 
@@ -124,21 +114,108 @@ def _cut(requests: RequestTable, workload: Workload) -> RequestTable:
     return requests[: workload.count]
 
 
-def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
-    later = dropwhile(lambda request: request.arrival < skip, requests)
-    return (Request(request.arrival - skip, *request[1:]) for request in later)
+# --- traces --------------------------------------------------------------------------------------------------------
+
+AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float  # milliseconds
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
+
+
+def read_trace(path: Path, context: int) -> Iterator[Request]:
+    """Yield the requests of the trace at *path*, Mooncake's JSON lines or Azure's CSV, arrivals from 0.
+
+    Lines are read as they are needed, so a long trace that is cut is not read to its end.  Raise a `ConfigError`
+    with file, line and reason for what is not a request, for times that decrease, and for more than *context*
+    tokens.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from _parsed(path, file, context)
+    except OSError as error:
+        raise ConfigError(f"workload.trace={path} cannot be read: {error.strerror}; name a file that can") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"workload.trace={path} is not text: {error.reason}; give JSON lines or CSV") from error
+    except ValueError as error:  # of the name: a zero byte
+        raise ConfigError(f"workload.trace={str(path)!r} cannot be read: {error}; name a file that can") from error
+
+
+def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
+    parse = origin = previous = None
+    for number, line in enumerate(file, start=1):
+        text, where = line.strip(), f"{path}:{number}"
+        if not text:
+            continue
+        if parse is None:
+            parse = _parser(text, where)
+            if parse is _azure:
+                continue
+        try:
+            time, given, wanted, hash_ids = parse(text)
+        except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{where}: {error}; correct or delete the line") from None
+        wrong = ""
+        if not (math.isfinite(time) and (previous is None or time >= previous)):
+            wrong = f"timestamp {time} after {previous}: timestamps must be finite and must not decrease"
+        elif given < 1 or wanted < 1:
+            wrong = f"{given} input and {wanted} output tokens: both must be >= 1"
+        if wrong:
+            raise ConfigError(f"{where}: {wrong}; correct or delete the line")
+        if given + wanted > context:
+            raise ConfigError(
+                f"{where}: {given} + {wanted} tokens exceed model.context={context}; choose a model with a longer "
+                f"context, set model.context, or cut the trace before this line with "
+                f"workload.count={number - (2 if parse is _azure else 1)}"
+            )
+        previous = time
+        origin = time if origin is None else origin
+        yield Request(time - origin, given, wanted, None, hash_ids)
+
+
+def _parser(text: str, where: str) -> Callable[[str], tuple[float, int, int, tuple[int, ...]]]:
+    if text.startswith("{"):
+        return _mooncake
+    if text.lstrip("\ufeff") == AZURE_HEADER:
+        return _azure
+    raise ConfigError(
+        f"{where}: neither a Mooncake trace (JSON lines with timestamp, input_length, output_length) nor an Azure "
+        f"one (CSV with the header {AZURE_HEADER}); convert the trace to one of them"
+    )
+
+
+def _mooncake(text: str) -> tuple[float, int, int, tuple[int, ...]]:
+    row = _decode_mooncake(text)
+    return row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids
+
+
+_AZURE_ORIGIN = datetime(2020, 1, 1)
+"""Near enough that seconds since then keep the seventh digit."""
+
+
+def _azure(text: str) -> tuple[float, int, int, tuple[int, ...]]:
+    fields = text.split(",")
+    if len(fields) != 3:
+        raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
+    whole = datetime.fromisoformat(fields[0]).replace(microsecond=0, tzinfo=None) - _AZURE_ORIGIN
+    fraction = fields[0].rpartition(".")[2] if "." in fields[0] else "0"  # datetime keeps six digits of seven
+    return whole.total_seconds() + float(f"0.{fraction}"), int(fields[1]), int(fields[2]), ()
 
 
 # --- arrivals on a grid --------------------------------------------------------------------------------------------
-
-_GRID_SHARE = 0.99
-"""Of the gaps between different arrival times, which must be whole multiples of the spacing within a hundredth."""
 
 
 def grid(arrivals: Sequence[float] | Floats) -> float:
     """Return the spacing in seconds of the grid that *arrivals* lie on, 0 if there is none.
 
-    There is one if several requests arrive at a time on average and nearly all gaps are multiples of the median gap.
+    There is one if several requests arrive at a time on average and nearly all gaps are multiples of the median gap
+    within a hundredth.
 
     >>> grid([0.0, 0.0, 3.0, 3.0, 6.0, 6.0]), grid([0.0, 1.0, 2.5])
     (3.0, 0.0)
@@ -149,7 +226,7 @@ def grid(arrivals: Sequence[float] | Floats) -> float:
     gaps = np.diff(times)
     spacing = float(np.median(gaps))
     off = np.abs(gaps / spacing - np.maximum(1, np.rint(gaps / spacing)))
-    return spacing if float(np.mean(off <= 0.01)) >= _GRID_SHARE else 0.0
+    return spacing if float(np.mean(off <= 0.01)) >= 0.99 else 0.0
 
 
 def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str, ...]]:
@@ -167,17 +244,6 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
         f"at a time; each was moved by a random part of that, in order"
     )
     return requests.but(arrival=arrivals), (note,)
-
-
-# --- users who leave -----------------------------------------------------------------------------------------------
-
-
-def _impatient(requests: RequestTable, workload: Workload, seed: int) -> RequestTable:
-    if not workload.aborts:
-        return requests
-    chances, waits = stream(seed, "workload.aborts"), stream(seed, "workload.patience")
-    leaves = chances.random(len(requests)) < workload.aborts
-    return requests.but(patience=np.where(leaves, waits.exponential(workload.patience, len(requests)), np.nan))
 
 
 # --- generated -----------------------------------------------------------------------------------------------------

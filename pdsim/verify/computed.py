@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import PageTable
 from pdsim.kv.pages import Pages
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
 __all__ = ["ComputedChecker", "touched"]

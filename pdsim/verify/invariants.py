@@ -33,7 +33,7 @@ from pdsim.kv.pull import KvReader, KvSource
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.decode import DecodeScheduler
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled

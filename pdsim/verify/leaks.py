@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
 __all__ = ["LeakChecker"]
@@ -52,7 +52,7 @@ class LeakChecker:
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
         self._regions: dict[str, int] = {}  # by rank
         self._lost = False  # a rank has ended, or was connected later than the first request came
-        self._late: set[str] = set()  # ranks of prefill that nobody reads, or writes from, and that heard of it late
+        self._late: set[str] = set()  # ranks without a part in a pair, that heard of it late
         self._began = False
 
     def joined(self, member: Any) -> None:
@@ -74,11 +74,10 @@ class LeakChecker:
             for registry in (member.registry for member in self._members.values() if isinstance(member, Router)):
                 pairs = product(registry.prefills.names, registry.decodes.names)
                 self._lost |= not all(registry.linked(*pair) for pair in pairs)
-                others = registry.decodes.names
-                engines = {name: each for name, each in self._members.items() if not isinstance(each, Router)}
-                workers = {name: each.worker for name, each in engines.items()}
-                prefill = {name: worker for name, worker in workers.items() if isinstance(worker, PrefillWorker)}
-                self._late = {name for name, worker in prefill.items() if len(worker.peers) < len(others)}
+                for name, each in self._members.items():
+                    if not isinstance(each, Router):
+                        side = registry.decodes if isinstance(each.worker, PrefillWorker) else registry.prefills
+                        self._late |= {name} if len(each.peers) < len(side.names) else set()
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 

@@ -18,7 +18,7 @@ from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, KvLayout, PageTable
 from pdsim.kv.pages import PagePool, Pages
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 from pdsim.transfer import Batch
 from pdsim.verify.computed import ComputedChecker

@@ -26,8 +26,7 @@ from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.results.record import Result
 from pdsim.serving.handoff.push import PushDecode, PushPrefillLeader
-from pdsim.serving.prefill import PrefillScheduler
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from tests.mutants.catalog import patched
 from tests.support.configs import make_config

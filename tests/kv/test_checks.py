@@ -16,7 +16,7 @@ from pdsim.kv.layout import REGION, KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader
-from pdsim.serving.prefill_worker import PrefillWorker
+from pdsim.serving.prefill import PrefillWorker
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
 from pdsim.verify import leaks

@@ -39,11 +39,10 @@ from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of
 from pdsim.serving.handoff.pull import PullPrefillLeader
-from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader, PushPrefillLeader
+from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership
-from pdsim.serving.prefill import PrefillScheduler
-from pdsim.serving.prefill_worker import PrefillWorker
-from pdsim.serving.rank_process import EngineRank
+from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
+from pdsim.serving.rank_process import EngineRank, ReadyCount
 from pdsim.serving.settings import ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.transfer import Transfer
@@ -388,10 +387,10 @@ def dies(self: Queues[Any], queue: Any, event: Any) -> None:
         self._next(queue)
 
 
-def counts_messages(self: Any, _: int, message: Any) -> None:
-    ready = self.readiness._ready.setdefault((message.incarnation, message.peer), set())
+def counts_messages(self: Any, _: str, message: Any) -> None:
+    ready = self._ready.setdefault((message.incarnation, message.peer), set())
     ready.add(len(ready))
-    if len(ready) == self._scheduler.job.prefill.size:
+    if len(ready) == len(self._engine.followers) + 1:
         self._engine.send(ROUTER, message)
 
 
@@ -426,8 +425,8 @@ SLOW_WIRE = (
 """Writes so long that an instance is given up while they are under way."""
 
 
-def overtaken(original: Any, self: Any, rank: int, message: Any) -> None:
-    if message.peer not in self._scheduler.worker.peers:
+def overtaken(original: Any, self: Any, rank: str, message: Any) -> None:
+    if message.peer not in self._engine.peers:
         self._engine.ignore()
     else:
         original(self, rank, message)
@@ -518,7 +517,7 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
     return first, -(-tokens // page_size) - first
 
 
-def never_ready_again(original: Any, self: PushPrefillLeader, rank: int, message: Any) -> None:
+def never_ready_again(original: Any, self: ReadyCount, rank: str, message: Any) -> None:
     if epoch_of(message.incarnation) < 2:
         original(self, rank, message)
 
@@ -574,7 +573,7 @@ MUTANTS = (
            ((Queues, "_resume", dies),),
            lambda scenario: scenario.job.handoff.queues > 0 and failing(scenario)),
     Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
-           ((PushPrefillLeader, "_count_ready", counts_messages),),
+           ((ReadyCount, "_count", counts_messages),),
            lambda scenario: scenario.job.prefill.size > 1 and delayed(scenario)),
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
            ((PrefillScheduler, "drop", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
@@ -582,7 +581,7 @@ MUTANTS = (
            ((DecodeScheduler, "fail", frees_slot_at_once),
             (PushDecodeLeader, "forget", forgets_without_slot)), failing),
     Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
-           ((PushPrefillLeader, "_count_ready", overtaken),), delayed),
+           ((ReadyCount, "_count", overtaken),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            ((KvSender, "_written", read_twice),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
@@ -626,7 +625,7 @@ MUTANTS = (
            ((pages, "window_span", one_page_late), (contents, "window_span", one_page_late)),
            lambda scenario: scenario.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           ((PushPrefillLeader, "_count_ready", never_ready_again),), both_back),
+           ((ReadyCount, "_count", never_ready_again),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
            ((router.Router, "instance_lost", fails_all),),
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),

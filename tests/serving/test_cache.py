@@ -16,8 +16,7 @@ from pdsim.core.progress import silent
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.models.llm import Llm
 from pdsim.results.record import Result
-from pdsim.serving.block_manager import page_keys
-from pdsim.serving.prefix_cache import hit_share
+from pdsim.serving.block_manager import hit_share, page_keys
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
 from pdsim.sim.model import Model

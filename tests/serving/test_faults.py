@@ -14,7 +14,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.messages import VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode
 from pdsim.models.parallel import Side
 from pdsim.serving.decode import DecodeScheduler
-from pdsim.serving.membership import Bootstrap
+from pdsim.serving.membership import InstanceRegistry
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
@@ -279,23 +279,30 @@ def enroll(instance: str, index: int, started: int = 0, page_size: int = 16) -> 
     return RegisterRank(instance, index, started, KvSpec(page_size, "bf16"))
 
 
+def registry(ranks: int) -> InstanceRegistry:
+    return InstanceRegistry(job(configured(Side(tp=ranks), model=GQA), ServeOptions()))
+
+
 def test_a_newer_incarnation_replaces_and_an_older_does_not():
-    table = Bootstrap({"prefill0": 1})
+    table = registry(1)
     table.enroll(enroll("prefill0", 0, 5))
     assert [table.replaces(enroll("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
-    assert table.forget("prefill0") == 5
-    assert [table.enroll(enroll("prefill0", 0, 6)), table.epoch("prefill0")] == [True, 2]
+    assert table.lose("prefill0") == 5
+    table.enroll(enroll("prefill0", 0, 6))
+    assert table.current("prefill0") == "prefill0@2"
 
 
 def test_a_rank_that_was_told_to_end_gets_no_place():
-    table = Bootstrap({"prefill0": 2})
+    table = registry(2)
     table.enroll(enroll("prefill0", 0, 5))
-    assert table.forget("prefill0") == 5
-    assert not table.enroll(enroll("prefill0", 1, 4))  # on the way when its instance was given up
-    assert [table.enroll(enroll("prefill0", 1, 7)), table.enroll(enroll("prefill0", 0, 6))] == [False, True]
-    assert [table.started("prefill0", index) for index in range(2)] == [6, 7]
+    assert table.lose("prefill0") == 5
+    for index, started in ((1, 4), (1, 7)):  # the first was on the way when its instance was given up
+        table.enroll(enroll("prefill0", index, started))
+        assert not table.alive("prefill0@1")
+    table.enroll(enroll("prefill0", 0, 6))
+    assert table.alive("prefill0@1")
 
 
 def test_a_rank_without_a_place_is_refused():
-    with pytest.raises(MessageError, match="rank 2 of prefill0 has no place; there are prefill0 of 2 ranks"):
-        Bootstrap({"prefill0": 2}).check(enroll("prefill0", 2))
+    with pytest.raises(MessageError, match="rank 2 of prefill0 has no place; there are prefill0 of 2, decode0 of 1"):
+        registry(2).check(enroll("prefill0", 2))

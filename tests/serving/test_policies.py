@@ -9,8 +9,17 @@ import pytest
 from experiments.serve import ServeOptions, job, specs
 from pdsim.core.errors import ConfigError
 from pdsim.serving import prefill
-from pdsim.serving.policies import FirstCome, LeastGenerated, LeastTokens, RoundRobin
-from pdsim.serving.seams import Prompt, Running, handoff_of, router_policy, scheduler_of
+from pdsim.serving.policies import (
+    FirstCome,
+    LeastGenerated,
+    LeastTokens,
+    Prompt,
+    RoundRobin,
+    Running,
+    handoff_of,
+    router_policy,
+    scheduler_of,
+)
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model

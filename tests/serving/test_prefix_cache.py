@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.serving.prefix_cache import PrefixCache, hit_share
+from pdsim.serving.block_manager import PrefixCache, hit_share
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import Request, load
 

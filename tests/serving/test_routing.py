@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from experiments.serve import ServeOptions, job
 from pdsim.models.parallel import Side
-from pdsim.serving.policies import PowerOfTwo
-from pdsim.serving.seams import RoutingQuery, route, router_policy
+from pdsim.serving.policies import PowerOfTwo, RoutingQuery, route, router_policy
 from pdsim.serving.settings import Cache
 from tests.support.serving import EIGHT, GENERATED, configured, serve, values
 

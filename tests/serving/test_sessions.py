@@ -12,8 +12,8 @@ from experiments.serve import ServeOptions, job, run, specs
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.models.parallel import Side
+from pdsim.serving.block_manager import hit_share
 from pdsim.serving.policies import HighestPriority
-from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import Request
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import load

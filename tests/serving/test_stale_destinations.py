@@ -7,21 +7,24 @@ revive it (the stale-metadata guard of SGLang's MORI backend).
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pdsim.core.clock import Clock
-from pdsim.kv.messages import Arrival, Destination, Dropped, Forward
-from pdsim.serving.handoff.push import PushDecode
-from pdsim.serving.prefill_worker import PrefillWorker
+from experiments.serve import ServeOptions, job, specs
+from pdsim.kv.messages import Arrival, Destination, Dropped, Forward, encode
+from pdsim.models.parallel import Side
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.prefill import prefill_rank
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.serving.workload import Request
-from pdsim.transfer.job import Outcome
+from pdsim.sim.model import Model
+from pdsim.transfer import Program
+from pdsim.transfer.job import Outcome, Rank, RankSpec
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
+from tests.support.serving import GQA, configured
 
 FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps the job going for a while
 
@@ -71,42 +74,57 @@ def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatc
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-def test_an_arrival_for_an_earlier_incarnation_is_not_counted():
+# --- messages of incarnations that are over ------------------------------------------------------------------------
+
+
+def alone(program: str, *ranks: RankSpec, **arguments: Any) -> Outcome:
+    """Run *program* of this file, given the job, beside *ranks*."""
+    config = configured(Side(tp=2), model=GQA)
+    plain = job(config, ServeOptions()).plain()
+    spec = RankSpec("alone", f"{__name__}:{program}", arguments={"plain": plain, **arguments})
+    return Model(config.hw, config.backend).run([spec, *ranks])
+
+
+def sending(rank: Rank, plain: Any, incarnation: str) -> Program:
+    yield rank.clock.timeout(0.1)
+    rank.channel.send("decode0.0", encode(Arrival(incarnation, 99, 0, 2, 4, 0.0, 0.0, 0.0)))
+
+
+@pytest.mark.parametrize(("incarnation", "rooms"), [("decode0@7", 0), ("decode0@1", 1)])
+def test_an_arrival_for_an_earlier_incarnation_is_not_counted(incarnation: str, rooms: int):
     """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
-    counted: list[Arrival] = []
-    receiver = SimpleNamespace(take=counted.append)
-    mover = SimpleNamespace(engine=SimpleNamespace(incarnation="decode0@2"), receiver=receiver)
-    stale, mine = (Arrival(incarnation, 1, 0, 1, 4, 0.0, 0.0, 0.0) for incarnation in ("decode0@1", "decode0@2"))
-    PushDecode._arrive(mover, "prefill0.0", stale)  # type: ignore[arg-type]
-    PushDecode._arrive(mover, "prefill0.0", mine)  # type: ignore[arg-type]
-    assert counted == [mine]
+    config = configured(model=GQA)
+    served = specs(config, job(config, ServeOptions()), [FIRST, LATER])
+    outcome = alone("sending", *served, incarnation=incarnation)
+    assert outcome.ranks["decode0.0"].value["open_rooms"] == rooms
+
+
+def keeping(rank: Rank, plain: Any) -> Program:
+    engine = prefill_rank(rank, Deployment.from_plain(plain | {"deadline": 2.0}), "prefill0", 1)
+    for _ in range(2):
+        engine.handlers[Forward]("prefill0.0", Forward("prefill0@1", 0.5, ()))
+    yield rank.clock.timeout(1.9)
+    kept = len(engine.early)
+    yield rank.clock.timeout(0.2)
+    return kept, len(engine.early)
 
 
 def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
     """D10: a rank that was back, and in no incarnation yet, kept messages of the one before for ever."""
-    clock, kept = Clock(), []
-    engine = SimpleNamespace(incarnation="", clock=clock, job=SimpleNamespace(deadline=2.0))
-    worker = SimpleNamespace(engine=engine, _ahead=kept)
-    for _ in range(2):
-        PrefillWorker._forward(worker, "prefill0.0", Forward("prefill0@1", 0.5, ()))  # type: ignore[arg-type]
-    clock.run(until=1.9)
-    assert len(kept) == 2
-    clock.run(until=2.1)
-    assert kept == []
+    assert alone("keeping").ranks["alone"].value == [2, 0]
+
+
+def dropping(rank: Rank, plain: Any) -> Program:
+    router = Router(rank, Deployment.from_plain(plain | {"retries": 1}), [])
+    request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
+    request.answered = request.prefilled = True  # by `PrefillDone`, and by `TransferDone` of no bytes
+    router._rooms[7], router.has_ended = request, True  # nobody is there to be stopped
+    router.handlers[Dropped]("decode0.0", Dropped(7, untouched=True))
+    yield rank.clock.timeout(0)
+    return request.answered, request.prefilled, request.lost, request.asked, request.status
 
 
 def test_a_request_that_starts_anew_has_nothing_of_its_last_room():
     """D21: pages that nobody had read were collected while its reader was asked, and it stalled in its next room."""
-    anew: list[RoutedRequest] = []
-    request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
-    request.answered = request.prefilled = True  # by `PrefillDone`, and by `TransferDone` of no bytes
-    router = SimpleNamespace(
-        _rooms={7: request},
-        job=SimpleNamespace(retries=1),
-        tokens=SimpleNamespace(uncount=lambda _: None),
-        membership=SimpleNamespace(directory=SimpleNamespace(pop=lambda _: None)),
-        _submit=anew.append,
-    )
-    Router._dropped(router, "decode0.0", Dropped(7, untouched=True))  # type: ignore[arg-type]
-    assert anew == [request]
-    assert (request.answered, request.prefilled, request.lost, request.asked) == (False, False, "", "")
+    anew = [False, False, "", "", "PeerLost: no prefill instance is left"]
+    assert alone("dropping").ranks["alone"].value == anew

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pdsim.serving.policies import FirstCome
-from pdsim.serving.seams import Prompt
+from pdsim.serving.policies import FirstCome, Prompt
 
 __all__ = ["Pinned", "ShortestFirst"]
 
