@@ -299,3 +299,18 @@ def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
         left_out = {"link", "guest", "copies", "sources"}
         assert {each.name for each in fields(cls)} - left_out <= set(part)
     assert "name: mybox" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("hw=8xh200", "engine=vllm"), ("nixl_vllm", 16, 0.92, 1024)),
+        (("kv.page_size=32", "engine=vllm26", "backend=mooncake", "hw=8xh200"), ("mooncake", 32, 0.92, 1024)),
+        (("engine=vllm", "hw=2x8xh200"), ("mooncake", 16, 0.92, 1024)),
+        (("engine=sglang", "hw=8xh200"), ("mooncake_nvlink", 64, 0.88, 256)),
+    ],
+)
+def test_an_engine_brings_its_settings_and_typed_keys_win(words, expected):
+    config = composed("model=qwen3-8b", *words)
+    limits = config.scheduler
+    assert (config.backend.name, config.kv.page_size, limits.memory_fraction, limits.decode_batch) == expected

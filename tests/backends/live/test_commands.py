@@ -186,8 +186,8 @@ def test_sglang_caches_prefixes_where_the_configuration_says(words, prefill, dec
 
 VLLM = (
     "--max-model-len {context} --tensor-parallel-size {tp} --pipeline-parallel-size 1 --max-num-batched-tokens 8192 "
-    "--max-num-seqs 256 --block-size 16 --disable-uvicorn-access-log --{no}enable-prefix-caching{more} "
-    "--gpu-memory-utilization 0.88{pool} --kv-transfer-config "
+    "--max-num-seqs 1024 --block-size 16 --disable-uvicorn-access-log --{no}enable-prefix-caching{more} "
+    "--gpu-memory-utilization 0.92{pool} --kv-transfer-config "
 )
 
 
