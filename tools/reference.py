@@ -29,7 +29,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
+from experiments.faults.scenario import KINDS as KINDS_OF_FAULTS
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
 from experiments.reports.claims import effect_range
 from experiments.reports.figures import REASONS, kept

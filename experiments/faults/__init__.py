@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
 
-Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some
-requests with tracked memory contents, and is watched by `pdsim.verify.invariants`.  Of what is
-violated, the smallest scenario that still shows it is printed, with the command that replays it.
-
-Scenarios are independent, so they run in as many processes as there are cores, and a campaign can
-be kept in a file and gone on with (`experiments.faults.campaign_parts`).  That the checkers find
-anything is shown elsewhere: ``tests/mutants`` breaks the protocol on purpose.
+Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some requests with
+tracked memory contents, and is watched by `pdsim.verify.invariants`.  That the checkers find anything is shown by
+``tests/mutants``, which breaks the protocol on purpose.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing import active_children
 from pathlib import Path
 
-from experiments.faults.campaign_parts import CampaignParts
-from experiments.faults.kinds import KINDS
-from experiments.faults.scenario import Tried
-from experiments.faults.shrink import FaultTrial, shrunk
+from experiments.faults.scenario import KINDS, Tried
+from experiments.faults.trials import CampaignParts, FaultTrial, shrunk, tries
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
@@ -32,10 +24,7 @@ from pdsim.core.units import not_negative
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
 
-__all__ = ["FaultsOptions", "run", "tries"]
-
-_BATCH = 5
-"""Scenarios that a process is given at a time."""
+__all__ = ["FaultsOptions", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +62,9 @@ class FaultsOptions(ExperimentOptions):
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001
     """Run the scenarios and return what was violated.
 
-    The metrics count scenarios, requests and events; each invariant that was violated has a row and a failure, with
-    the smallest scenario that still shows it and the command that replays that. Making one smaller runs it again,
-    some twenty times.
-
-    With ``experiment.parts`` scenarios are kept in a file as they finish, and those that it has are not run again.
-    Raise a `ConfigError` on real engines, and for a file of other code or options.
+    Each invariant that was violated has a row and a failure, with the smallest scenario that still shows it and the
+    command that replays that; making one smaller runs it again, some twenty times.  Raise a `ConfigError` on real
+    engines, and for a file of other code or options.
     """
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
@@ -102,41 +88,6 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     return _result(trials, sorted(tried), len(tried) - len(known), time.monotonic() - started, notes)
 
 
-def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
-    """Run *trials* on so many processes and yield what became of each, in any order.
-
-    Processes are given a few batches ahead. If whoever iterates stops, by Ctrl-C too, they are ended at once.
-    """
-    batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
-    workers = min(workers, max(1, len(batches)))
-    if workers == 1:
-        yield from map(FaultTrial.run, trials)
-        return
-    pool = ProcessPoolExecutor(workers)
-    try:
-        left = iter(batches)
-        # few: handing over takes time, too
-        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
-            for future in done:
-                yield from future.result()
-    except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
-        pool.shutdown(wait=False, cancel_futures=True)  # its thread may not even have been started
-        for process in active_children():
-            process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
-        raise
-    pool.shutdown()
-
-
-def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
-    return [trial.run() for trial in trials]
-
-
-# --- what is said of it --------------------------------------------------------------------------------------------
-
-
 def _result(
     trials: Sequence[FaultTrial], tried: Sequence[Tried], ran: int, seconds: float, more: Sequence[str]
 ) -> Result:
@@ -145,45 +96,38 @@ def _result(
     for each in tried:
         for violation in each.violations:
             first.setdefault(violation.invariant, each)
-    rows, failures = [], []
+    rows: list[list[object]] = []
+    failures = []
     for invariant, each in sorted(first.items()):
         smallest, violation = shrunk(by_seed[each.seed], invariant)
         count = sum(any(one.invariant == invariant for one in other.violations) for other in tried)
         rows.append([invariant, count, violation.what, smallest.command()])
         failures.append(f"{violation} [{each.text}]; replay: {smallest.command()}")
     notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]
-    return Result(_metrics(trials, tried, ran / seconds), _tables(tried, rows), failures=failures, notes=notes)
-
-
-def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) -> list[Metric]:
-    requests = sum(trial.requests for trial in trials)
-    events = sum(each.events for each in tried)
     bad = sum(bool(each.violations) for each in tried)
-    return [
+    metrics = [
         Metric("scenarios", len(tried), "scenarios that were run to their end"),
-        Metric("requests", requests, "requests served in them"),
+        Metric("requests", sum(trial.requests for trial in trials), "requests served in them"),
         Metric("violating", bad, "scenarios in which an invariant did not hold"),
-        Metric("events", events, "SimPy events of all scenarios"),
-        Metric("scenarios_per_s", rate, "scenarios run now / wall seconds, processes in parallel"),
+        Metric("events", sum(each.events for each in tried), "SimPy events of all scenarios"),
+        Metric("scenarios_per_s", ran / seconds, "scenarios run now / wall seconds, processes in parallel"),
     ]
+    return Result(metrics, _tables(tried, rows), failures=failures, notes=notes)
 
 
 def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
-    statuses: dict[str, int] = {}
+    statuses: Counter[str] = Counter()
     for each in tried:
-        for status, count in each.statuses.items():
-            statuses[status or "(none)"] = statuses.get(status or "(none)", 0) + count
+        statuses.update({status or "(none)": count for status, count in each.statuses.items()})
     ends = Table(
         "How requests ended",
         {"status": "ok, or the class of the failure; each was reached by a fault", "requests": "number of requests"},
-        [list(item) for item in sorted(statuses.items(), key=lambda item: -item[1])],
+        [list(item) for item in statuses.most_common()],
     )
-    if not rows:
-        return [ends]
     columns = {
         "invariant": "rule of docs/faults.md",
         "scenarios": "scenarios that violate it",
         "what": "first violation of the smallest such scenario",
         "replay": "command that replays it",
     }
-    return [ends, Table("Violations", columns, rows)]
+    return [ends, Table("Violations", columns, rows)] if rows else [ends]

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from experiments.faults.circumstances import Scenario
-from pdsim.hardware.costs import EngineModel
-from pdsim.serving.deployment import ROUTER, instance_of
-from pdsim.sim.faults import Pause, Silence
-from pdsim.transfer.job import Outcome
+from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.machine import Machine
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of
+from pdsim.serving.workload import Request
+from pdsim.sim.faults import Faults, Pause, Silence
+from pdsim.transfer.job import Outcome, RankSpec
 
-__all__ = ["Causes", "History", "Outage", "outages"]
+__all__ = ["Causes", "History", "Outage", "Scenario", "outages"]
 
 RECONNECTED = 2.0
-"""Seconds from the start of the last rank of an instance until its peers must be connected to it.
-
-They wait for the proof that nothing of the incarnation before moves (0.1 s on the model), and for messages that are
-held up.
-"""
+"""Seconds from the start of the last rank of an instance until its peers must be connected to it: they wait for the
+proof that nothing of the incarnation before moves (0.1 s on the model), and for messages that are held up."""
 
 BACKLOG = 1.0
 """Seconds after the end of a slow time, or of a squeeze, in which what has piled up meanwhile may still time out."""
@@ -32,6 +31,24 @@ GRACE = 0.5
 """Seconds by which a slow message may delay the notice of the loss of the router."""
 
 _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is served, and what goes wrong meanwhile."""
+
+    seed: int
+    job: Deployment
+    specs: list[RankSpec]
+    requests: list[Request]
+    cancels: Mapping[int, float]
+    faults: Faults
+    kill: Mapping[str, float]
+    restart: Mapping[str, float]
+    limit: float
+    machine: Machine
+    engine: Engine
+    text: str  # what it is, in one line
 
 
 class Outage(NamedTuple):
@@ -93,9 +110,8 @@ def outages(
 class Causes:
     """Whether what failed in *scenario* had a cause: without one, a failure is a violation.
 
-    The scenario says what was done to which rank, link and transfer, and when; the router's rows say where a request
-    was and from when until when. A failure is explained if a fault of a kind that can cause it reached the request's
-    own instances in that time. That does not prove that it was this fault.
+    A failure is explained if a fault of a kind that can cause it reached the request's own instances while it was
+    there, as the router's rows say.  That does not prove that it was this fault.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -109,18 +125,15 @@ class Causes:
         self._broken: Set[int] = frozenset()
 
     def rank(self, name: str, error: str, at: float) -> bool:
-        """Return whether rank *name* may end with *error* at that time.
-
-        It may if it is killed, or if its instance has lost a rank.
-        """
+        """Return whether rank *name* may end with *error* then: if it is killed, or its instance has lost a rank."""
         kind, kill = error.partition(":")[0], self._scenario.kill
         if kind == "Killed":
             return name in kill
-        losses = [when for other, when in kill.items() if instance_of(other) == instance_of(name)]
-        losses += [
-            each.start for each in self._scenario.faults.absences if instance_of(each.rank) == instance_of(name)
-        ]
-        return kind == "PeerLost" and (any(when <= at for when in losses) or self._alone(name, error, at))
+        absences = [(each.rank, each.start) for each in self._scenario.faults.absences]
+        lost = any(
+            when <= at for other, when in (*kill.items(), *absences) if instance_of(other) == instance_of(name)
+        )
+        return kind == "PeerLost" and (lost or self._alone(name, error, at))
 
     def _alone(self, name: str, error: str, at: float) -> bool:
         lost = self._scenario.kill.get(ROUTER)
@@ -132,11 +145,10 @@ class Causes:
         return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
     def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
-        """Take note of what became of the scenario.
+        """Return the statuses of the requests of *outcome*, none if the router was lost.
 
-        Return the statuses of its requests, none if the router was lost.  *held* are the rooms of
-        which the completion of a transfer was held up, *broken* those of which the engine reported
-        one as failed.
+        *held* are the rooms of which the completion of a transfer was held up, *broken* those of which the engine
+        reported one as failed.
         """
         value = outcome.ranks[ROUTER].value
         self._broken = broken
@@ -172,12 +184,12 @@ class Causes:
         if kind == "TransferFailed":
             return any(room in self._broken for _, room, *_ in past.tries)
         if kind == "SendQueueFull":
-            return any(model is not None and model.full == "refuse" and model.depth for model in self._models)
+            return any(model.full == "refuse" and model.depth for model in self._models)
         return kind == "OutOfMemory" and self._short(number, past)
 
     @property
-    def _models(self) -> tuple[EngineModel | None, ...]:
-        return self._scenario.engine.intra, self._scenario.engine.inter
+    def _models(self) -> list[EngineModel]:
+        return [each for each in (self._scenario.engine.intra, self._scenario.engine.inter) if each is not None]
 
     def _limited(self, status: str, past: History) -> bool:
         # The scenario limits the time of a room as *status* says, and the request has taken so long.
@@ -233,13 +245,13 @@ class Causes:
         return any(start <= past.ended and past.began <= end + BACKLOG for each in windows for start, end in each)
 
     def _behind(self, past: History) -> bool:
-        if not any(model is not None and model.in_order for model in self._models):
+        if not any(model.in_order for model in self._models):
             return False
         before = [other for other in self._histories if other.began <= past.ended and other.ended >= past.began]
         return any(self._is_disturbed(other.instances, past) for other in before if other.instances & past.instances)
 
     def _queued(self, past: History) -> bool:
-        if not any(model is not None and model.full == "wait" and model.depth for model in self._models):
+        if not any(model.full == "wait" and model.depth for model in self._models):
             return False
         beside = [
             other for other in self._histories if other.instances & past.instances and other.began <= past.ended

@@ -1,62 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scenario: a deployment, its requests, and what goes wrong, drawn from a seed; and one try of it.
 
-Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`), named after what it
-decides.  So a part can be left out, or the number of requests changed, and all others stay what
-they were: that is what lets `experiments.faults.shrink` take away causes one by one until the
-failure goes.
-
-Deployments are tiny on purpose.  A machine with eight small GPUs, models with a handful of heads
-and pools of a few requests put much more contention, preemption and wrap-around into a simulated
-second than any real size would.
+Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`), named after what it decides.  So a
+part can be left out, or the number of requests changed, and all others stay what they were: that lets `shrunk` take
+away causes one by one.  Deployments are tiny: small GPUs, models with a handful of heads and pools of a few requests
+put more contention, preemption and wrap-around into a simulated second than any real size would.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments import serve
-from experiments.faults.causes import Causes
-from experiments.faults.circumstances import (
-    Scenario,
-    another_engine,
-    edge_lengths,
-    full_queue,
-    growing,
-    hasty,
-    hosted,
-    limited,
-    other_policy,
-    pauses,
-    pulled,
-    routed,
-    silences,
-    slow_scatter,
-    tiny,
-    two_nodes,
-    wider,
-)
-from experiments.faults.kinds import KINDS, RARE
+from experiments.faults.causes import Causes, Scenario
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
-from pdsim.serving.settings import Kv, SchedulerLimits
+from pdsim.serving.settings import HostCosts, Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
-from pdsim.sim.faults import Faults, Slow, Squeeze
+from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
 
-__all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
+__all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
+
+KINDS = {
+    "delays": "control messages arrive late, in order within a socket only",
+    "late": "completions arrive late, even after the deadline",
+    "stray": "bytes are read and land at any instant between post and completion",
+    "shuffle": "events of one instant happen in any order of ranks",
+    "slow": "a rank computes and posts up to fifty times slower for a while",
+    "squeezes": "a link is cut, or a hundred times slower, for a while",
+    "aborts": "a quarter of the users leave",
+    "kills": "a rank is killed",
+    "restarts": "the ranks of an instance that lost one start again",
+    "torn": "a transfer moves in two to four parts, at different instants",
+    "losses": "one rank of each of several instances is killed",
+    "together": "all ranks of a prefill and a decode instance are killed at once and start again",
+    "silences": "a rank's control messages are held for up to two deadlines; others may give its instance up",
+    "router": "the router is killed; every rank ends by itself",
+    "broken": "the engine reports failed transfers; none, some or all of their bytes have moved",
+    "full": "the engine's send queue is short: posting waits, or is refused",
+    "layouts": "PP with CP, data parallelism, decode stages, three instances a side",
+    "policies": "metadata over the control channel; notification by message or poll",
+    "limits": "rooms have time limits for decode pages and for arrival",
+    "held": "decode holds some first pages, which are not sent",
+    "nodes": "the sides are on two nodes, joined by RDMA",
+    "edges": "lengths are multiples of page and chunk, or one more; outputs have one or two tokens",
+    "scatter": "pools hold little more than the longest request; scattering is as slow as the wire",
+    "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP; its posted transfers go on",
+    "grows": "decode's pages grow with the tokens; preempted KV is computed again or moved to host memory",
+    "hosts": "host costs of SGLang's and vLLM's loops",
+    "pulls": "decode reads from prefill, under leases, and some leases end early",
+    "engines": "engines with and without order, with threads and queues, and with slow reads",
+    "routes": "other routing policies, unknown output lengths, fewer retries or none",
+}
+"""The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
+
+New kinds are appended: each is drawn in this order, so that the kinds of earlier seeds stay as they were."""
+
+RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5}
+"""By how much less likely than the others these are: little can be checked after the loss of the router."""
 
 DEADLINE = 2.0
 """Seconds of silence after which a rank counts as gone."""
@@ -114,76 +131,87 @@ _SIDES = (  # prefill and decode
     (Side(tp=1, cp=2), Side(tp=2)),
     (Side(tp=2, dp=2), Side(tp=1)),
 )
+_WIDE_SIDES = (
+    (Side(tp=1, pp=2, cp=2), Side(tp=1)),
+    (Side(tp=1, pp=2, cp=2), Side(tp=2, pp=2)),
+    (Side(tp=2, pp=2), Side(tp=1, pp=2)),
+    (Side(tp=1, pp=2), Side(tp=2, dp=2, pp=2)),
+    (Side(tp=1), Side(tp=2, dp=2)),
+    (Side(tp=2, dp=2), Side(tp=2, dp=2)),
+    (Side(tp=4, dp=2), Side(tp=4, dp=2)),
+    (Side(tp=1, instances=3), Side(tp=1, instances=3)),
+    (Side(tp=1, cp=2, instances=2), Side(tp=2, instances=2)),
+)
+_MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
+    Policy(metadata="control", notify="message"),
+    Policy(queues=2, metadata="control", notify="poll"),
+    Policy(queues=3, metadata="control", metadata_memory="host", notify="poll", call="plane"),
+    Policy(queues=1, metadata="write", metadata_fallback="control", notify="message", grouping="pages"),
+    Policy(queues=2, metadata="control", staging=True),
+)
+_ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
 
 
 class Tried(NamedTuple):
-    """What became of one scenario.
+    """What became of one scenario."""
 
-    Attributes:
-        seed: The scenario's, with which it can be tried again.
-        violations: What the checkers found (`pdsim.verify`); none is what is hoped for.
-        statuses: How many requests ended with each first word of a status: ok, PeerLost, Aborted
-            and so on.
-        events: Of the simulation: equal numbers are a good sign of equal runs.
-        text: Layout, pools and kinds of faults, in a line.
-    """
-
-    seed: int
-    violations: list[Violation]
-    statuses: dict[str, int]  # the first word of each: how often
-    events: int
-    text: str
+    seed: int  # with which it can be tried again
+    violations: list[Violation]  # that the checkers (`pdsim.verify`) report; none is what is hoped for
+    statuses: dict[str, int]  # how many requests ended with each first word: ok, PeerLost, Aborted and so on
+    events: int  # of the simulation: equal numbers are a good sign of equal runs
+    text: str  # layout, pools and kinds of faults, in a line
 
 
 def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
-    """Return the scenario of *seed* with *count* requests.
+    """Return the scenario of *seed* with *count* requests, which are the first of one with more.
 
-    *intensity* from 0 to 1 is the probability of each of `KINDS`, times its entry in `RARE`; it
-    decides only which kinds happen, not what they are.  Kinds in *without* do not happen, and
-    nothing else changes by that.
-
-    The first requests of a scenario with more are those of one with fewer.  The time after which
-    nothing goes wrong any more (``calm``) is known beforehand, so that the checkers can ask for
-    everything to be over some time after it.
+    *intensity* from 0 to 1 is the probability of each of `KINDS`, times its entry in `RARE`; it decides only which
+    kinds happen, not what they are.  Kinds in *without* do not happen, and nothing else changes by that.
     """
-    draws = stream(seed, "faults.kinds").random(len(KINDS)).tolist()
-    happens = [draw < intensity * RARE.get(kind, 1.0) for kind, draw in zip(KINDS, draws, strict=True)]
-    kinds = [kind for kind, yes in zip(KINDS, happens, strict=True) if yes and kind not in without]
-    geometry = stream(seed, "faults.geometry")
+
+    def random(name: str) -> np.random.Generator:
+        return stream(seed, f"faults.{name}")
+
+    chances = random("kinds").random(len(KINDS)).tolist()
+    kinds = [
+        kind
+        for kind, chance in zip(KINDS, chances, strict=True)
+        if chance < intensity * RARE.get(kind, 1.0) and kind not in without
+    ]
+    geometry = random("geometry")
     config = _config(seed, geometry)
     if "layouts" in kinds:
-        config = wider(config, stream(seed, "faults.layouts"))
+        prefill, decode = _WIDE_SIDES[random("layouts").integers(len(_WIDE_SIDES))]
+        config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "nodes" in kinds:
-        config = two_nodes(config)
-    asks = config.parallel.prefill.dp > 1 and stream(seed, "faults.query").random() < 0.5
+        config = _two_nodes(config)
+    asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     if "policies" in kinds:
-        job = replace(job, handoff=other_policy(stream(seed, "faults.policies")))
+        job = replace(job, handoff=_MESSAGE_POLICIES[random("policies").integers(len(_MESSAGE_POLICIES))])
     job = _squeezed(job, geometry, fixed="policies" in kinds)
     requests = _requests(seed, count)
     if "edges" in kinds:
-        requests = edge_lengths(requests, _LONGEST, job, stream(seed, "faults.edges"))
-    if "silences" in kinds and "delays" not in kinds:
-        job = replace(job, deadline=hasty(DEADLINE, stream(seed, "faults.haste")))
-    if "limits" in kinds:
-        job = limited(job, stream(seed, "faults.limits"))
-    if "grows" in kinds:
-        job = growing(job, job.page_count(sum(_LONGEST)), stream(seed, "faults.grows"))
-    if "hosts" in kinds:
-        job = hosted(job, stream(seed, "faults.hosts"))
-    if "pulls" in kinds:
-        job = pulled(job, stream(seed, "faults.pulls"))
+        requests = _edge_lengths(requests, job, random("edges"))
+    if "silences" in kinds and "delays" not in kinds:  # half of the time ranks are given up during handoffs
+        chance, share = random("haste").random(2).tolist()
+        job = replace(job, deadline=DEADLINE * (10 ** (-1.7 + 0.7 * share) if chance < 0.5 else 1.0))
+    for kind, change in (("limits", _limited), ("grows", _growing), ("hosts", _hosted), ("pulls", _pulled)):
+        if kind in kinds:
+            job = change(job, random(kind))
     if "routes" in kinds:
-        job = routed(job, stream(seed, "faults.routes"))
+        job = _routed(job, random("routes"))
     machine, engine = config.hw, config.backend
     if "engines" in kinds:
-        engine = another_engine(engine, stream(seed, "faults.engines"))
+        engine = _another_engine(engine, random("engines"))
         job = replace(job, handoff=replace(job.handoff, slices="plane"))
     if "full" in kinds:
-        engine = full_queue(engine, stream(seed, "faults.full"))
+        engine = _full_queue(engine, random("full"))
     if "scatter" in kinds:
-        least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
-        job, machine = tiny(job, least, stream(seed, "faults.scatter")), slow_scatter(machine)
+        prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
+        job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
+        assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
+        machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     cancels = _cancels(seed, count) if "aborts" in kinds else {}
     span = 50 * _gap(seed) + 0.5  # whatever the number of requests, so that fewer suffer the same
@@ -195,16 +223,17 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         kill, restart = kill | both[0], restart | both[1]
     faults = _faults(seed, kinds, ranks, span)
     if "silences" in kinds:
-        quiet = silences(ranks, span, job.deadline, stream(seed, "faults.silences"))
-        faults = replace(faults, silences=quiet)
+        silence = Silence(*_absence(ranks, span, job.deadline, random("silences")))
+        faults = replace(faults, silences=(silence,))
     if "pauses" in kinds:
-        faults = replace(faults, pauses=pauses(ranks, span, job.deadline, stream(seed, "faults.pauses")))
+        faults = replace(faults, pauses=(Pause(*_absence(ranks, span, job.deadline, random("pauses"))),))
     if "restarts" in kinds:
         for absence in faults.absences:
             restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
     if "router" in kinds:
-        kill = kill | {ROUTER: float(stream(seed, "faults.router").uniform(0.0, span))}
-    calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
+        kill = kill | {ROUTER: float(random("router").uniform(0.0, span))}
+    ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
+    calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
     if "held" in kinds and job.engine.handoff == "push":  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
@@ -216,27 +245,26 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
     text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"
     return Scenario(
-        seed,
-        job,
-        specs,
-        requests,
-        cancels,
-        replace(faults, until=calm),
-        kill,
-        restart,
-        80.0 + calm,
-        machine,
-        engine,
-        text,
+        seed=seed,
+        job=job,
+        specs=specs,
+        requests=requests,
+        cancels=cancels,
+        faults=replace(faults, until=calm),
+        kill=kill,
+        restart=restart,
+        limit=80.0 + calm,
+        machine=machine,
+        engine=engine,
+        text=text,
     )
 
 
 def attempt(scenario: Scenario) -> Tried:
-    """Run *scenario* with every checker, and return what was found.
+    """Run *scenario* with every checker, and return what they report; the same on any machine, bit for bit.
 
-    Memory has contents, every transfer and message is watched, and what failed is judged by
-    `Causes`: a request may fail only for a reason that the scenario gives.  The same scenario
-    returns the same, bit for bit, on any machine.
+    Memory has contents, every transfer and message is watched, and a request may fail only for a reason that the
+    scenario gives (`experiments.faults.causes`).
     """
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
@@ -251,11 +279,8 @@ def attempt(scenario: Scenario) -> Tried:
     )
     outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
-    counts: dict[str, int] = {}
-    for status in statuses:
-        word = status.partition(":")[0]
-        counts[word] = counts.get(word, 0) + 1
     violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome))
+    counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
 
 
@@ -284,8 +309,7 @@ def _config(seed: int, random: np.random.Generator) -> Config:
 
 def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False) -> Deployment:
     # Its policy is drawn unless *fixed*.
-    least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
-    prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
+    prefill, decode = _pools(job, random, 6.0)
     job = replace(
         job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12))
     )
@@ -300,6 +324,13 @@ def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False)
     staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait), scatter=scatter)
     staged = policy.staging and chance < 0.8
     return replace(job, handoff=policy, staging=staging if staged else None)
+
+
+def _pools(job: Deployment, random: np.random.Generator, most: float) -> tuple[int, int]:
+    # From one to *most* of the pages that the longest request needs, on either side.
+    least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
+    prefill, decode = (int(pages * more) for pages, more in zip(least, random.uniform(1.0, most, 2), strict=True))
+    return prefill, decode
 
 
 def _requests(seed: int, count: int) -> list[Request]:
@@ -349,14 +380,8 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
     return dict.fromkeys(names, at), {name: again + apart * float(random.random()) for name in names}
 
 
-def _ends(faults: Faults) -> list[float]:
-    ends = [slow.end for slow in faults.slow] + [squeeze.end for squeeze in faults.squeezes]
-    return ends + [absence.end for absence in faults.absences]
-
-
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
-    # It comes back within a second of its end, and the others of its instance within a second after
-    # that.
+    # It comes back within a second of its end, and the others of its instance within a second after that.
     random = stream(seed, "faults.restarts")
     restarts: dict[str, float] = {}
     for name, at in kill.items():
@@ -395,8 +420,8 @@ def _holding(spec: RankSpec) -> RankSpec:
 
 
 def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
-    # KV goes over the network there, so that is the way from the GPU to a network card that the
-    # squeeze must lie on.  The GPU is the one of the rank with the number that the link names.
+    # KV goes over the network there, so the squeeze must lie on the way from the GPU to a network card.  The GPU is
+    # the one of the rank with the number that the link names.
     place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
     return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")
 
@@ -405,3 +430,156 @@ def _side(side: Side) -> str:
     sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
     text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
     return f"{side.instances} x{text}"
+
+
+# --- circumstances that are not plain ------------------------------------------------------------------------------
+
+
+def _two_nodes(config: Config) -> Config:
+    # On two nodes of half the GPUs each, whose network cards are as slow as the links within one.
+    machine, intra = config.hw, config.backend.intra
+    assert intra is not None
+    cards = Nic(count=machine.gpus // 2, rate=machine.interconnect.rate, latency=5e-6)
+    machine = replace(machine, nodes=2, gpus=machine.gpus // 2, nic=cards)
+    return replace(
+        config, hw=machine, backend=replace(config.backend, inter=replace(intra, path="rdma", overlap=True))
+    )
+
+
+def _edge_lengths(requests: Sequence[Request], job: Deployment, random: np.random.Generator) -> list[Request]:
+    # Inputs of whole pages or chunks, or one token more, and outputs of one or two tokens.  A number of draws of its
+    # own for each keeps the first of more requests what they are among fewer.
+    lengths = []
+    for request in requests:
+        which, many, more, output = random.random(4).tolist()
+        unit = (job.page_size, job.chunk, 1)[int(3 * which)]
+        tokens = unit * (1 + int(many * max(1, _LONGEST[0] // unit))) + int(2 * more)
+        lengths.append(request._replace(input=min(tokens, _LONGEST[0]), output=(1, 1, 2)[int(3 * output)]))
+    return lengths
+
+
+def _limited(job: Deployment, random: np.random.Generator) -> Deployment:
+    # A limit for a room's pages at decode, for all of it to arrive, or for both.
+    which, bootstrap, waiting = random.random(3).tolist()
+    return replace(
+        job,
+        bootstrap_timeout=10 ** (-1.0 + bootstrap) if which < 0.7 else 0.0,
+        waiting_timeout=10 ** (-1.0 + waiting) if which > 0.3 else 0.0,
+    )
+
+
+def _full_queue(engine: Engine, random: np.random.Generator) -> Engine:
+    # Room for few descriptors to one peer; half of the time more are refused.  Then there is room for a probe's,
+    # whose writes must not fail when nothing else is posted.
+    size, full = int(random.integers(3)), "refuse" if random.random() < 0.5 else "wait"
+    depth = ((4, 16, 64) if full == "wait" else (96, 128, 256))[size]
+    intra, inter = (
+        None if model is None else replace(model, depth=depth, full=full) for model in (engine.intra, engine.inter)
+    )
+    return replace(engine, intra=intra, inter=inter)
+
+
+def _another_engine(engine: Engine, random: np.random.Generator) -> Engine:
+    # Other stages, order, queues and threads: completions come in other orders.
+    chance = random.random(9).tolist()
+    threads = 1 + int(3 * chance[0])
+
+    def other(model: EngineModel | None) -> EngineModel | None:
+        if model is None:
+            return None
+        return replace(
+            model,
+            overlap=chance[1] < 0.7,
+            pipelined=chance[1] < 0.35,
+            in_order=chance[2] < 0.5,
+            streams=chance[6] < 0.5,
+            queues=1 + int(3 * chance[3]),
+            queue_rate=1e6 if chance[4] < 0.5 else inf,
+            wire_descriptor=1e-5 * (chance[5] < 0.5),
+            read=1e-4 * chance[6],
+            read_descriptor=1e-6 * chance[6],
+            read_rate=1e6 if chance[7] < 0.5 else inf,
+        )
+
+    return replace(
+        engine,
+        intra=other(engine.intra),
+        inter=other(engine.inter),
+        threads=threads,
+        serial=chance[8] if threads > 1 else 1.0,
+    )
+
+
+def _growing(job: Deployment, random: np.random.Generator) -> Deployment:
+    # Decode admits requests with pages for their input, in pools of one to one and a half of the longest requests,
+    # and preempts when others run short; KV takes as long as some steps to host memory and back.
+    share, reserved, preemption, victim = random.random(4).tolist()
+    engine = replace(
+        job.engine,
+        memory="grow",
+        reserved_tokens=int(6 * reserved),
+        preemption="recompute" if preemption < 0.5 else "retract",
+        retract_rate=1e6,
+        scheduler="fcfs" if victim < 0.5 else "least_generated",
+    )
+    return replace(job, engine=engine, decode_pages=int(job.page_count(sum(_LONGEST)) * (1.0 + share / 2)))
+
+
+def _hosted(job: Deployment, random: np.random.Generator) -> Deployment:
+    # The loops of SGLang or vLLM, each of their rules with an even chance; host costs are half of the time none,
+    # otherwise from a hundredth of a forward to three.
+    chance = random.random(10).tolist()
+    engine = replace(
+        job.engine,
+        ahead=chance[0] < 0.5,
+        overlap=chance[1] < 0.5,
+        pipeline=int(4 * chance[2]),
+        posting_holds=chance[3] < 0.5,
+        busy=1.0 + 2.0 * chance[4],
+        variation=0.5 * (chance[5] < 0.5),
+        proxy=1e-3 * chance[6],
+        scheduler="fcfs" if chance[7] < 0.5 else "least_generated",
+        page_order="tokens" if chance[8] < 0.5 or job.staging else "heads",
+        pages=ORDERS[int(len(ORDERS) * chance[9])],
+        prefill=_costs(random),
+        decode=_costs(random),
+        packed=bool(random.random() < 0.5) and not job.staging,
+    )
+    return replace(job, engine=engine)
+
+
+def _costs(random: np.random.Generator) -> HostCosts:
+    costs = {}
+    for name in (each.name for each in fields(HostCosts)):
+        chance, size = random.random(2).tolist()
+        each = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5)
+        costs[name] = each / 10 if name.endswith("_token") else each
+    return HostCosts(**costs)
+
+
+def _pulled(job: Deployment, random: np.random.Generator) -> Deployment:
+    # Decode reads what prefill keeps for it, under leases from a few reads to all of the run.
+    lease = 10.0 ** float(random.uniform(-1.5, 1.5))
+    engine = replace(job.engine, handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    engine = replace(engine, noticed="decode" if random.random() < 0.5 else "prefill")
+    return replace(job, engine=engine, staging=None)
+
+
+def _routed(job: Deployment, random: np.random.Generator) -> Deployment:
+    # A routing policy that needs no cache, and retries from none to three.
+    policy, unknown, retries = random.random(3).tolist()
+    return replace(
+        job,
+        policy=_ROUTES[int(len(_ROUTES) * policy)],
+        output_known=unknown < 0.5,
+        retries=int(4 * retries),
+    )
+
+
+def _absence(
+    ranks: Sequence[str], span: float, deadline: float, random: np.random.Generator
+) -> tuple[str, float, float]:
+    # Between half a *deadline*, in which nothing is lost, and two, from the first half of *span*, in which most
+    # requests come.
+    rank, start = ranks[int(random.integers(len(ranks)))], float(random.uniform(0.0, span / 2))
+    return rank, start, start + deadline * float(random.uniform(0.5, 2.0))

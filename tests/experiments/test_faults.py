@@ -14,11 +14,9 @@ import psutil
 import pytest
 from msgspec.structs import replace as changed
 
-from experiments.faults import FaultsOptions, run, tries
-from experiments.faults.campaign_parts import CampaignParts
-from experiments.faults.kinds import KINDS, RARE
-from experiments.faults.scenario import attempt, draw
-from experiments.faults.shrink import CRASH, FaultTrial, shrunk
+from experiments.faults import FaultsOptions, run
+from experiments.faults.scenario import KINDS, RARE, attempt, draw
+from experiments.faults.trials import CRASH, CampaignParts, FaultTrial, shrunk, tries
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
@@ -120,7 +118,7 @@ def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatc
     CampaignParts(file, {"requests": 5})
     with pytest.raises(ConfigError, match="requests=5, these are of 6"):
         CampaignParts(file, {"requests": 6})
-    monkeypatch.setattr("experiments.faults.campaign_parts.code", lambda: "other")
+    monkeypatch.setattr("experiments.faults.trials.code", lambda: "other")
     with pytest.raises(ConfigError, match="these are of other"):
         CampaignParts(file, {"requests": 5})
     file.write_text("{}\n")
@@ -280,7 +278,7 @@ def test_a_scenario_that_cannot_be_run_is_a_violation(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise ZeroDivisionError("what")
 
-    monkeypatch.setattr("experiments.faults.shrink.attempt", fails)
+    monkeypatch.setattr("experiments.faults.trials.attempt", fails)
     (found,) = FaultTrial(1, 3).run().violations
     assert (found.invariant, found.what.startswith("ZeroDivisionError: what, in fails")) == (CRASH, True)
 

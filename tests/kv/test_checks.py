@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import pdsim
-from experiments.faults.kinds import KINDS
-from experiments.faults.scenario import Scenario, draw
+from experiments.faults.scenario import KINDS, Scenario, draw
 from pdsim.kv.layout import REGION, KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.push import KvSender

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How scenarios of `experiment=faults` are tried: in processes, kept in a file, and made smaller if they fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from itertools import islice
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from experiments.faults.scenario import KINDS, Tried, attempt, draw
+from pdsim.core.errors import ConfigError
+from pdsim.verify.invariants import Violation
+
+__all__ = ["CRASH", "CampaignParts", "FaultTrial", "code", "shrunk", "tries"]
+
+CRASH = "crash"
+"""Stands for an invariant where a scenario did not run to its end."""
+
+_BATCH = 5
+"""Scenarios that a process is given at a time."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = (
+    *("pdsim/core", "pdsim/hardware", "pdsim/transfer", "pdsim/sim", "pdsim/kv", "pdsim/serving", "pdsim/verify"),
+    "experiments/faults",
+)
+"""Folders of the sources that decide what becomes of a scenario."""
+
+
+class FaultTrial(NamedTuple):
+    """Which scenario, and how much of it (`experiments.faults.scenario.draw`)."""
+
+    seed: int
+    requests: int = 50
+    intensity: float = 0.4
+    without: frozenset[str] = frozenset()
+
+    def run(self) -> Tried:
+        """Run it; an exception of the model itself, rather than of one of its ranks, is a violation too: `CRASH`."""
+        try:
+            return attempt(draw(self.seed, self.requests, self.intensity, self.without))
+        except Exception as error:  # a campaign goes on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}, in {where.name}, line {where.lineno}"
+            return Tried(self.seed, [Violation(CRASH, 0.0, what)], {}, 0, "")
+
+    def command(self) -> str:
+        """Return what replays it."""
+        left_out = f" 'experiment.without=[{','.join(sorted(self.without))}]'" if self.without else ""
+        return (
+            f"python -m pdsim run experiment=faults experiment.seed={self.seed} experiment.requests={self.requests} "
+            f"experiment.intensity={self.intensity:g}{left_out}"
+        )
+
+
+def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
+    """Run *trials* on so many processes and yield what became of each, in any order.
+
+    If whoever iterates stops, by Ctrl-C too, the processes are ended at once.
+    """
+    batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
+    workers = min(workers, max(1, len(batches)))
+    if workers == 1:
+        yield from map(FaultTrial.run, trials)
+        return
+    pool = ProcessPoolExecutor(workers)
+    try:
+        left = iter(batches)
+        # a few ahead: handing over takes time, too
+        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
+            for future in done:
+                yield from future.result()
+    except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
+        pool.shutdown(wait=False, cancel_futures=True)  # its thread may not even have been started
+        for process in active_children():
+            process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
+        raise
+    pool.shutdown()
+
+
+def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
+    return [trial.run() for trial in trials]
+
+
+def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
+    """Return the smallest scenario like *trial* that still violates *invariant*, and the violation.
+
+    Kinds of faults are left out one by one, then requests by halves, quarters and so on, as long as the invariant
+    stays violated.  Raise a `ValueError` if *trial* does not violate it.
+    """
+    violation = _violation(trial, invariant)
+    if violation is None:
+        raise ValueError(f"{trial} does not violate {invariant}")
+    for kind in KINDS:
+        smaller = trial._replace(without=trial.without | {kind})
+        if still := _violation(smaller, invariant):
+            trial, violation = smaller, still
+    step = trial.requests // 2
+    while step:
+        smaller = trial._replace(requests=trial.requests - step)
+        still = _violation(smaller, invariant) if smaller.requests > 0 else None
+        if still:
+            trial, violation = smaller, still
+        if not still or step >= trial.requests:
+            step //= 2
+    return trial, violation
+
+
+def _violation(trial: FaultTrial, invariant: str) -> Violation | None:
+    return next((each for each in trial.run().violations if each.invariant == invariant), None)
+
+
+def code() -> str:
+    """Return the SHA-256, in hexadecimal, of the sources in `_CODE`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in _CODE for path in (_ROOT / room).rglob("*.py")):
+        digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class CampaignParts:
+    """The scenarios that *path* keeps as they finish, by seed, so that a campaign can be run in parts and resumed.
+
+    A file of JSON lines: the first says by which code and with which *options* the scenarios were run, each other
+    one is a scenario.  Raise a `ConfigError` if the file is of another kind, of other options, or of other code.  A
+    last line that was cut short when a run was ended by force is dropped.
+    """
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        self.tried: dict[int, Tried] = {}
+        self._path = path
+        head = json.loads(json.dumps({"faults": 1, "code": code(), **options}))
+        try:
+            if not path.exists() or not path.read_bytes():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+            self._read(path.read_bytes(), head)
+        except OSError as error:
+            raise ConfigError(
+                f"experiment.parts={path}: {error.strerror}; name a file that can be written"
+            ) from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"experiment.parts={path} does not keep scenarios: {error}; name another file"
+            ) from error
+
+    def add(self, tried: Tried) -> None:
+        """Keep *tried*, for good when this returns."""
+        self.tried[tried.seed] = tried
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(tried) + b"\n")
+
+    def note(self) -> str:
+        """Return in one line what the file keeps."""
+        bad = sum(bool(each.violations) for each in self.tried.values())
+        return f"{self._path} keeps {len(self.tried)} scenarios, {bad} with violations"
+
+    def _read(self, text: bytes, head: Mapping[str, Any]) -> None:
+        first, *lines = text.splitlines(keepends=True)
+        header = json.loads(first)
+        for key, value in head.items():
+            if header[key] != value:
+                raise ConfigError(
+                    f"experiment.parts={self._path} keeps scenarios of {key}={header[key]}, these are of {value}: "
+                    "they do not add up; name another file"
+                )
+        if lines and not lines[-1].endswith(b"\n"):
+            torn = lines.pop()
+            with self._path.open("r+b") as file:
+                file.truncate(len(text) - len(torn))
+        for line in lines:
+            tried = msgspec.json.decode(line, type=Tried)
+            self.tried[tried.seed] = tried
