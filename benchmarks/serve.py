@@ -27,7 +27,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 
 from experiments.serve import run
-from pdsim.config import Config, loading
+from pdsim.config import Config, defaults, load
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
 
@@ -62,12 +62,12 @@ def configuration(overrides: Sequence[str]) -> Config:
     """Return what `pdsim run` with *overrides*, by default on 8xh20, would run."""
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
+    ConfigStore.instance().store(name="_defaults", node=defaults())
     with initialize_config_module("conf", version_base="1.3"):
         composed = compose("config", overrides=list(overrides))
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, Mapping)
-    return loading.load({str(key): value for key, value in values.items() if key != "hydra"})
+    return load({str(key): value for key, value in values.items() if key != "hydra"})
 
 
 def measure(config: Config) -> tuple[Result, float]:

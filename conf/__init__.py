@@ -5,6 +5,6 @@ Hydra imports it, and with that `config.yaml` has its ``_defaults``: every key t
 
 from hydra.core.config_store import ConfigStore
 
-from pdsim.config.loading import defaults
+from pdsim.config import defaults
 
 ConfigStore.instance().store(name="_defaults", node=defaults())

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.serve import ServeOptions, check_fits, job, live_run, result, specs
-from pdsim.config import Config, ExperimentOptions
-from pdsim.config.loading import as_written
+from pdsim.config import Config, ExperimentOptions, as_written
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.results import schema

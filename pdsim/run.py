@@ -161,10 +161,10 @@ def recovered(folder: Path) -> bool:
     """
     if not any((folder / name).is_file() for name in JOURNALS):
         return False
-    from pdsim.config import loading
+    from pdsim.config import load
 
     values = schema.read_nested(folder / "config.yaml")
-    config = loading.load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
+    config = load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
     partial = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "partial", None)
     result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS))
     if result is None:
@@ -219,9 +219,7 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 @contextmanager
 def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None = None) -> Iterator[Any]:
-    # Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
-    # threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of
-    # them.
+    # real processes, servers and emulated machines are imported only here, so a simulation needs none of them
     if config.target == "model":
         from pdsim.sim.model import Model
 
@@ -251,10 +249,6 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
     host, collective = config.hw.host.memory, config.collective
     silence = config.launch.silence or config.experiment.silence or SILENCE
     if config.hw.guest:
-        if config.backend.threads != 1:
-            raise ConfigError(
-                f"backend.threads={config.backend.threads}: ranks of an emulated machine post from one thread; use 1"
-            )
         from backends.emulation.guest.engines import emulated
 
         meter(0.0, "an emulated machine starts")

@@ -11,7 +11,7 @@ import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
 from pdsim.calibration.calibrate import link_of
-from pdsim.config import Config, ExperimentOptions, loading, rules
+from pdsim.config import UNSAID, Config, ExperimentOptions, numbers, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.plugins import describe, groups, options
@@ -107,15 +107,15 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 )
 def test_every_number_has_a_source_and_every_source_a_number(group, option):
     part = getattr(composed(f"{group}={option}"), group)
-    numbers = set(loading.numbers(part))
-    assert numbers
+    known = set(numbers(part))
+    assert known
     for keys, text in part.sources.items():
         kind, _, reason = text.partition(": ")
         assert kind in EVIDENCE
         assert reason
-        assert text != loading.UNSAID, f"{keys} has no source"
+        assert text != UNSAID, f"{keys} has no source"
         for key in keys.split(", "):
-            assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
+            assert any(f"{number}.".startswith(f"{key}.") for number in known), f"{key} is the source of no number"
 
 
 @pytest.mark.parametrize("name", plugins.names(plugins.EXPERIMENTS))

@@ -1,5 +1,6 @@
 """Plain mappings become frozen dataclasses, or one line for each mistake."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
@@ -7,8 +8,8 @@ from typing import Literal
 import pytest
 
 from experiments import transfer
-from pdsim.config import Config, build
-from pdsim.config.loading import ON_THE_COMMAND_LINE, UNSAID, defaults, load
+from pdsim.config import ON_THE_COMMAND_LINE, UNSAID, Config, build, defaults, load
+from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Rate, Seconds, Size
 from pdsim.hardware.costs import Engine, EngineModel
@@ -131,7 +132,6 @@ def test_a_value_of_the_wrong_type_has_its_full_key(key, value, message):
     [
         ("hw.nic.rate", -1, "hw.nic.rate must be >= 0, got -1.0"),
         ("hw.gpus", -1, "hw.gpus must be >= 0, got -1"),
-        ("hw.guest", True, "hw.guest is one host without GPUs, got hw.nodes=1 and hw.gpus=2"),
         ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
         ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
@@ -143,6 +143,40 @@ def test_a_value_out_of_range_has_its_key_and_remedy(key, value, rule):
     assert (
         refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
     )
+
+
+RULES = [
+    ("hw.guest=true", "hw.guest is one host without GPUs, got hw.nodes=1 and hw.gpus=8"),
+    ("hw.interconnect.rate=0", "hw.interconnect.rate must be > 0 for kind=switch, got 0"),
+    ("hw=link hw.link.rates=[1GB/s,2GB/s]", "hw.link.rates must have a rate for each of 1 hops, got 2"),
+    ("hw=link hw.link.changes=[{kind:cut,start:1s,end:2s,hop:1}]", "hop must be < 1, got 1"),
+    ("hw=link hw.link.changes=[{kind:cut,start:1s,end:2s,share:0.5}]", "left out otherwise, got 0.5"),
+    ("hw=link hw.link.changes=[{kind:slow,start:1s,end:2s}]", "must be > 0 and < 1 for slow"),
+    ("backend.intra.pipelined=true", "backend.intra.pipelined must be false where overlap is"),
+    ("backend.policy.staging=true backend.policy.queues=0", "backend.policy.staging needs queues"),
+    ("backend.policy.metadata=write backend.policy.metadata_memory=host", "use backend.policy.metadata=control"),
+    ("model.hybrid.pattern=wa", "model.hybrid.window must be > 0, got 0"),
+    ("model.dense_layers=80", "model.dense_layers must be < layers=80, got 80"),
+    ("model=qwen3-30b-a3b model.experts_per_token=128", "must be >= 1 and < experts=128, got 128"),
+    ("model.expert_groups=4 model.groups_per_token=5", "must be >= 1 and <= expert_groups=4, got 5"),
+    ("parallel.decode.ep=2", "parallel.decode.ep must be 1 or tp=4"),
+    ("parallel.prefill.ep=4 parallel.prefill.pp=2", "parallel.prefill.ep=4 has no stages"),
+    ("parallel.decode.pp=3", "use decode.pp=1 or decode.pp=1"),
+    ("workload=sessions workload.skip=1s", "workload.arrivals=sessions has no skip, seconds or load"),
+    ("cache.host=100", "cache.host=100 keeps what prefill caches; set cache.prefill=true"),
+    ("engine.lease=1s", "engine.heartbeat=5.0 must be < engine.lease=1.0"),
+    ("compute.blend=0.5", "compute.blend must be 0 or from 1 to 64, got 0.5"),
+    ("live.url=[somewhere]", "live.url must begin with http:// or https://, got 'somewhere'"),
+    ("live.bootstrap_port=[1,2]", "live.bootstrap_port must be one port or one for each of 0 prefill servers"),
+    ("live.api=chat", "live.prompts must be text for live.api=chat, got 'ids'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), RULES)
+def test_values_that_exclude_each_other_are_one_line(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        compose(words.split())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_key_says_what_to_set():

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.fingerprints import Names, load
 from benchmarks.fixed_runs import ROOT, RUNS, SETTINGS, differences, reduced
-from pdsim.config import loading
+from pdsim.config import defaults
 
 MODEL, REAL = "transfer-rdma", "real-transfer-nixl"
 ROWS = {"label": ["a", "b", "c"], "nbytes": [1, 2, 3], "seen": [0.1, None, 0.3]}
@@ -88,7 +88,7 @@ def test_a_fixed_run_names_a_choice_of_every_group(name):
 def test_fixed_settings_have_every_key_of_their_parts():
     fixed = OmegaConf.to_container(OmegaConf.load(ROOT / SETTINGS / "engine" / "fixed_generic.yaml"))
     fixed["compute"] = OmegaConf.to_container(OmegaConf.load(ROOT / SETTINGS / "compute" / "fixed_roofline.yaml"))
-    known = loading.defaults()
+    known = defaults()
     assert leaves(fixed) == leaves({part: known[part] for part in fixed})
 
 

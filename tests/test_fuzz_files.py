@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.config import loading
+from pdsim import config
 from pdsim.core.errors import ConfigError, TransferFailed
 from pdsim.kv import messages
 from pdsim.results import compare, terminal
@@ -100,7 +100,7 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path):
 
 def test_the_inputs_that_are_changed_are_right():
     values = {**fuzz_inputs.CONFIG, "calibration": fuzz_inputs.CALIBRATION}
-    assert loading.load(values).backend.intra.call == 3e-6
+    assert config.load(values).backend.intra.call == 3e-6
 
 
 def test_a_share_of_a_link_that_is_no_number_is_refused(kept, tmp_path):

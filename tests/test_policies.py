@@ -8,7 +8,7 @@ import pytest
 
 from pdsim.config import rules
 from pdsim.core.errors import ConfigError
-from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.policy import Staging
 from tests.support.composed import composed
 
 
@@ -42,12 +42,6 @@ def test_a_policy_is_set_under_its_backend():
 def test_a_backend_without_a_staged_path_refuses_staging():
     with pytest.raises(ConfigError, match=r"backend=mori has no staged path"):
         rules.check(composed("hw=8xmi300x", "kv.staging=true"))
-
-
-@pytest.mark.parametrize("changes", [{"queues": 0}, {"queues": 4, "notify": "poll"}])
-def test_staging_needs_queues_and_writes_that_notify(changes):
-    with pytest.raises(ValueError, match=r"policy\.staging needs queues"):
-        Policy(staging=True, **changes)
 
 
 @pytest.mark.parametrize("changes", [{"ring": 0}, {"buffer": 0}, {"wait": 0.0}])

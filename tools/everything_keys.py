@@ -16,9 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from pdsim.cli.help import parse
-from pdsim.config import Config, ExperimentOptions, compose
+from pdsim.config import Config, ExperimentOptions, as_written, compose
 from pdsim.config.keys import type_of
-from pdsim.config.loading import as_written
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy

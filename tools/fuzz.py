@@ -182,18 +182,18 @@ class Bench:
 
     def calibrations(self, random: Random) -> None:
         """Type a calibration in a configuration."""
-        from pdsim.config import loading
+        from pdsim.config import load
 
         values = {**self.right.CONFIG, "calibration": changed(random, self.right.CALIBRATION)}
-        refused_in_one_line(loading.load, values)
+        refused_in_one_line(load, values)
 
     def configurations(self, random: Random) -> None:
         """Type a composed configuration."""
-        from pdsim.config import loading
+        from pdsim.config import load
 
         values = changed(random, self.right.CONFIG)
         if isinstance(values, dict):
-            refused_in_one_line(loading.load, values)
+            refused_in_one_line(load, values)
 
     def overrides(self, random: Random) -> None:
         """Read what is typed, up to Hydra's grammar."""

@@ -23,8 +23,7 @@ from experiments.transfer.points import read as read_points
 from experiments.transfer.points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
-from pdsim.config import Config, ExperimentOptions, Launch, build
-from pdsim.config.loading import plain
+from pdsim.config import Config, ExperimentOptions, Launch, build, plain
 from pdsim.core.errors import ConfigError, TransferError
 from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.results import schema

@@ -2,7 +2,7 @@
 """`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
 
 Both ways end in the same two files, so that a calibration can be fitted again from its own samples:
-``NAME.yaml``, which `pdsim.config.loading` lays over the configuration of a run, and ``NAME.csv``,
+``NAME.yaml``, which `pdsim.config` lays over the configuration of a run, and ``NAME.csv``,
 one row for each measured point (`pdsim.calibration.samples`).
 
 The fit, its files and its tables are `pdsim.calibration.calibrate`.  This module asks for the

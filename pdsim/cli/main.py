@@ -154,9 +154,9 @@ def _run(words: Sequence[str]) -> int:
     if "--cfg" in asked:
         from omegaconf import OmegaConf
 
-        from pdsim.config import loading
+        from pdsim.config import as_written
 
-        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(loading.as_written(config))))
+        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(as_written(config))))
         return 0
     begun()
     json, quiet = "--json" in asked, "--quiet" in asked

@@ -27,7 +27,7 @@ from pdsim.calibration import kernels as fits
 from pdsim.cli.help import parse, plain_name
 from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
-from pdsim.config import Config, loading
+from pdsim.config import Config, load
 from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results import environment, store, terminal
@@ -151,7 +151,7 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
               100 * one.quiet] for one in summaries]  # fmt: skip
     terminal.show_table(Table("Held out", heads, shown))
     with initialized(nothing := CommandLine(words=())):
-        base = loading.load(plain(nothing, [f"compute={asked.compact}"])).compute
+        base = load(plain(nothing, [f"compute={asked.compact}"])).compute
     if base.kernels is None:
         raise ConfigError(f"--compact {asked.compact} has no kernels; choose a profile, such as h200_torch")
     shipped = path.resolve().parent == tables.FOLDER
@@ -257,7 +257,7 @@ def _measured(
 
     nothing = CommandLine(words=())
     with initialized(nothing):  # without the checks of a deployment: a shard alone fits where the model does not
-        shapes = {name: loading.load(plain(nothing, [f"model={name}"])).model for name, _, _ in asked.models}
+        shapes = {name: load(plain(nothing, [f"model={name}"])).model for name, _, _ in asked.models}
     subjects = [inventory.Subject(shapes[name], tp, layers) for name, tp, layers in asked.models]
     small = where.kind == "cpu"
     rows, log = runner.measure(

@@ -55,7 +55,7 @@ class Compute:
     """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration.
 
     Shares are of the hardware's own peak and rate (`pdsim.hardware.machine.Gpu`), so that a profile of one GPU can
-    be used for another, as *assumed*.  Raise a `ValueError` for a *blend* outside 1 to 64.
+    be used for another, as *assumed*.
     """
 
     name: str = ""  # as a choice of ``compute``; "auto" is replaced by the one that fits (`pdsim.config.computing`)
@@ -82,10 +82,6 @@ class Compute:
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
     kernels: Kernels | None = None  # times of operators, from pdsim profile, in place of the shares
-
-    def __post_init__(self) -> None:
-        if self.blend and not 1.0 <= self.blend <= 64.0:
-            raise ValueError(f"compute.blend must be 0 or from 1 to 64, got {self.blend}")
 
     @property
     def measured_gpu(self) -> str:

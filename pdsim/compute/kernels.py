@@ -13,9 +13,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from pdsim.compute.tiles import WIDE, Work
-from pdsim.core.units import Rate, Seconds, not_negative
+from pdsim.core.units import NotNegative, NotNegativeInt, Rate, Seconds
 
 __all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key"]
 
@@ -24,28 +25,20 @@ __all__ = ["AllReduce", "Correction", "Kernels", "Peaks", "Roof", "shape_key"]
 class Roof:
     """The time of an operator: ``launch`` and the *blend*-norm of its arithmetic, its bytes and its tiles.
 
-    A share of 0 leaves its part out; tiles without *block* and *walk* take no time.  Raise a `ValueError` for
-    negative numbers and a *blend* below 1.
+    A share of 0 leaves its part out; tiles without *block* and *walk* take no time.
     """
 
     launch: Seconds = 0.0  # seconds of a call that does next to nothing
-    flops_share: float = 0.0  # of the peak
-    memory_share: float = 0.0  # of the memory's rate
-    blend: float = 1.0  # 1 adds all, more comes nearer to the longest of them
+    flops_share: NotNegative = 0.0  # of the peak
+    memory_share: NotNegative = 0.0  # of the memory's rate
+    blend: Annotated[float, ">= 1"] = 1.0  # 1 adds all, more comes nearer to the longest of them
     part: Seconds = 0.0  # of experts: seconds of each that a layer has, hit or not, for sorting by them
     merge: Seconds = 0.0  # of kernels that only some sizes have: see `row_work.merged`
-    tile: int = 0  # rows of a tile; 0 rounds nothing and has no turns
-    columns: int = 0  # of products: columns of a tile; 0 only rounds rows up to whole tiles
+    tile: NotNegativeInt = 0  # rows of a tile; 0 rounds nothing and has no turns
+    columns: NotNegativeInt = 0  # of products: columns of a tile; 0 only rounds rows up to whole tiles
     widened: bool = False  # of experts: twice the columns where each has many rows, see `tiles.WIDE`
     block: Seconds = 0.0  # of each tile that waited for another, whatever its depth
     walk: Seconds = 0.0  # of an element of a tile's depth
-
-    def __post_init__(self) -> None:
-        values = {"launch": self.launch, "flops_share": self.flops_share, "memory_share": self.memory_share}
-        values |= {"part": self.part, "merge": self.merge, "block": self.block, "walk": self.walk}
-        not_negative("compute.kernels", **values, tile=self.tile, columns=self.columns)
-        if self.blend < 1.0:
-            raise ValueError(f"compute.kernels: blend must be >= 1, got {self.blend}")
 
     def cut(self, rows: float = 0.0) -> tuple[int, int]:
         """Return rows and columns of a tile, of experts that have so many *rows* each in the mean."""

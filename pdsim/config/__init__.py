@@ -1,54 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema: the whole configuration of a run as frozen dataclasses, and what makes them of plain mappings.
+"""The schema: the whole configuration of a run as frozen dataclasses, made of plain mappings, and written again.
 
 `build` takes YAML's and the command line's values: every key is known, every value has the type, the unit and the
 range of its field, or a `ConfigError` says in one line for each mistake what was written, what the rule is and what
-to write instead.  `pdsim.config.loading.load` makes a `Config` of what was composed, once; from there to the rank
-programs it stays what it is.  Nothing here knows Hydra or OmegaConf.
+to write instead.  `load` makes the `Config` of what was composed, once: typed, a calibration laid over machine and
+engine, with what the options of an engine change of its costs, and with the source of each number, which begins with
+one of `pdsim.hardware.machine.EVIDENCE`.  From there to the rank programs it stays what it is.
 
-Not msgspec's `convert`: it stops at the first mistake, and has no keys for a message with the way out, no subclass
-by its values and no `source`.
+`config_yaml` writes the ``config.yaml`` of a run, `canonical` the text of its name.  A sweep loads and writes
+thousands of configurations that differ in a key or two, so parts that have not changed are kept from call to call.
+
+Not msgspec's `convert`: it stops at the first mistake, and has no keys for a message with
+the way out, no subclass by its values and no `source`.
 """
 
 from __future__ import annotations
 
+import json
 import marshal
+import math
 import operator
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pdsim.calibration.definition import Calibration
+from pdsim.calibration.definition import Calibration, applied, covers, drawn, on_host
 from pdsim.compute.forward import Compute
+from pdsim.config.computing import AUTO, chosen
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
-from pdsim.core.units import Seconds
-from pdsim.hardware.costs import Collective, Engine, Jitter
-from pdsim.hardware.machine import Machine
+from pdsim.core.units import Seconds, is_number, parse_time
+from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, OptionCosts
+from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel
 from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 __all__ = [
-    "OTHERS",
-    "SOURCE",
-    "SOURCES",
+    "ON_THE_COMMAND_LINE",
+    "UNSAID",
     "Check",
     "Config",
     "ExperimentOptions",
     "Launch",
     "Simulate",
+    "as_written",
     "build",
-    "gathered",
-    "join",
-    "required",
-    "split_keys",
+    "canonical",
+    "config_yaml",
+    "defaults",
+    "load",
+    "numbers",
+    "plain",
 ]
 
 
@@ -61,10 +71,7 @@ def _address(text: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How ``target=real`` runs the processes of its ranks.
-
-    Only with ``target=real``.
-    """
+    """How ``target=real`` runs the processes of its ranks."""
 
     # the address that ranks and their engines listen on; any but loopback can be reached
     bind: Annotated[str, _address] = "127.0.0.1"
@@ -73,27 +80,19 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Which guards there are beside those that cannot be done without."""
+    """Guards that can be left out."""
 
     plausible: bool = True  # refuse quantities that nothing has: `pdsim.config.rules.BOUNDS`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """The options of one experiment; each experiment's module extends it with a frozen dataclass.
+    """The options of one experiment, whose module extends it with a frozen dataclass.
 
-    Its fields are the keys below ``experiment`` of the configuration: their annotations give type and
-    unit, their defaults are the only ones there are, and ``__post_init__`` raises a `ValueError` that begins with
-    ``experiment.KEY`` for what no annotation can say.  ``name`` has the name that the module is registered under
-    as its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
-
-    >>> @dataclass(frozen=True, kw_only=True)
-    ... class OneWriteOptions(ExperimentOptions):
-    ...     name: str = "one_write"
-    ...     size: int = 1 << 20
-    ...     operation: Annotated[str, "one of write, read"] = "write"
-    >>> OneWriteOptions(size=4096)
-    OneWriteOptions(name='one_write', size=4096, operation='write')
+    Its fields are the keys below ``experiment``: annotations give type, unit and range, defaults are the only ones
+    there are, and ``__post_init__`` raises a `ValueError` that begins with ``experiment.KEY`` for what no annotation
+    can say.  ``name`` has the name that the module is registered under as its default.  A field ``deadline``, in
+    seconds, is also the silence after which ``target=real`` ends a rank.
     """
 
     name: str  # of the experiment, as it is registered
@@ -115,10 +114,7 @@ class ExperimentOptions:
 
     @staticmethod
     def class_for(values: Mapping[str, Any]) -> type[ExperimentOptions]:
-        """Return the class of the options in *values*, by the name in them.
-
-        Raise a `ConfigError` if no package registers that name, or if what it registers declares no such options.
-        """
+        """Return the class of the options in *values*, by the name in them; raise a `ConfigError` without one."""
         name, known = values.get("name"), plugins.names(plugins.EXPERIMENTS)
         if name not in known:
             raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), known)}")
@@ -147,8 +143,7 @@ class Simulate:
 class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on.
 
-    It is immutable; a variant is `dataclasses.replace`.  Numbers are in SI units.  *hw*, *backend*, *model*,
-    *engine* and *collective* keep the source of each of their numbers.
+    Numbers are in SI units.  *hw*, *backend*, *model*, *engine* and *collective* keep the source of each of theirs.
     """
 
     target: Annotated[str, "one of model, real, live"]
@@ -188,13 +183,8 @@ class Config:
 
 # --- from plain mappings -------------------------------------------------------------------------------------------
 
-SOURCE, SOURCES, OTHERS = "source", "sources", "others"
-"""In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in
-it."""
-
 T = TypeVar("T")
 Known = dict[str, tuple[bytes, Any]]
-"""By key, what a value was when it was converted last, and what came of it: `build`."""
 
 
 def build(cls: type[T], values: object, at: str = "", known: Known | None = None) -> T:
@@ -202,20 +192,18 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
 
-    Keys are checked against the annotations of *cls*: plain types, `Annotated` with a parser and a rule, `Literal`,
-    tuples, mappings, unions with None and nested dataclasses.  A rule is what a message says after "must be",
-    ``"> 0 and <= 1"`` or ``"one of a, b"``; the last one counts.  A dataclass with a static method
-    ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in
-    any mapping below it.
-
-    With *known*, a field whose value is what it was in the last call is what that call made of it: a sweep changes a
-    key or two of some hundred.
+    Annotations are plain types, `Annotated` with a parser and a rule, `Literal`, tuples, mappings, unions with None
+    and dataclasses.  A rule is what a message says after "must be", ``"> 0 and <= 1"`` or ``"one of a, b"``; the
+    last one counts.  A dataclass with a static method ``class_for`` chooses its subclass from the values.  A class
+    with a field ``sources`` may have a ``source`` in any mapping below it, for the keys beside it; ``others`` speaks
+    for the rest.  With *known*, a field whose value is what it was in the last call is what that call made of it.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{at} must have keys of its own ({', '.join(_names(cls))}), got {values!r}")
-    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
-    if SOURCES in hints:
-        values = gathered(values)
+        names = ", ".join(each.name for each in fields(cls))  # type: ignore[arg-type]  # typing cannot name them
+        raise ConfigError(f"{at} must have keys of its own ({names}), got {values!r}")
+    hints = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    if "sources" in hints:
+        values = _gathered(values)
     problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
     made: dict[str, Any] = {}
     missing: list[str] = []
@@ -240,9 +228,6 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
         raise ConfigError(_located(str(error), cls, at)) from error
 
 
-# --- values --------------------------------------------------------------------------------------------------------
-
-
 def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
     if known is None:
         return _convert(hint, value, at)
@@ -260,7 +245,10 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         parsers, rules = _annotated(hint)
-        made = _parsed(parsers[0], value, at) if parsers else _convert(arguments[0], value, at)
+        try:
+            made = parsers[0](value) if parsers else _convert(arguments[0], value, at)
+        except ValueError as error:
+            raise ConfigError(f"{at}: {error}") from error
         if rules and not _holds(rules[-1], made):
             raise ConfigError(
                 f"{at} must be {rules[-1]}, got {made!r}; leave {at} out to keep what the configuration has"
@@ -274,7 +262,9 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
             raise ConfigError(f"{at} must be one of {', '.join(map(str, arguments))}, got {value!r}")
         return value
     if origin is tuple:
-        return _tuple(arguments[0], value, at)
+        # one value alone is a list of one, so that --multirun can sweep over what is otherwise a list
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(_convert(arguments[0], item, f"{at}[{index}]") for index, item in enumerate(values))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(arguments[1], value, at)
     if is_dataclass(hint):
@@ -287,7 +277,7 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
 @cache
 def _annotated(hint: Any) -> tuple[list[Any], list[str]]:
     kinds = typing.get_args(hint)[1:]
-    return [each for each in kinds if callable(each)], [each for each in kinds if isinstance(each, str)]
+    return [*filter(callable, kinds)], [each for each in kinds if isinstance(each, str)]
 
 
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -298,19 +288,6 @@ def _holds(rule: str, value: Any) -> bool:
         return value in rule.removeprefix("one of ").replace("''", "").split(", ")
     bounds = (part.split() for part in rule.split(" and "))
     return all(_COMPARED[sign](value, type(value)(bound)) for sign, bound in bounds)
-
-
-def _parsed(parse: Any, value: Any, at: str) -> Any:
-    try:
-        return parse(value)
-    except ValueError as error:
-        raise ConfigError(f"{at}: {error}") from error
-
-
-def _tuple(hint: Any, value: Any, at: str) -> tuple[Any, ...]:
-    # one value alone is a list of one, so that --multirun can sweep over what is otherwise a list
-    values = value if isinstance(value, list | tuple) else [value]
-    return tuple(_convert(hint, item, f"{at}[{index}]") for index, item in enumerate(values))
 
 
 def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
@@ -337,15 +314,9 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
     raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
 
 
-# --- keys ----------------------------------------------------------------------------------------------------------
-
-
-def _names(cls: type) -> list[str]:
-    return [field.name for field in fields(cls)]
-
-
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def hints_of(cls: type) -> dict[str, Any]:
+    """Return the annotations of *cls* by name, with parsers and rules."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -363,14 +334,11 @@ def _unknown(key: str, known: Iterable[str], at: str) -> str:
 def _located(message: str, cls: type, at: str) -> str:
     owner, _, rest = message.partition(" ")
     name = owner.rpartition(".")[2].partition("=")[0]
-    if name not in _hints(cls):
+    if name not in hints_of(cls):
         return f"{at}: {message}" if at else message
     key = join(at, name)
     value = owner.partition("=")[1] + owner.partition("=")[2]
     return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
-
-
-# --- sources -------------------------------------------------------------------------------------------------------
 
 
 def join(at: str, name: str) -> str:
@@ -382,29 +350,351 @@ def join(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
 
 
-def gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return *part*, a group, with one mapping ``sources`` by dotted key in place of every ``source`` within it.
-
-    >>> gathered({"rate": 1, "source": {"rate": "assumed: no data"}})
-    {'rate': 1, 'sources': {'rate': 'assumed: no data'}}
-    """
+def _gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    # one mapping ``sources`` by dotted key in place of every ``source`` within *part*
     sources: dict[str, Any] = {}
 
     def without(values: Mapping[str, Any], at: str) -> dict[str, Any]:
         kept = {}
         for key, value in values.items():
-            if key == SOURCE:
-                for names, text in value.items() if isinstance(value, Mapping) else ((OTHERS, value),):
-                    keys = [at if name == OTHERS else join(at, name) for name in split_keys(str(names))]
+            if key == "source":
+                for names, text in value.items() if isinstance(value, Mapping) else (("others", value),):
+                    keys = [at if name == "others" else join(at, name) for name in _split_keys(str(names))]
                     sources[", ".join(keys)] = text
             else:
                 kept[key] = without(value, join(at, str(key))) if isinstance(value, Mapping) else value
         return kept
 
-    plain = without(part, "")
-    return {**plain, SOURCES: {**part.get(SOURCES, {}), **sources}} if sources else plain
+    rest = without(part, "")
+    return {**rest, "sources": {**part.get("sources", {}), **sources}} if sources else rest
 
 
-def split_keys(keys: str) -> list[str]:
-    """Return the keys in *keys*, which commas divide."""
+def _split_keys(keys: str) -> list[str]:
     return [key.strip() for key in keys.split(",")]
+
+
+# --- the whole configuration ---------------------------------------------------------------------------------------
+
+_HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call", "descriptor", "latency", "ramp")]
+
+_known: Known = {}  # by key, what a value was when it was loaded last, and what came of it
+
+
+def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Sequence[Path] = ()) -> Config:
+    """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
+
+    *folders* are one's own with configuration groups, whose profiles ``compute=auto`` takes first.
+    What was overridden is *assumed*, and no calibration replaces it.  The source called ``"gpu"`` speaks for all
+    numbers below ``gpu`` but those of a longer name.  *values* is not changed.  Raise a `ConfigError`.
+    """
+    keys = tuple(overridden)
+    if "policy" in values:
+        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
+    values, policy = dict(values), {}
+    if isinstance(values.get("backend"), Mapping):
+        policy = values["backend"].get("policy", {})
+        values["backend"] = {key: value for key, value in values["backend"].items() if key != "policy"}
+    named, calibration = values.pop("calibration", None), None
+    calibrated: dict[str, str] = {}
+    if named is not None and named != {"name": "none"}:
+        values, calibration, calibrated = applied(values, build(Calibration, named, "calibration"), keys)
+    config = build(Config, values, known=_known)
+    if config.compute.name == AUTO:
+        compute = chosen(config, values["compute"], keys, folders, lambda own: build(Compute, own, "compute"))
+        config = replace(config, compute=compute)
+    backend, changed, spans, errors = _varied(config.backend, keys, config.target)
+    backend = _on_hardware(backend, config.hw)
+    factor, why = _host(config, calibration)
+    if factor != 1.0:
+        own = {key: f"assumed: times host_factor={factor:g}{why}" for key in _HOST if not covers(keys, key)}
+        backend, changed = on_host(backend, factor), changed | own
+    if calibration is not None and (factor != 1.0 or "host_factor" in keys):
+        calibration = replace(calibration, host=factor)
+    new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    # what the calibration says of these numbers is not so with these options
+    if calibration is not None and changed:
+        known = {key: span for key, span in calibration.intervals.items() if key not in changed}
+        calibration = replace(calibration, intervals=known | {key: spans[key] for key in changed if key in spans})
+    if calibration is not None and errors:
+        for part in ("held_out", "held_out_reads"):
+            if (held := getattr(calibration, part)) is not None:
+                how = f"{held.how}; with these options, errors of those who measured them"
+                own = replace(held, how=how, floor=None, floor_p95=None, **errors)
+                calibration = replace(calibration, **{part: own})
+
+    def sources(part: Any, at: str) -> Any:
+        return None if part is None else _sourced(_borrowed(part, config.hw), at, new)
+
+    return replace(
+        config,
+        policy=build(Policy, policy, "backend.policy"),
+        host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
+        draw_host=False,
+        calibration=calibration,
+        hw=sources(config.hw, "hw"),
+        backend=sources(backend, "backend"),
+        model=sources(config.model, "model"),
+        engine=sources(config.engine, "engine"),
+        collective=sources(config.collective, "collective"),
+    )
+
+
+def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
+    # Raise a `ConfigError` where there is nothing to draw from.
+    if config.target != "model":
+        return 1.0, ""
+    if config.draw_host and config.host_factor != 1.0:
+        raise ConfigError(
+            f"draw_host=true draws the host_factor; leave out draw_host or host_factor={config.host_factor:g}"
+        )
+    if not config.draw_host:
+        return config.host_factor, ""
+    if calibration is None or len(calibration.hosts) < 2:
+        name = "none" if calibration is None else calibration.name
+        raise ConfigError(
+            f"draw_host=true needs a calibration of several hosts, and calibration={name} knows none; "
+            "set host_factor="
+        )
+    (factor,) = drawn(calibration.hosts, config.seed, 1)
+    return factor, f", drawn from seed={config.seed} as {len(calibration.hosts)} hosts differ"
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of a `Config` as plain data, *policy* below ``backend``, where it is written."""
+    values: dict[str, Any] = {"backend": {"policy": asdict(Policy())}}
+    for each in fields(Config):
+        if not required(each) and each.name != "policy":
+            value = each.default if each.default_factory is MISSING else each.default_factory()
+            values[each.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return values
+
+
+def _varied(
+    backend: Engine, overridden: Iterable[str], target: str
+) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]], dict[str, float]]:
+    # The backend with the costs of its options, the first of *by_option* that fits, but for what is *overridden*;
+    # their sources, intervals and errors.  A real engine decides itself which options there are.
+    sources: dict[str, str] = {}
+    spans: dict[str, tuple[str, ...]] = {}
+    errors: dict[str, float] = {}
+    by_hand = tuple(overridden)
+    for at in ("intra", "inter"):
+        model: EngineModel | None = getattr(backend, at)
+        if model is None or not model.by_option:
+            continue
+        costs = next((item for item in model.by_option if item.chosen(backend.options)), None)
+        if costs is None and target == "model":
+            known = "; ".join(" ".join(f"{k}={v}" for k, v in item.options.items()) for item in model.by_option)
+            raise ConfigError(
+                f"backend.options={dict(backend.options)} has no costs in the model of backend={backend.name}; "
+                f"there are {known}"
+            )
+        if costs and costs.errors and set(costs.errors) != {"mean", "median", "p95"}:
+            raise ConfigError(
+                f"backend.{at}.by_option.errors must be mean, median and p95, got {dict(costs.errors)}"
+            )
+        varied = replace(model, by_option=()) if costs is None else model.with_options(costs)
+        names = [field.name for field in fields(model) if getattr(varied, field.name) != getattr(model, field.name)]
+        kept = {name: getattr(model, name) for name in names if covers(by_hand, f"backend.{at}.{name}")}
+        known_options = {name for item in model.by_option for name in item.options} | set(backend.modelled)
+        moved: dict[str, Any] = {at: replace(varied, **kept), "modelled": tuple(sorted(known_options))}
+        backend = replace(backend, **moved)
+        if costs is not None:
+            evidence = dict.fromkeys((name for name in names if name not in kept), costs.evidence)
+            sources |= {f"backend.{at}.{name}": text for name, text in evidence.items() if name != "by_option"}
+            errors |= costs.errors
+            spans |= {
+                f"backend.{at}.{name}": _span(model, costs, name) for name in costs.intervals if name in evidence
+            }
+    return backend, sources, spans, errors
+
+
+def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:
+    value, ends = getattr(model, name), costs.intervals[name]
+    if name == "rate":
+        return tuple(f"{value * float(end):.6g}B/s" for end in ends)
+    return tuple(f"{value + parse_time(end):.6g}s" for end in ends)
+
+
+def _on_hardware(backend: Engine, hw: Machine) -> Engine:
+    models = {name: getattr(backend, name) for name in ("intra", "inter")}
+    moved = {
+        name: model.on_line(hw.interconnect.rate)
+        for name, model in models.items()
+        if model and model.path == "nvlink"
+    }
+    return replace(backend, **{name: model for name, model in moved.items() if model is not models[name]})
+
+
+# --- where numbers come from ---------------------------------------------------------------------------------------
+
+
+ON_THE_COMMAND_LINE = "assumed: set on the command line"
+UNSAID = "assumed: the configuration does not say where it comes from"
+
+
+def numbers(instance: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted key of every number in *instance*, a dataclass; a tuple of dataclasses counts as one."""
+    for each in fields(instance):
+        value, key = getattr(instance, each.name), join(at, each.name)
+        if is_dataclass(value):
+            yield from numbers(value, key)
+        elif any(map(is_dataclass, value)) if isinstance(value, tuple) else type(value) in (int, float):
+            yield key
+
+
+def _borrowed(part: Any, hw: Machine) -> Any:
+    # what was *measured* on other hardware is *assumed*
+    there = getattr(part, "measured_on", ())
+    if not there or hw.name in there:
+        return part
+    sources = {
+        keys: f"assumed: measured on {there[0]}, not on {hw.name}: {text.partition(':')[2].strip()}"
+        if text.startswith("measured:")
+        else text
+        for keys, text in part.sources.items()
+    }
+    return replace(part, sources=sources)
+
+
+_last: dict[str, tuple[Any, dict[str, str], Any]] = {}
+"""By key, what `_sourced` was asked last, and its answer: in a sweep most parts are what they were."""
+
+
+def _sourced(part: Any, at: str, new: Mapping[str, str]) -> Any:
+    # With sources that speak for all of its numbers; *new* ones, by full key, replace its own.
+    own = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
+    last = _last.get(at)
+    if last is not None and last[0] == part and last[1] == own:
+        return last[2]
+    every = list(numbers(part))
+    named = {key: text for key, text in own.items() if any(covers([key], number) for number in every)}
+    sources: dict[str, str] = {}
+    for keys, text in part.sources.items():
+        if text.partition(":")[0] not in EVIDENCE:
+            raise ConfigError(
+                f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon"
+            )
+        left = [key for key in _split_keys(keys) if not covers(named, key)]
+        sources |= {", ".join(left): text} if left else {}
+    sources |= named
+    said = [key for keys in sources for key in _split_keys(keys)]
+    sources |= {number: UNSAID for number in every if not covers(said, number)}
+    _last[at] = part, own, replace(part, sources=sources)
+    return _last[at][2]
+
+
+# --- as it is written ----------------------------------------------------------------------------------------------
+
+
+# what makes the file a primary configuration of Hydra's, and keeps Hydra from writing files of its own
+_HYDRA = """\
+# A run, complete; to repeat it: pdsim run --config-path FOLDER --config-name config, FOLDER being this file's,
+# absolute
+defaults: [_self_, {override hydra/hydra_logging: none}, {override hydra/job_logging: none}]
+hydra: {output_subdir: null, run: {dir: .}}
+"""
+_TRUTH = ("y", "yes", "n", "no", "true", "false", "on", "off")  # to YAML, unless it is quoted
+
+
+@dataclass
+class _Part:
+    key: str
+    value: Any  # a frozen dataclass or a plain value, and with the backend its policy
+
+    @cached_property
+    def plain(self) -> Any:  # never changed, for others have it, too
+        if self.key != "backend":
+            return plain(self.value)
+        backend, policy = self.value
+        return {**plain(backend), "policy": plain(policy)}
+
+    @cached_property
+    def yaml(self) -> str:
+        return _yaml({self.key: self.plain})
+
+    @cached_property
+    def json(self) -> str:
+        return json.dumps(self.plain, sort_keys=True, ensure_ascii=True)
+
+
+_written: dict[str, _Part] = {}
+"""The part of each key that was written last."""
+
+
+def _parts(config: Config) -> Iterator[_Part]:
+    for each in fields(config):
+        key, value = each.name, getattr(config, each.name)
+        if key == "policy":
+            continue
+        if key == "backend":
+            value = value, config.policy
+        last = _written.get(key)
+        # 0 and 0.0 are equal, and are written as they are
+        if last is None or not (last.value is value or (last.value == value and repr(last.value) == repr(value))):
+            _written[key] = _Part(key, value)
+        yield _written[key]
+
+
+def as_written(config: Config) -> dict[str, Any]:
+    """Return *config* as `load` takes it; what is below the top level is shared with later answers."""
+    return {part.key: part.plain for part in _parts(config)}
+
+
+def config_yaml(config: Config) -> str:
+    """Return *config* as YAML that gives it again, also as the primary configuration of `pdsim run`."""
+    return "".join([_HYDRA, *(part.yaml for part in _parts(config))])
+
+
+def canonical(config: Config, *without: str) -> str:
+    """Return all that *config* says but the top-level keys *without*, as JSON whose keys are sorted.
+
+    Equal configurations give equal texts, in every process: a sweep names its points by a hash of it.
+    """
+    texts = sorted(f'"{part.key}": {part.json}' for part in _parts(config) if part.key not in without)
+    return f"{{{', '.join(texts)}}}"
+
+
+def plain(value: Any) -> Any:
+    """Return *value* in what JSON and YAML can hold.
+
+    Dataclasses and mappings become dictionaries with texts as keys, tuples lists, NumPy's scalars plain ones,
+    numbers that are not finite None, and what is none of those its text.  Fields that are infinite are left out.
+    """
+    kind = type(value)
+    if kind in (str, int, bool, type(None)):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        every = {each.name: getattr(value, each.name) for each in fields(value)}
+        return {name: plain(item) for name, item in every.items() if item != math.inf}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        return plain(value.item())
+    return value if isinstance(value, int | float | str) else str(value)
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
+
+    text: str = yaml.dump(values, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
+
+
+@cache
+def _dumper() -> Any:
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+    def text(dumper: Any, value: str) -> Any:
+        quoted = value.lower() in _TRUTH or is_number(value)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if quoted else None)
+
+    dumper: Any = type("Dumper", (base,), {"ignore_aliases": lambda *_: True})
+    dumper.add_representer(str, text)
+    return dumper

@@ -6,8 +6,7 @@ composes, `plain` resolves interpolations, `load` makes the `Config` and applies
 points within one `initialized`.
 
 A value such as ``hw.nic.rate=400Gbps`` goes to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
-`pdsim.config` refuses the unknown ones in the same words wherever they come from.  Hydra is imported where
-something is composed, so that ``pdsim --help`` and ``pdsim list`` do without.
+`pdsim.config` refuses the unknown ones in the same words wherever they come from.
 """
 
 from __future__ import annotations
@@ -81,11 +80,7 @@ class CommandLine:
 
 
 def compose(words: Sequence[str]) -> Config:
-    """Return the typed configuration that *words*, overrides only, ask for.
-
-    It is checked, so it can be run.  Raise a `ConfigError` for an option, an unknown key or choice, a value of the
-    wrong type, and violations of the rules in `pdsim.config.rules`.
-    """
+    """Return the typed and checked configuration that *words*, overrides only, ask for, or raise a `ConfigError`."""
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]} is no KEY=VALUE and no option of this command; see pdsim --help")
     return composed(CommandLine(words=tuple(words)))
@@ -182,8 +177,7 @@ def resolved(values: DictConfig) -> dict[str, Any]:
     """Return *values* as plain data, interpolations resolved."""
     from omegaconf import OmegaConf
 
-    container = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-    assert isinstance(container, Mapping)
+    container: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in container.items()}
 
 
@@ -193,11 +187,14 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
     The keys in *words* matter: a calibration does not replace their values, and quantities need units there.  Raise
     a `ConfigError` with a line for each mistake.
     """
-    from pdsim.config import loading, rules
+    from pdsim import config as schema
+    from pdsim.config import rules
 
-    _check_calibration(words, values)
-    plain_words = [word.lstrip("+") for word in words]
-    config = loading.load(values, set_keys(plain_words), folders)
+    for word in words:
+        key, _, name = word.partition("=")
+        if key == "calibration" and not values.get(key):
+            raise ConfigError(_missing(f"calibration/{name.strip(chr(39) + chr(34))}", None))
+    config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
     rules.check_quantities(config, values, leaves(ready(words)))
     rules.check(config)
     return config
@@ -209,10 +206,8 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
     """Return *words*, overrides as typed, as Hydra takes them.
 
-    A key gets ``++``, so that Hydra adds what it does not know and `pdsim.config` refuses it in its own words;
-    names of files and text in other alphabets get quotes. The choices of a group may be those of the folders *own*.
-
-    Raise a `ConfigError` for an argument that is not an override, with a suggestion where there is one.
+    A key gets ``++``; names of files and text in other alphabets get quotes.  The choices of a group may be those of
+    the folders *own*.  Raise a `ConfigError` for an argument that is not an override, with a suggestion.
     """
     known = {group: plugins.options(group, own) for group in plugins.groups(own)} if own else _installed()
     return [_override(word, known) for word in words]
@@ -236,18 +231,14 @@ def set_keys(overrides: Iterable[str]) -> list[str]:
 
 
 def leaves(overrides: Iterable[str]) -> list[str]:
-    """Return the dotted keys whose values *overrides* say.
-
-    Those within a mapping are keys of their own: ``a={b: 1}`` sets ``a.b``.
-    """
+    """Return the dotted keys whose values *overrides* say: ``a={b: 1}`` sets ``a.b``."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    chosen = set(plugins.groups())
     keys: list[str] = []
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
         value = OverridesParser.create().parse_override(text).value() if "={" in text else None
-        keys += _below(key, value) if isinstance(value, Mapping) else [key] if key not in chosen else []
+        keys += _below(key, value) if isinstance(value, Mapping) else [key] if key not in _installed() else []
     return keys
 
 
@@ -258,8 +249,6 @@ def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
-    # Raise a `ConfigError` for Hydra's own options, for a word without =, several files of one group, and an empty
-    # choice.
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
     if key.lstrip("~").startswith("hydra"):
@@ -267,16 +256,16 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     if word.startswith("~") or "@" in key:
         return word
     if not equals:
-        raise ConfigError(_bare(word, known))
+        raise ConfigError(f"{word!r} is not KEY=VALUE{_hint(word, known)}")
     if key not in known:
         # Hydra takes letters of other alphabets only in quotes
         quoted = not value.isascii() and re.fullmatch(r"[^'\"\\()\[\]{},=]*", value)
         return f"++{key}='{value}'" if quoted else f"++{key}={value}"
     if value.startswith("["):
-        one, *_ = value.strip("[]").split(",")
+        several = value.strip("[]")
         raise ConfigError(
-            f"{word} would mix several files into one; choose one, as in {key}={one}, or run each of them with "
-            f"pdsim sweep {key}={value.strip('[]')}"
+            f"{word} would mix several files into one; choose one, as in {key}={several.partition(',')[0]}, or run "
+            f"each of them with pdsim sweep {key}={several}"
         )
     if not value:
         raise ConfigError(f"{word} chooses nothing; there are {', '.join(known[key])}")
@@ -284,20 +273,12 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     return f"{key}='{value}'" if _NOT_TEXT.fullmatch(value) else f"{key}={value}"
 
 
-def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
-    # The name of an option gets the group that has it, the name of a group its options, anything else an example.
-    for group, names in known.items():
-        if word in names:
-            return f"{word!r} is not KEY=VALUE; did you mean {group}={word}?"
+def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
+    if groups := [group for group, names in known.items() if word in names]:
+        return f"; did you mean {groups[0]}={word}?"
     if word in known:
-        return f"{word!r} is not KEY=VALUE; write {word}=NAME with one of {', '.join(known[word])}"
-    return f"{word!r} is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help"
-
-
-def _check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> None:
-    for name in (word.partition("=")[2].strip("'\"") for word in words if word.startswith("calibration=")):
-        if not composed.get("calibration"):
-            raise ConfigError(_missing(f"calibration/{name}", None))
+        return f"; write {word}=NAME with one of {', '.join(known[word])}"
+    return ", such as hw=8xh20 or workload.rate=2; see pdsim run --help"
 
 
 # --- and back ------------------------------------------------------------------------------------------------------
@@ -306,9 +287,7 @@ def _check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> 
 def explain(error: BaseException) -> str | None:
     """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal.
 
-    Hydra's texts name its own syntax and files; those that users meet get a line of pdsim: a file that there is not
-    with its nearest names, a value that needs quotes, several values where ``run`` takes one, a file that is not
-    YAML. Others are shortened to one line.
+    Hydra's texts name its own syntax and files; those that users meet get a line of pdsim, others are shortened.
     """
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
@@ -336,8 +315,7 @@ def explain(error: BaseException) -> str | None:
 
 def _missing(file: str, known: Sequence[str] | None) -> str:
     # A file is ``GROUP/NAME``, or the primary configuration.
-    if "/" not in file:
+    group, slash, name = file.rpartition("/")
+    if not slash:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
-    group, _, name = file.rpartition("/")
-    known = known or plugins.options(group)
-    return f"{group}={name} does not exist; {instead(name, known, group + '={}')}"
+    return f"{group}={name} does not exist; {instead(name, known or plugins.options(group), group + '={}')}"

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdsim.compute import tables
 from pdsim.compute.forward import Compute, forward
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pdsim.config import Config
 
 __all__ = ["AUTO", "chosen", "notes"]
 
@@ -32,25 +29,31 @@ ROOFLINE = "TTFT, TPOT and end to end were 27, 26 and 28 % off on H100"
 """How far a roofline with assumed shares is off (docs/model.md)."""
 
 
-def chosen(config: Config, values: Mapping[str, Any], keys: Iterable[str], folders: Sequence[Path] = ()) -> Compute:
+def chosen(
+    config: Any,  # a `pdsim.config.Config`, which imports this
+    values: Mapping[str, Any],
+    keys: Iterable[str],
+    folders: Sequence[Path],
+    build: Callable[[Mapping[str, Any]], Compute],
+) -> Compute:
     """Return what ``compute=auto`` stands for in *config*; its `Compute.chosen` says why.
 
     *values* are those of ``compute`` as composed, of which those that differ from the defaults, or are among *keys*,
-    the dotted keys set by hand, stay.  *folders* are one's own with configuration groups.
+    the dotted keys set by hand, stay.  *folders* are one's own with configuration groups; *build* is the schema's.
     """
     names = {key.split(".")[1] for key in keys if key.startswith("compute.")}
     base = asdict(Compute(name=AUTO))
     own = {key: value for key, value in values.items() if key in names or value != base[key]}
     for content, why in _candidates(config, folders):
-        compute = _built(_laid({**content, "chosen": why}, own))
+        compute = build(_laid({**content, "chosen": why}, own))
         if compute.kernels is None or _serves(config, compute):
             return compute
     here = config.hw.gpu.name if config.hw.gpu else ""
     why = f"{config.engine.name} with {config.model.name} was not measured on {here}; {ROOFLINE}"
-    return _built({"name": "roofline", **own, "chosen": why if here else "without a GPU compute is emulated"})
+    return build({"name": "roofline", **own, "chosen": why if here else "without a GPU compute is emulated"})
 
 
-def notes(config: Config) -> list[str]:
+def notes(config: Any) -> list[str]:
     """Return what ``compute=auto`` took in *config*, or that what was named by hand is of another GPU or model."""
     compute, gpu, model = config.compute, config.hw.gpu.name if config.hw.gpu else "", config.model.name
     if not gpu:
@@ -64,7 +67,7 @@ def notes(config: Config) -> list[str]:
     return [f"warning: compute={compute.name} was measured {wrong}; try compute=auto"] if wrong else []
 
 
-def _candidates(config: Config, folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], str]]:
+def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], str]]:
     gpu = config.hw.gpu.name if config.hw.gpu else ""
     engine, model = config.engine.name, config.model.name
     if not gpu:
@@ -95,12 +98,6 @@ def _gpu(content: Mapping[str, Any]) -> str:
     return str(content.get("gpu") or content.get("kernels", {}).get("gpu", ""))
 
 
-def _built(values: Mapping[str, Any]) -> Compute:
-    from pdsim.config import build
-
-    return build(Compute, values, "compute")
-
-
 @cache
 def _content(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
@@ -110,7 +107,7 @@ def _content(path: Path) -> dict[str, Any]:
     return content or {}
 
 
-def _serves(config: Config, compute: Compute) -> bool:
+def _serves(config: Any, compute: Compute) -> bool:
     # Whether there are times of all operators of the model, as it is divided.
     try:
         with warnings.catch_warnings():

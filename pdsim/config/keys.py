@@ -7,16 +7,13 @@
 from __future__ import annotations
 
 import inspect
-import io
 import re
-import tokenize
 import typing
-from ast import AnnAssign, ClassDef, Name, parse
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from pdsim.config import Config, ExperimentOptions, join
+from pdsim.config import Config, ExperimentOptions, hints_of, join
 from pdsim.core import plugins
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
@@ -64,27 +61,23 @@ def named(text: str) -> list[Key]:
 
 def of(cls: type, at: str = "") -> Iterator[Key]:
     """Yield the keys of *cls*, a dataclass that stands at the dotted key *at*, and of the dataclasses within it."""
-    hints = typing.get_type_hints(cls)
     own = {key.name: key for key in rows_of(cls, at)}
     for field in fields(cls):
         if (key := join(at, field.name)) in own:
             yield own[key]
         elif field.name not in _ELSEWHERE:
-            for inner in dataclasses_in(hints[field.name]):
+            for inner in dataclasses_in(hints_of(cls)[field.name]):
                 yield from of(inner, key)
 
 
 def rows_of(cls: type, at: str = "") -> Iterator[Key]:
     """Yield the keys of *cls* itself, without those of the dataclasses within it."""
-    meanings, hints, rules = (
-        _comments(cls),
-        typing.get_type_hints(cls),
-        typing.get_type_hints(cls, include_extras=True),
-    )
+    meanings, hints = _comments(cls), hints_of(cls)
     for field in fields(cls):
         if field.name not in _ELSEWHERE and not dataclasses_in(hints[field.name]):
-            kind, rule = _kind(field), _rule(rules[field.name])
-            yield Key(join(at, field.name), kind, rule, _default(field, kind), meanings.get(field.name, ""))
+            kind = _kind(field)
+            rule, default = _rule(hints[field.name]), _default(field, kind)
+            yield Key(join(at, field.name), kind, rule, default, meanings.get(field.name, ""))
 
 
 def dataclasses_in(kind: Any) -> list[type]:
@@ -103,17 +96,15 @@ def type_of(field: Field[Any]) -> str:
 
 def _kind(field: Field[Any]) -> str:
     name = type_of(field)
-    if name.startswith(("tuple", "Mapping")):
-        return "list" if name.startswith("tuple") else "mapping"
-    return _KINDS.get(name, name)
+    return {"tup": "list", "Map": "mapping"}.get(name[:3]) or _KINDS.get(name, name)
 
 
 def _rule(hint: Any) -> str:
     # the rule of a rate, a time or a size that may be 0 is no news
-    texts = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
+    own = getattr(hint, "__metadata__", ())
     inner = next((rule for each in typing.get_args(hint)[:1] if (rule := _rule(each))), "")
-    rule = texts[-1] if texts else inner
-    return "" if rule == ">= 0" and any(map(callable, getattr(hint, "__metadata__", ()))) else rule
+    rule = next((each for each in reversed(own) if isinstance(each, str)), inner)
+    return "" if rule == ">= 0" and any(map(callable, own)) else rule
 
 
 def _default(field: Field[Any], kind: str) -> str:
@@ -130,24 +121,20 @@ def _default(field: Field[Any], kind: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
+    # of each field, the comments on lines of their own above it, and those on its lines
     meanings: dict[str, str] = {}
     for each in reversed(cls.__mro__):
-        if not is_dataclass(each):
-            continue
-        source = inspect.cleandoc(inspect.getsource(each))
-        comments = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
-        body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
-        for node in body:
-            if isinstance(node, AnnAssign) and isinstance(node.target, Name):
-                lines = list(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-                above = node.lineno - 1
-                while above in alone:
-                    lines.insert(0, above)
-                    above -= 1
-                meanings[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+        name, above = "", list[str]()
+        for line in inspect.getsource(each).splitlines() if is_dataclass(each) else ():
+            comment = match[1] if (match := re.search(r"(?:^|  )\s*# (.*)$", line)) else ""
+            if field := re.match(r"    (\w+): ", line):
+                name = field[1]
+                meanings[name] = " ".join(filter(None, [*above, comment]))
+                above = []
+            elif comment and line.lstrip().startswith("#"):
+                above.append(comment)
+            elif not line:
+                name, above = "", []
+            elif comment and name:  # the annotation goes on
+                meanings[name] = f"{meanings[name]} {comment}".strip()
     return meanings

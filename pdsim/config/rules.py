@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse configurations: combinations that cannot run, and quantities that are not plausible.
 
-`check` applies the rules between parts of a configuration and those about this machine.  A rule is a function that
-yields one line for each violation: the value, the rule, the way out.  All rules apply, so that a user sees every
-line at once, before anything is started or written.  A part checks its own values (``__post_init__``); experiments
-that place ranks in their own way have a ``check`` of their own.
+`check` refuses a configuration whose values have the right types and ranges (`pdsim.config.build`).  A rule yields
+one line for each violation: the value, the rule, the way out.  First come rules within a part, then those between
+parts and about this machine.  Experiments that place ranks in their own way have a function ``check``.
 
 `check_quantities` finds typing mistakes: ``hw.nic.rate=400`` means 400 bytes a second to the code and 400 Gbps to
-its author.  Numbers of files are in base units; `BOUNDS` hold wherever a value comes from.  Annotations of the
-dataclasses (`pdsim.core.units.Rate` and so on) say which numbers are rates, times or sizes, so a new key needs a row
-of `BOUNDS` only for its plausible range.
+its author.  Annotations say which numbers are rates, times or sizes; `BOUNDS` has plausible ranges.
 """
 
 from __future__ import annotations
@@ -21,35 +18,39 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdsim.calibration.definition import covers
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config, Launch, computing
+from pdsim.config import Config, Launch, computing, hints_of
 from pdsim.core import plugins, units
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
-from pdsim.hardware.costs import Engine
-from pdsim.hardware.machine import Machine
-from pdsim.models.parallel import Side
+from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
+from pdsim.kv.policy import Policy
+from pdsim.models.llm import DTYPES, Llm
+from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.deployment import colocated_places, places
 from pdsim.serving.policies import handoff_of
-from pdsim.serving.settings import Workload
+from pdsim.serving.settings import Live, Workload
 from pdsim.transfer.job import Place
 
-__all__ = ["BOUNDS", "Quantity", "check", "check_quantities", "notes"]
+__all__ = ["BOUNDS", "check", "check_quantities", "notes"]
 
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.
 
-    Each line has the key, its value and what to set instead, so that a user corrects all in one go.  Nothing is
-    started and nothing written; for ``target=real`` the engine's library is probed in a process of its own, which
-    takes a second.
+    Each line has the key, its value and what to set instead.  Nothing is started and nothing written; for
+    ``target=real`` the engine's library is probed in a process of its own, which takes a second.
     """
     experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
-    problems = [*_general(config, experiment), *(_serving(config) if getattr(experiment, "SERVES", False) else ())]
+    problems = list(_parts(config)) or [
+        *_general(config, experiment),
+        *(_serving(config) if getattr(experiment, "SERVES", False) else ()),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -57,9 +58,8 @@ def check(config: Config) -> None:
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
     """Return a line for each thing that a run of *config* should say, though it is not wrong.
 
-    These are options of a backend that were *typed*, as dotted keys say, and that the model does not look at
-    (`Engine.modelled` has those that it does), what the backend says of its environment, and where times of forwards
-    come from.
+    That is: options of a backend that were *typed* and that the model does not look at, what a real backend says,
+    and where times of forwards come from.
     """
     if config.target != "model":
         from backends import registry
@@ -75,6 +75,157 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     return [f"{named} has no effect on target=model: only the real engine reads options (target=real)", *forwards]
 
 
+# --- within one part -----------------------------------------------------------------------------------------------
+
+
+def _parts(config: Config) -> Iterator[str]:
+    yield from _machine(config.hw)
+    yield from _costs(config)
+    yield from _llm(config.model)
+    yield from _division(config.parallel)
+    yield from _policy(config.policy)
+    yield from _live(config.live)
+    workload, engine, blend = config.workload, config.engine, config.compute.blend
+    chosen = workload.skip or workload.seconds or workload.load
+    if workload.arrivals == "sessions" and not workload.trace and chosen:
+        yield "workload.arrivals=sessions has no skip, seconds or load: users come after their answers"
+    if config.cache.host and not config.cache.prefill:
+        yield f"cache.host={config.cache.host:g} keeps what prefill caches; set cache.prefill=true"
+    if engine.lease and not engine.heartbeat < engine.lease:
+        yield f"engine.heartbeat={engine.heartbeat} must be < engine.lease={engine.lease}, which it renews"
+    if blend and not 1.0 <= blend <= 64.0:
+        yield f"compute.blend must be 0 or from 1 to 64, got {blend}"
+
+
+def _machine(hw: Machine) -> Iterator[str]:
+    if hw.interconnect.kind != "none" and not hw.interconnect.rate:
+        yield f"hw.interconnect.rate must be > 0 for kind={hw.interconnect.kind}, got {hw.interconnect.rate}"
+    if hw.nic.count and not hw.nic.rate:
+        yield f"hw.nic.rate must be > 0 for hw.nic.count={hw.nic.count}, got {hw.nic.rate}"
+    if hw.gpus and hw.gpu is None:
+        yield f"hw.gpus={hw.gpus}, but hw.gpu does not say what a GPU is"
+    if hw.guest and (hw.gpus or hw.nodes > 1):
+        yield f"hw.guest is one host without GPUs, got hw.nodes={hw.nodes} and hw.gpus={hw.gpus}"
+    if hw.link is not None:
+        yield from _network_link(hw.link, hw.nodes)
+
+
+def _network_link(link: NetworkLink, nodes: int) -> Iterator[str]:
+    if not 2 <= nodes <= 250:
+        yield f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {nodes}"
+        return
+    hops = nodes - 1
+    if link.rates and len(link.rates) != hops:
+        yield f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}"
+    for change in link.changes:
+        if change.hop >= hops:
+            yield f"hw.link.changes: hop must be < {hops}, got {change.hop}"
+        if not change.start < change.end:
+            yield f"hw.link.changes.end must be > start={change.start}, got {change.end}"
+        if (change.kind == "slow") != (change.share > 0.0) or change.share >= 1.0:
+            yield f"hw.link.changes.share must be > 0 and < 1 for slow and left out otherwise, got {change.share}"
+    for one, other in pairwise(sorted(link.changes, key=lambda change: (change.hop, change.start))):
+        if one.hop == other.hop and other.start < one.end:
+            begins, ends = f"begins at {other.start:g} s", f"ends at {one.end:g} s"
+            yield f"hw.link.changes: one of hop {one.hop} {begins}, before the one of {one.start:g} s {ends}"
+
+
+def _costs(config: Config) -> Iterator[str]:
+    backend, collective = config.backend, config.collective
+    if unknown := [vendor for vendor in backend.vendors if vendor not in VENDORS]:
+        yield f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}"
+    if backend.intra is None and backend.inter is None:
+        yield f"backend={backend.name} says neither what intra nor what inter costs"
+    for at in ("intra", "inter"):
+        model = getattr(backend, at)
+        if model is not None and model.pipelined and not model.overlap:
+            yield f"backend.{at}.pipelined must be false where overlap is, got True"
+    if collective is not None and collective.timing == "device":
+        for kind in ("plain", "symmetric"):
+            if not getattr(collective, kind).device:
+                yield (
+                    f"collective.timing=device needs collective.{kind}.device, and nobody has measured it for "
+                    f"{collective.name}; use timing=caller, or give the lines"
+                )
+                return
+
+
+def _llm(model: Llm) -> Iterator[str]:
+    hybrid = model.hybrid
+    if "a" not in hybrid.pattern or set(hybrid.pattern) - set("awm"):
+        yield f"model.hybrid.pattern must be of a, w and m with at least one a, got {hybrid.pattern!r}"
+    needed = {"latent_dim": model.latent_dim} if model.attention == "mla" else {}
+    if "w" in hybrid.pattern:
+        needed["hybrid.window"] = hybrid.window
+    if "m" in hybrid.pattern:
+        needed["hybrid.conv_groups"] = min(hybrid.conv_groups, default=0)
+        names = ("conv_width", "ssm_heads", "ssm_head_elements", "ssm_dtype_bytes")
+        needed |= {f"hybrid.{name}": getattr(hybrid, name) for name in names}
+    yield from (f"model.{name} must be > 0, got {value}" for name, value in needed.items() if not value > 0)
+    if model.expert_groups and not 0 < model.groups_per_token <= model.expert_groups:
+        groups, chosen = model.expert_groups, model.groups_per_token
+        yield f"model.groups_per_token must be >= 1 and <= expert_groups={groups}, got {chosen}"
+    if model.dense_layers >= model.layers:
+        yield f"model.dense_layers must be < layers={model.layers}, got {model.dense_layers}"
+    if model.experts and not 0 < model.experts_per_token < model.experts:
+        yield f"model.experts_per_token must be >= 1 and < experts={model.experts}, got {model.experts_per_token}"
+    fitting = [name for name, size in DTYPES.items() if size == model.dtype_bytes]
+    if model.kv_dtype and model.kv_dtype not in fitting:
+        yield (
+            f"model.kv_dtype must be one of {', '.join(fitting) or 'none'} for model.dtype_bytes="
+            f"{model.dtype_bytes}, got {model.kv_dtype!r}"
+        )
+
+
+def _division(parallel: Parallel) -> Iterator[str]:
+    prefill, decode = parallel.prefill, parallel.decode
+    for name, side in (("prefill", prefill), ("decode", decode)):
+        key, tp = f"parallel.{name}", side.tp
+        if tp % side.dp:
+            yield f"{key}.dp must divide tp={tp}, whose ranks it divides among groups, got {side.dp}"
+        if side.ep not in (1, tp):
+            yield f"{key}.ep must be 1 or tp={tp}, over all of whose ranks experts go, got {side.ep}"
+        elif side.ep > 1 and side.pp * side.cp > 1:
+            yield f"{key}.ep={side.ep} has no stages or context-parallel ranks; leave pp and cp at 1"
+    if decode.cp != 1:
+        yield f"parallel.decode.cp={decode.cp}: decode ranks are not context-parallel; leave decode.cp at 1"
+    if decode.pp not in (1, prefill.pp):
+        yield (
+            f"parallel.decode.pp={decode.pp} and prefill.pp={prefill.pp}: decode has the stages of prefill or a "
+            f"single one; use decode.pp=1 or decode.pp={prefill.pp}"
+        )
+
+
+def _policy(policy: Policy) -> Iterator[str]:
+    if policy.staging and not (policy.queues and policy.notify == "write"):
+        yield (
+            f"backend.policy.staging needs queues, which own the buffers, and notify=write, got queues="
+            f"{policy.queues} and notify={policy.notify}"
+        )
+    if policy.metadata_on == "host" and policy.metadata_by != "control":
+        yield (
+            f"backend.policy.metadata={policy.metadata_by} needs rows in the registered memory of the device, "
+            "backend.policy.metadata_memory is host; use backend.policy.metadata=control"
+        )
+
+
+def _live(live: Live) -> Iterator[str]:
+    for name in ("url", "prefill", "decode"):
+        for address in getattr(live, name):
+            if not address.startswith(("http://", "https://")):
+                yield f"live.{name} must begin with http:// or https://, got {address!r}"
+    if len(live.bootstrap_port) not in (1, max(1, len(live.prefill))):
+        yield (
+            f"live.bootstrap_port must be one port or one for each of {len(live.prefill)} prefill servers, "
+            f"got {list(live.bootstrap_port)}"
+        )
+    if live.api == "chat" and live.prompts == "ids":
+        yield "live.prompts must be text for live.api=chat, got 'ids'"
+
+
+# --- between parts -------------------------------------------------------------------------------------------------
+
+
 def _general(config: Config, experiment: Any) -> Iterator[str]:
     name, able = config.experiment.name, getattr(experiment, "TARGETS", ("model", "real"))
     if config.target not in able:
@@ -88,10 +239,14 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
 
         yield from problems(config)
         return
-    yield from _names(config)
-    yield from _vendor(config)
-    yield from _paths(config)
-    yield from _collective(config)
+    yield from _engine(config)
+    collective = config.collective
+    if collective is not None and (
+        collective.timing == "device" or collective.implementation not in plugins.names(plugins.COLLECTIVES)
+    ):
+        from backends import registry
+
+        yield from registry.check_collective(collective)
     if config.target == "real":
         yield from _real(config)
 
@@ -101,39 +256,23 @@ def _serving(config: Config) -> Iterator[str]:
     if config.target == "live":
         return  # the servers have their own memory and places
     yield from _placement(config)
-    yield from _staging(config)
-    yield from _decode_cache(config)
-    yield from _serving_engine(config)
-    sides = {"prefill": config.parallel.prefill}
-    if not getattr(config.experiment, "colocated", False):
-        sides["decode"] = config.parallel.decode
-    for name, side in sides.items():
-        yield from _heads(config, name, side)
-        yield from _memory(config, name, side)
+    yield from _handoff(config)
+    for name in ("prefill",) if getattr(config.experiment, "colocated", False) else ("prefill", "decode"):
+        yield from _model(config, name, getattr(config.parallel, name))
 
 
-# --- machine and engine --------------------------------------------------------------------------------------------
-
-
-def _names(config: Config) -> Iterator[str]:
-    for key, name in (("hw.name", config.hw.name), ("backend.name", config.backend.name)):
+def _engine(config: Config) -> Iterator[str]:
+    hw, backend = config.hw, config.backend
+    for key, name in (("hw.name", hw.name), ("backend.name", backend.name)):
         if not re.fullmatch(r"[^/\0]{1,64}", name):
             yield f"{key}={name!r:.80} must be 1 to 64 characters without a slash: it is part of a folder's name"
-
-
-def _vendor(config: Config) -> Iterator[str]:
-    hw, backend = config.hw, config.backend
     if hw.vendor not in backend.vendors:
         yield (
             f"backend={backend.name} runs on {' and '.join(backend.vendors)} machines, hw={hw.name} is {hw.vendor}; "
             f"leave backend out for the one that suits hw={hw.name}, or see pdsim list backend"
         )
-
-
-def _paths(config: Config) -> Iterator[str]:
-    hw, backend = config.hw, config.backend
     if hw.link is not None and backend.inter is None:
-        yield f"backend={backend.name} works within a node only, and hw={hw.name} joins nodes; {_elsewhere(config)}"
+        yield f"backend={backend.name} works within a node only, and hw={hw.name} joins nodes; {_elsewhere(hw)}"
     models = (backend.intra,) if hw.nodes == 1 else (backend.intra, backend.inter)
     for path in sorted({model.path for model in models if model is not None}):
         if path == "nvlink" and (not hw.gpus or hw.interconnect.kind == "none"):
@@ -142,108 +281,67 @@ def _paths(config: Config) -> Iterator[str]:
             lack = "has no network cards (hw.nic.count=0)"
         else:
             continue
-        yield f"backend={backend.name} moves bytes over {path}, but hw={hw.name} {lack}; {_elsewhere(config)}"
+        yield f"backend={backend.name} moves bytes over {path}, but hw={hw.name} {lack}; {_elsewhere(hw)}"
 
 
-def _elsewhere(config: Config) -> str:
-    if config.hw.vendor == "cpu":
+def _elsewhere(hw: Machine) -> str:
+    if hw.vendor == "cpu":
         from backends import registry
 
-        *others, last = registry.on_hosts(config.hw.nodes)
+        *others, last = registry.on_hosts(hw.nodes)
         return f"use backend={' or '.join(filter(None, (', '.join(others), last)))}"
-    return f"leave backend out for the one that suits hw={config.hw.name}"
+    return f"leave backend out for the one that suits hw={hw.name}"
 
 
 def _real(config: Config) -> Iterator[str]:
     # a machine with `guest` is emulated, and needs the emulator instead of the engine's library
+    from backends import registry
+    from backends.emulation.guest import engines
+    from backends.emulation.link import emulated_link
+
     hw, backend = config.hw, config.backend
+    provided = backend.implementation in registry.names()
     if config.memory != "timing":
         yield f"memory={config.memory} applies to target=model; real memory always has contents; leave memory out"
-    yield from _own_rules(backend)
-    yield from _guest(config) if hw.guest else _engine(backend)
-    yield from _options(backend)
-    if hw.link is not None:
-        yield from _link()
-    if hw.gpus:
-        wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
-        here = _gpus_here(hw.vendor)
-        if hw.nodes > 1 or here < hw.gpus:
-            yield (
-                f"target=real on hw={hw.name} needs {wanted}, but this machine has {here or 'none'}; "
-                "use hw=loopback for real bytes, or target=model"
-            )
-
-
-def _engine(backend: Engine) -> Iterator[str]:
-    from backends import registry
-
-    if backend.name in registry.backends():
+    if provided:
+        yield from registry.check(backend)
+    if hw.guest:
+        if problem := engines.missing_requirements(backend.name):
+            yield f"target=real emulates hw={hw.name}: {problem}"
+        if backend.threads != 1:
+            yield f"backend.threads={backend.threads}: ranks of an emulated machine post from one thread; use 1"
+    elif backend.name in registry.backends():
         diagnosis = registry.diagnose(backend.name)
         if not diagnosis.works:
             yield f"backend={backend.name} does not work on this machine: {diagnosis.reason}; {diagnosis.remedy}"
-    elif backend.implementation not in registry.names():
+    elif not provided:
         yield (
             f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
             f"choose one of {', '.join(registry.backends())} (pdsim doctor)"
         )
-
-
-def _own_rules(backend: Engine) -> Iterator[str]:
-    from backends import registry
-
-    if backend.implementation in registry.names():
-        yield from registry.check(backend)
-
-
-def _collective(config: Config) -> Iterator[str]:
-    collective = config.collective
-    if collective is None:
-        return
-    if collective.timing == "device" or collective.implementation not in plugins.names(plugins.COLLECTIVES):
-        from backends import registry
-
-        yield from registry.check_collective(collective)
-
-
-def _options(backend: Engine) -> Iterator[str]:
-    from backends import registry
-
-    if not backend.options or backend.implementation not in registry.names():
-        return
-    own = getattr(registry.load(backend.implementation), "options", ())
-    for name in backend.options:
+    own = getattr(registry.load(backend.implementation), "options", ()) if backend.options and provided else ()
+    for name in backend.options if provided else ():
         if name not in own and not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
             yield (
                 f"backend.options.{name} is not an option of backend={backend.name}; {near(name, own)}choose one of "
                 f"{', '.join((*own, 'environment variables'))} (in capitals)"
             )
-
-
-def _guest(config: Config) -> Iterator[str]:
-    from backends.emulation.guest.engines import missing_requirements
-
-    if problem := missing_requirements(config.backend.name):
-        yield f"target=real emulates hw={config.hw.name}: {problem}"
-
-
-def _link() -> Iterator[str]:
-    from backends.emulation.link.emulated_link import missing_requirements
-
-    if problem := missing_requirements():
+    if hw.link is not None and (problem := emulated_link.missing_requirements()):
         yield problem
+    here = _gpus_here(hw.vendor) if hw.gpus else 0
+    if hw.gpus and (hw.nodes > 1 or here < hw.gpus):
+        yield (
+            f"target=real on hw={hw.name} needs {hw.nodes * hw.gpus} {hw.vendor} GPUs, but this machine has "
+            f"{here or 'none'}; use hw=loopback for real bytes, or target=model"
+        )
 
 
 def _gpus_here(vendor: str) -> int:
-    # NVIDIA's driver says so, or for others the nodes of Linux's KFD that have a GPU's number.
-    if vendor == "nvidia":
-        from backends.diagnosis import gpu_count
+    from backends.diagnosis import gpu_count
 
-        return gpu_count()
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    return sum(node.read_text().strip() not in ("", "0") for node in nodes)
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # of AMD's, those that have a number
+    return gpu_count() if vendor == "nvidia" else sum(node.read_text().strip() not in ("", "0") for node in nodes)
 
-
-# --- the workload --------------------------------------------------------------------------------------------------
 
 _GENERATED = ("poisson", "gamma", "bursty")
 _USES = {
@@ -261,37 +359,39 @@ _USES = {
 
 def _workload(workload: Workload) -> Iterator[str]:
     arrivals = "embedded" if workload.trace is not None else workload.arrivals
-    unset = Workload()
     for name, uses in _USES.items():
         value = getattr(workload, name)
-        if arrivals not in uses and value != getattr(unset, name):
-            if workload.trace is not None:
-                yield f"workload.{name}={value} has no effect on a trace; leave it out, and any workload=NAME too"
-                continue
-            other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
-            yield (
-                f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
-            )
-
-
-# --- placement -----------------------------------------------------------------------------------------------------
+        if arrivals in uses or value == getattr(Workload, name):
+            continue
+        if workload.trace is not None:
+            yield f"workload.{name}={value} has no effect on a trace; leave it out, and any workload=NAME too"
+            continue
+        other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
+        yield f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
 
 
 def _placement(config: Config) -> Iterator[str]:
+    hw, backend, parallel = config.hw, config.backend, config.parallel
     try:
         if getattr(config.experiment, "colocated", False):
-            where = colocated_places(config.parallel, config.hw)
-            if config.hw.gpus:
-                yield from _split("prefill", config.parallel.prefill, where, config.hw)
+            where = colocated_places(parallel, hw)
+            yield from _split("prefill", parallel.prefill, where, hw) if hw.gpus else ()
             return
-        prefill, decode = places(config.parallel, config.hw)
+        prefill, decode = places(parallel, hw)
     except ConfigError as error:
         yield str(error)
         return
-    if config.hw.gpus:
-        yield from _split("prefill", config.parallel.prefill, prefill, config.hw)
-        yield from _split("decode", config.parallel.decode, decode, config.hw)
-    yield from _connections(config, {place.node for place in prefill}, {place.node for place in decode})
+    if hw.gpus:
+        yield from _split("prefill", parallel.prefill, prefill, hw)
+        yield from _split("decode", parallel.decode, decode, hw)
+    sides = {place.node for place in prefill}, {place.node for place in decode}
+    if backend.intra is None and sides[0] & sides[1]:
+        yield f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(hw)}"
+    if backend.inter is None and len(sides[0] | sides[1]) > 1:
+        yield (
+            f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
+            f"hw={hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
+        )
 
 
 def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterator[str]:
@@ -311,41 +411,18 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
         )
 
 
-def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterator[str]:
-    backend, nodes = config.backend, prefill | decode
-    if backend.intra is None and prefill & decode:
+def _handoff(config: Config) -> Iterator[str]:
+    kv, engine, backend = config.kv, config.engine, config.backend
+    if kv.staging and not config.policy.staging:
         yield (
-            f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(config)}"
-        )
-    if backend.inter is None and len(nodes) > 1:
-        yield (
-            f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
-            f"hw={config.hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
-        )
-
-
-def _staging(config: Config) -> Iterator[str]:
-    if config.kv.staging and not config.policy.staging:
-        yield (
-            f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
+            f"kv.staging=true, but backend={backend.name} has no staged path (backend.policy.staging=false); "
             "use a mooncake or nixl backend, or leave kv.staging out"
         )
-
-
-def _decode_cache(config: Config) -> Iterator[str]:
-    # SGLang's rule; an engine that pulls, such as vLLM, has none
-    engine, backend = config.engine, config.backend
-    if not config.cache.decode or config.policy.decode_cache:
-        return
-    if engine.handoff in plugins.names(plugins.HANDOFFS) and not handoff_of(engine).serial:
+    if kv.staging and engine.page_order == "heads":
         yield (
-            f"cache.decode=true with backend={backend.name}: SGLang keeps a prefix cache on decode over nixl and "
-            "mooncake only; choose such a backend, or leave cache.decode out"
+            "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "
+            "a slice is one descriptor a page; leave kv.staging out"
         )
-
-
-def _serving_engine(config: Config) -> Iterator[str]:
-    engine = config.engine
     for key, name, group in (
         ("engine.scheduler", engine.scheduler, plugins.SCHEDULERS),
         ("engine.handoff", engine.handoff, plugins.HANDOFFS),
@@ -353,32 +430,29 @@ def _serving_engine(config: Config) -> Iterator[str]:
         if name not in plugins.names(group):
             yield f"{key}={name} is provided by no installed package; {instead(name, plugins.names(group))}"
             return
-    if config.kv.staging and engine.page_order == "heads":
-        yield (
-            "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "
-            "a slice is one descriptor a page; leave kv.staging out"
-        )
+    pulls = f"engine={engine.name} pulls (engine.handoff={engine.handoff})"
     if not handoff_of(engine).serial:
+        if config.cache.decode and not config.policy.decode_cache:  # SGLang's rule
+            yield (
+                f"cache.decode=true with backend={backend.name}: SGLang keeps a prefix cache on decode over nixl "
+                "and mooncake only; choose such a backend, or leave cache.decode out"
+            )
         return
-    if config.kv.staging:
-        yield (
-            f"kv.staging=true, but engine={engine.name} pulls (engine.handoff={engine.handoff}); "
-            "leave kv.staging out"
-        )
+    if kv.staging:
+        yield f"kv.staging=true, but {pulls}; leave kv.staging out"
     if getattr(config.experiment, "dp_rank", "") == "query":
         yield (
-            f"experiment.dp_rank=query, but engine={engine.name} pulls (engine.handoff={engine.handoff}): prefill's "
-            "answer names the group; leave experiment.dp_rank out"
+            f"experiment.dp_rank=query, but {pulls}: prefill's answer names the group; leave experiment.dp_rank out"
         )
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
-def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
-    # KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are
-    # fewer heads than ranks. Models with a latent cache have none to divide.
-    model, tp, attention_tp = config.model, side.tp, side.attention_tp
+def _model(config: Config, name: str, side: Side) -> Iterator[str]:
+    # KV heads are divided among the ranks of an attention group, and repeated where there are fewer; models with a
+    # latent cache have none to divide.  A host emulates compute and holds no weights.
+    model, gpu, tp, attention_tp = config.model, config.hw.gpu, side.tp, side.attention_tp
     if model.heads % (tp if side.ep == 1 else attention_tp):
         fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
         yield (
@@ -390,25 +464,19 @@ def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
             f"parallel.{name}.tp={tp} over dp={side.dp} groups neither divides the {model.kv_heads} KV heads of "
             f"model={model.name} nor is a multiple of them; use powers of two"
         )
-
-
-def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
-    # a pool that is left out takes what the weights leave; a host emulates compute and holds no weights
-    gpu, model = config.hw.gpu, config.model
     if gpu is None or not config.hw.gpus:
         return
-    share = weight_bytes(model, side)
-    usable = gpu.memory * config.scheduler.memory_fraction
+    share, usable = weight_bytes(model, side), gpu.memory * config.scheduler.memory_fraction
     if share >= usable:
         yield (
-            f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={side.tp}, "
+            f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={tp}, "
             f"and {format_size(usable)} of {config.hw.name}'s {gpu.name} are usable (scheduler.memory_fraction="
             f"{config.scheduler.memory_fraction}); raise tp or choose a smaller model (pdsim list model)"
         )
     elif share + config.kv.pool > usable:
         yield (
             f"kv.pool={format_size(config.kv.pool)} and {format_size(share)} of weights exceed the "
-            f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={side.tp}; lower kv.pool, or leave it "
+            f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={tp}; lower kv.pool, or leave it "
             f"out to use all remaining memory"
         )
 
@@ -418,7 +486,6 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
 _DAY = 86400.0
 _MONTH = 30 * _DAY
 _FEW, _MANY = 1, 10**5  # counts in a machine or a model
-_LOOK = "or set check.plausible=false to take it as it is"
 
 BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     # key, least, usual, most, in SI units: an order of magnitude or more beyond anything that is built or thought of
@@ -430,7 +497,6 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.gpu.pcie", 1e8, 5e10, 1e13),
     ("time:hw.*.copies.*", 1e-12, 5e-6, 0.1),
     ("hw.*.idle_after", 1e-9, 1e-3, _DAY),
-    ("hw.gpu.idle_wake", 1e-9, 1e-5, 1.0),
     ("hw.interconnect.rate", 1e8, 4.5e11, 1e14),
     ("hw.interconnect.latency", 1e-10, 1e-6, 0.01),
     ("hw.nic.count", _FEW, 8, 1024),
@@ -440,36 +506,25 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.host.memory_rate", 1e8, 2e11, 1e14),
     ("hw.host.tcp_rate", 1e3, 2.5e9, 1e13),
     ("hw.host.tcp_latency", 1e-9, 5e-5, 10.0),
-    ("hw.host.wake", 1e-9, 1e-5, 1.0),
-    ("hw.host.idle_wake", 1e-9, 1e-5, 1.0),
-    ("hw.link.rate*", 125.0, 1.25e7, 1e13),
-    ("hw.link.back", 125.0, 1.25e7, 1e13),
-    ("hw.link.delay", 1e-9, 5e-3, 100.0),
-    ("hw.link.timeout", 1e-6, 0.2, 3600.0),
-    ("hw.link.backlog", 576, 2**24, 2**40),
-    ("hw.link.window", 576, 2**22, 2**40),
-    ("hw.link.initial", _FEW, 10, _MANY),
-    ("hw.link.changes.start", 1e-9, 2.0, _MONTH),
-    ("hw.link.changes.end", 1e-9, 2.0, _MONTH),
+    ("hw.*wake", 1e-9, 1e-5, 1.0),
+    ("rate:hw.link.*", 125.0, 1.25e7, 1e13),
+    ("size:hw.link.*", 576, 2**22, 2**40),
+    ("time:hw.link.changes.*", 1e-9, 2.0, _MONTH),
+    ("time:hw.link.*", 1e-9, 5e-3, 100.0),
     ("backend.int??.queues", _FEW, 4, _MANY),
     ("backend.int??.line", 1e3, 4.5e11, 1e14),
     ("backend.int??.*rate", 1e3, 5e10, 1e14),
-    ("backend.int??.small.bytes", 1, 2**16, 2**40),
-    ("backend.int??.depth", _FEW, 128, 10**7),
-    ("backend.int??.lanes", _FEW, 16, 10**7),
-    ("backend.int??.ramp.first", _FEW, 64, 10**7),
-    ("backend.int??.small.descriptors", _FEW, 16, 10**7),
+    ("size:backend.*", 1, 2**16, 2**40),
     ("time:backend.int??.*descriptor", 1e-12, 5e-6, 0.1),
     ("time:backend.int??.*", 1e-12, 5e-6, 1.0),
-    ("backend.timeout", 1e-6, 30.0, _MONTH),
+    ("backend.int??.*", _FEW, 16, 10**7),
+    ("[bc]*.timeout", 1e-6, 30.0, _MONTH),  # of backend and collective
     ("collective.*.copies", _FEW, 1, 100),
     ("collective.*rate", 1e3, 3e11, 1e14),
     ("collective.pool", 2**10, 2**32, 2**44),
-    ("collective.timeout", 1e-6, 30.0, _MONTH),
     ("collective.grow_latency", 1e-9, 1e-3, 60.0),
     ("time:collective.*", 1e-12, 2e-5, 10.0),
-    ("model.parameters", 1e4, 3e10, 1e15),
-    ("model.active", 1e4, 3e10, 1e15),
+    ("count:model.*", 1e4, 3e10, 1e15),
     ("model.context", 2, 131072, 10**9),
     ("model.dtype_bytes", 1, 2, 8),
     ("model.layers", _FEW, 64, 10**4),
@@ -481,12 +536,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("workload.rate", 1e-6, 1.0, 1e7),
     ("workload.speed", 1e-6, 1.0, 1e6),
     ("workload.load", 0, 0.7, 20.0),
-    ("workload.skip", 0, 600.0, _MONTH),
-    ("workload.seconds", 0, 600.0, _MONTH),
-    ("workload.warmup", 0, 60.0, _MONTH),
-    ("workload.cooldown", 0, 60.0, _MONTH),
-    ("workload.burst_length", 1e-6, 10.0, _MONTH),
-    ("workload.patience", 1e-6, 10.0, _MONTH),
+    ("time:workload.*", 1e-6, 10.0, _MONTH),
     ("workload.burst", 1, 4, 1e6),
     ("workload.*cv", 1e-6, 1.0, 100.0),
     ("workload.*_mean", 1, 1000, 10**9),
@@ -498,8 +548,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("scheduler.chunk", 1, 8192, 10**8),
     ("scheduler.*_batch", 1, 256, 10**7),
     ("compute.allreduce_rate", 1e6, 3e11, 1e14),
-    ("compute.allreduce_latency", 1e-9, 1e-5, 1.0),
-    ("compute.exchange_latency", 1e-9, 1e-5, 1.0),
+    ("compute.*_latency", 1e-9, 1e-5, 1.0),
     ("compute.overhead", 1e-9, 2e-3, 60.0),
     ("compute.scale", 1e-9, 1.0, 1000.0),
     ("slo.ttft", 1e-6, 1.0, _DAY),
@@ -510,153 +559,113 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
 """The first pattern that a key matches holds for it, places in lists left out; 0 and infinity are always allowed."""
 
 
-class Quantity(NamedTuple):
-    """A number of a configuration.
-
-    Attributes:
-        key: Dotted, with places in lists in brackets: ``hw.link.changes[0].start``.
-        kind: Of `_UNITS`: rate, time, computation, size or count; empty for what has no unit.
-        value: In the base unit of its kind.
-    """
-
-    key: str
-    kind: str  # of `_UNITS`, or "" for a count
-    value: float
+class _Kind(NamedTuple):
+    parse: Any
+    show: Any
+    units: Sequence[str] = ()  # to suggest
+    bare: str = ""  # what a number alone is, of kinds that need a unit: a size without one is in bytes
 
 
-_UNITS: Mapping[str, tuple[str, ...]] = {
-    "rate": ("Gbps", "GB/s", "Mbps", "MB/s", "kbps", "kB/s", "TB/s", "B/s"),
-    "time": ("s", "ms", "us", "ns", "min", "h"),
-    "computation": ("TFLOPS", "PFLOPS", "GFLOPS", "FLOPS"),
-    "size": ("GiB", "MiB", "KiB", "TiB", "B"),
-    "count": ("B", "M", "T"),
+_RATES = ("Gbps", "GB/s", "Mbps", "MB/s", "kbps", "kB/s", "TB/s", "B/s")
+_FLOPS = ("TFLOPS", "PFLOPS", "GFLOPS", "FLOPS")
+_KINDS = {
+    "rate": _Kind(units.parse_rate, units.format_rate, _RATES, "bytes a second: {}B/s"),
+    "time": _Kind(units.parse_time, units.format_time, ("s", "ms", "us", "ns", "min", "h"), "seconds: {}s"),
+    "computation": _Kind(units.parse_flops, "{:.3g} FLOPS".format, _FLOPS, "operations a second: {}FLOPS"),
+    "size": _Kind(units.parse_size, units.format_size, ("GiB", "MiB", "KiB", "TiB", "B")),
+    "count": _Kind(units.parse_count, "{:.3g}".format, ("B", "M", "T")),
+    "": _Kind(None, lambda value: f"{value:,.0f}" if float(value).is_integer() and value < 1e15 else f"{value:g}"),
 }
-"""By kind of quantity: the units to suggest."""
 
-_PARSERS: Mapping[Any, tuple[str, Any]] = {
-    units.parse_rate: ("rate", units.format_rate),
-    units.parse_time: ("time", units.format_time),
-    units.parse_flops: ("computation", lambda value: f"{value:.3g} FLOPS"),
-    units.parse_size: ("size", units.format_size),
-    units.parse_count: ("count", lambda value: f"{value:.3g}"),
-}
-_BY_KIND = {kind: (parse, show) for parse, (kind, show) in _PARSERS.items()}
-_BASE = {
-    "rate": ("bytes a second", "B/s"),
-    "time": ("seconds", "s"),
-    "computation": ("operations a second", "FLOPS"),
-}
-"""Kinds that need a unit; a size without one is in bytes."""
+
+class _Quantity(NamedTuple):
+    key: str  # dotted, with places in lists in brackets: ``hw.link.changes[0].start``
+    name: str  # without them
+    kind: str  # of `_KINDS`
+    value: float  # in the base unit of its kind
 
 
 def check_quantities(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> None:
     """Raise a `ConfigError` with a line for each quantity without its unit, or beyond its `BOUNDS`, if there is any.
 
-    Units are asked for where a quantity was *typed*, as dotted keys say; *values* are those that *config* was made
-    of. Of 0 the unit does not matter.
+    Units are asked for where a quantity was *typed*, as dotted keys say; *config* was made of *values*.
     """
     keys = tuple(typed)
     problems: tuple[list[str], list[str]] = [], []
-    for quantity, beyond in _questionable(config, {key.partition(".")[0] for key in keys}):
-        line = _bare(quantity, values, keys)
-        if not line and beyond and config.check.plausible:
-            line = _beyond(quantity, _written(values, quantity.key))
+    for quantity in _questionable(config, {key.partition(".")[0] for key in keys}):
+        by_hand, text = covers(keys, quantity.name), _written(values, quantity.key)
+        line = _bare(quantity, text) if by_hand else ""
+        if not line and config.check.plausible and _is_beyond(quantity):
+            line = _beyond(quantity, text)
         if line:
-            problems[covers(keys, _without_places(quantity.key))].append(line)
+            problems[by_hand].append(line)
     if lines := problems[True] or problems[False]:  # what was typed may be why others are beyond their bounds
         raise ConfigError("\n".join(lines))
 
 
-def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...]) -> str:
-    # Only rates, times and computation need one (`_BASE`), and only where its key is among *typed*, dotted keys with
-    # places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of
-    # numbers alike.
-    key, kind, value = quantity
-    if kind not in _BASE or not 0 < value < math.inf or not covers(typed, _without_places(key)):
+def _bare(quantity: _Quantity, text: str) -> str:
+    kind = _KINDS[quantity.kind]
+    if not kind.bare or not 0 < quantity.value < math.inf or not re.fullmatch(r"[-+\d.eE_ ]+", text):
         return ""
-    text = _written(values, key)
-    if not re.fullmatch(r"[-+\d.eE_ ]+", text):
-        return ""
-    meant = _meant(_without_places(key), kind, text)
-    example = f"did you mean {meant}?" if meant else f"write it with one of {', '.join(_UNITS[kind])}."
-    what, unit = _BASE[kind]
-    return f"{key}={text} has no unit; {example} A number alone would be {what}: {text}{unit}"
+    meant = _meant(quantity, text)
+    example = f"did you mean {meant}?" if meant else f"write it with one of {', '.join(kind.units)}."
+    return f"{quantity.key}={text} has no unit; {example} A number alone would be {kind.bare.format(text)}"
 
 
-def _beyond(quantity: Quantity, text: str = "") -> str:
-    # *text* is what was written, whose number may be meant with another unit.
-    key, kind, value = quantity
-    row = _row(_without_places(key), kind)
-    if row is None or not value or not math.isfinite(value) or row[1] <= value <= row[3]:
-        return ""
-    show = _BY_KIND[kind][1] if kind else _counted
-    meant = _meant(_without_places(key), kind, text) if kind else ""
-    hint = f"did you mean {meant}? Correct it, " if meant else "correct it, "
-    return f"{key}={show(value)} is not plausible, expected {show(row[1])} to {show(row[3])}; {hint}{_LOOK}"
+def _is_beyond(quantity: _Quantity) -> bool:
+    row, value = _row(quantity.name, quantity.kind), quantity.value
+    return row is not None and 0 != abs(value) < math.inf and not row[1] <= value <= row[3]
 
 
-def _counted(number: float) -> str:
-    return f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
+def _beyond(quantity: _Quantity, text: str) -> str:
+    row = _row(quantity.name, quantity.kind)
+    assert row is not None
+    show, meant = _KINDS[quantity.kind].show, _meant(quantity, text)
+    return (
+        f"{quantity.key}={show(quantity.value)} is not plausible, expected {show(row[1])} to {show(row[3])}; "
+        + (f"did you mean {meant}? Correct it, " if meant else "correct it, ")
+        + "or set check.plausible=false to take it as it is"
+    )
 
 
-_GUARDED = (
-    *("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute", "slo"),
-    "experiment",
-)
-_last: dict[str, tuple[Any, list[tuple[Quantity, str]]]] = {}
-"""The parts of the last configuration: in a sweep most are those of the next, too."""
+_PARTS = ("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute")
+_last: dict[str, tuple[Any, list[tuple[_Quantity, bool]]]] = {}
+"""By key, the part of the last configuration and its quantities: in a sweep most are those of the next, too."""
 
 
-def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[Quantity, str]]:
-    # Numbers of a calibration and of sources are left out.  A part that is the object of the call before is not
-    # looked at again: in a sweep most are.
-    for name in _GUARDED:
+def _questionable(config: Config, typed: Collection[str]) -> Iterator[_Quantity]:
+    # all numbers of a part of which something was *typed*, and those beyond their bounds of the others
+    for name in (*_PARTS, "slo", "experiment"):
         part = getattr(config, name)
         if name not in _last or _last[name][0] is not part:
-            _last[name] = part, [(quantity, _beyond(quantity)) for quantity in _of(part, name)]
-        yield from (_last[name][1] if name in typed else (pair for pair in _last[name][1] if pair[1]))
+            _last[name] = part, [(quantity, _is_beyond(quantity)) for quantity in _quantities(None, part, name)]
+        yield from (quantity for quantity, beyond in _last[name][1] if beyond or name in typed)
 
 
-def _of(instance: Any, at: str) -> Iterator[Quantity]:
-    if not is_dataclass(instance):
-        return
-    hints = _hints(type(instance))  # type: ignore[arg-type]  # a class is hashable
-    for field in fields(instance):
-        yield from _under(hints[field.name], getattr(instance, field.name), f"{at}.{field.name}")
-
-
-@cache
-def _hints(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
-def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
-    # Dataclasses and sequences are gone into; mappings, such as options and sources, have no
-    # quantities.
-    if is_dataclass(value):
-        yield from _of(value, at)
+def _quantities(hint: Any, value: Any, at: str) -> Iterator[_Quantity]:
+    # mappings, such as options and sources, have no quantities
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = hints_of(type(value))
+        for field in fields(value):
+            yield from _quantities(hints[field.name], getattr(value, field.name), f"{at}.{field.name}")
     elif isinstance(value, tuple | list):
         inner = next(iter(typing.get_args(hint)), None)
         for index, item in enumerate(value):
-            yield from _under(inner, item, f"{at}[{index}]")
+            yield from _quantities(inner, item, f"{at}[{index}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield Quantity(at, _kind(hint), value)
+        yield _Quantity(at, re.sub(r"\[\d+\]", "", at), _kind(hint), value)
 
 
 def _kind(hint: Any) -> str:
-    # The first parser anywhere within *hint* counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are
-    # times.
+    # the first parser anywhere within counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are times
     if typing.get_origin(hint) is typing.Annotated:
-        return _PARSERS.get(typing.get_args(hint)[1], ("", None))[0]
+        parser = typing.get_args(hint)[1]
+        return next((name for name, kind in _KINDS.items() if kind.parse is parser), "")
     return next((kind for inner in typing.get_args(hint) if (kind := _kind(inner))), "")
 
 
-def _without_places(key: str) -> str:
-    return re.sub(r"\[\d+\]", "", key)
-
-
 def _written(values: Any, key: str) -> str:
-    # One value may stand for a list of one.
+    # ``400Gbps`` and ``400`` are different texts of numbers alike; one value may stand for a list of one
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, Mapping):
             values = values.get(part)
@@ -666,30 +675,24 @@ def _written(values: Any, key: str) -> str:
 
 
 @cache
-def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
-    return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{key}" if ":" in row[0] else key, row[0])), None)
+def _row(name: str, kind: str) -> tuple[str, float, float, float] | None:
+    return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{name}" if ":" in row[0] else name, row[0])), None)
 
 
-def _meant(key: str, kind: str, text: str) -> str:
-    # Nearest is by ratio; units like the one that was written, bits or bytes, go before others, and minutes last.
-    # Numbers that nobody writes, such as 0.0001 or 3000000, are not suggested, nor what stands there already.  A key
-    # without bounds gets the first unit of its kind.
-    #
-    # >>> _meant("hw.interconnect.latency", "time", "2h"), _meant("hw.nic.rate", "rate", "450kbps")
-    # ('2us', '450Gbps')
+def _meant(quantity: _Quantity, text: str) -> str:
+    # nearest is by ratio; units like the one that was written, bits or bytes, go before others, and minutes last
+    row, kind = _row(quantity.name, quantity.kind), _KINDS[quantity.kind]
     match = re.match(r"\s*([-+\d.eE_]*\d\.?)\s*([A-Za-z/]*)\s*$", text)
     number = float(match[1]) if match else 0.0
-    if match is None or not 0.1 <= number < 1e5:
+    if match is None or not kind.units or not 0.1 <= number < 1e5:
         return ""
-    row, parse = _row(key, kind), _BY_KIND[kind][0]
     if row is None:
-        return f"{number:.12g}{_UNITS[kind][0]}"
-    _, least, usual, most = row
+        return f"{number:.12g}{kind.units[0]}"
     readings = []
-    for unit in _UNITS[kind]:
-        value = float(parse(f"{number:.12g}{unit}"))
-        if least <= value <= most:
-            other = unit in ("min", "h") or (kind == "rate" and unit[-3:] != match[2][-3:] != "")
-            readings.append((other, abs(math.log(value / usual)), f"{number:.12g}{unit}"))
+    for unit in kind.units:
+        value = float(kind.parse(f"{number:.12g}{unit}"))
+        if row[1] <= value <= row[3]:
+            other = unit in ("min", "h") or (quantity.kind == "rate" and unit[-3:] != match[2][-3:] != "")
+            readings.append((other, abs(math.log(value / row[2])), f"{number:.12g}{unit}"))
     nearest = min(readings, default=(False, 0.0, ""))[2]
     return "" if nearest == text else nearest

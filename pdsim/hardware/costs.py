@@ -15,8 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.core.units import NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size, one_of
-from pdsim.hardware.machine import VENDORS
+from pdsim.core.units import NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size
 
 __all__ = [
     "Collective",
@@ -122,14 +121,6 @@ class OptionCosts:
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
     errors: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.errors and set(self.errors) != {"mean", "median", "p95"}:
-            raise ValueError(f"by_option.errors must be mean, median and p95, got {', '.join(self.errors)}")
-        for name, span in self.intervals.items():
-            one_of("by_option.intervals", ("latency", "descriptor", "rate"), key=name)
-            if len(span) != 2:
-                raise ValueError(f"by_option.intervals.{name} must be the least and the most, got {list(span)}")
-
     def chosen(self, options: Mapping[str, str]) -> bool:
         """Return whether an engine with these *options* is one of these."""
         return all(options.get(name) == value for name, value in self.options.items())
@@ -184,10 +175,6 @@ class EngineModel:
     small: InlineSaving | None = None  # batches that are done in the call that posts them
     workers: Workers | None = None  # threads of the engine that post large batches
     by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
-
-    def __post_init__(self) -> None:
-        if self.pipelined and not self.overlap:
-            raise ValueError("engine.pipelined must be false where overlap is, got True")
 
     def on_line(self, line: Rate) -> EngineModel:
         """Return this model on links of *line* bytes/s: its rates keep their share of the line rate.
@@ -319,8 +306,8 @@ class EngineModel:
 class Engine:
     """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes.
 
-    *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given
-    to the real engine as they are.  Raise a `ValueError` for an unknown vendor.
+    *intra* or *inter* is None where the engine does not connect such peers.  *options* are given to the real engine
+    as they are.
     """
 
     name: str
@@ -337,12 +324,6 @@ class Engine:
     options: Mapping[str, str] = field(default_factory=dict)
     modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
-            raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
-        if self.intra is None and self.inter is None:
-            raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,8 +440,7 @@ class Collective:
     To reserve *size* bytes for each of *n* ranks, or to grow by them, takes ``n * grow_latency + size / grow_rate``:
     the ranks make their memory known to one another.
 
-    *plain* and *symmetric* say what gathers cost on memory of each kind.  Raise a `ValueError` for ``timing=device``
-    without lines for both kinds of memory, and for numbers out of range.
+    *plain* and *symmetric* say what gathers cost on memory of each kind.
     """
 
     name: str
@@ -477,11 +457,3 @@ class Collective:
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
     timeout: Annotated[Seconds, "> 0"] = 30.0
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        missing = [kind for kind in ("plain", "symmetric") if not getattr(self, kind).device]
-        if self.timing == "device" and missing:
-            raise ValueError(
-                f"collective.timing=device needs collective.{missing[0]}.device, and nobody has measured it for "
-                f"{self.name}; use timing=caller, or give the lines"
-            )

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a machine is: nodes, GPUs, links, network cards and hosts, as frozen data that a configuration fills in.
 
-Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its
-own ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of
-`EVIDENCE`. Knows nothing of transfer engines: what those cost is in `pdsim.hardware.costs`.
+Rates are what software reaches, not what a data sheet promises, unless the source says so; `sources` says for each
+number where it comes from, as ``"kind: text"`` with one of the kinds of `EVIDENCE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated
 
-from pdsim.core.units import Flops, NotNegative, NotNegativeInt, PositiveInt, Rate, Seconds, Size, positive
+from pdsim.core.units import Flops, NotNegative, NotNegativeInt, PositiveInt, Rate, Seconds, Size
 
 __all__ = [
     "EVIDENCE",
@@ -87,17 +85,12 @@ class Interconnect:
     """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``.
 
     On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its
-    own, so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for a link
-    without a rate.
+    own, so a GPU with seven peers sends seven times *rate* in all.
     """
 
     kind: Annotated[str, "one of switch, mesh, none"]
     rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
     latency: Seconds = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind != "none":
-            positive("interconnect", rate=self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +98,12 @@ class Nic:
     """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
 
     Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
-    machine without network cards, which needs no rate.  Raise a `ValueError` for cards without a rate.
+    machine without network cards, which needs no rate.
     """
 
     count: NotNegativeInt  # per node; GPU g uses card g * count // gpus
     rate: Rate  # of one card, each direction
     latency: Seconds = 0.0  # one way, from card to card
-
-    def __post_init__(self) -> None:
-        if self.count:
-            positive("nic", rate=self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +131,6 @@ class LinkChange:
 
     It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it
     is ``cut`` and loses what is on the wire.
-
-    Raise a `ValueError` for an end that is not after the start, and a *share* that does not belong
-    to the kind: only ``slow`` has one, between 0 and 1.
     """
 
     kind: Annotated[str, "one of slow, stall, cut"]
@@ -152,14 +138,6 @@ class LinkChange:
     end: Seconds
     share: NotNegative = 0.0
     hop: NotNegativeInt = 0
-
-    def __post_init__(self) -> None:
-        if not self.start < self.end:
-            raise ValueError(f"hw.link.changes.end must be > start={self.start}, got {self.end}")
-        if (self.kind == "slow") != (self.share > 0.0) or self.share >= 1.0:
-            raise ValueError(
-                f"hw.link.changes.share must be > 0 and < 1 for slow and left out otherwise, got {self.share}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +187,6 @@ class Machine:
 
     A machine with ``gpus=0`` has ranks on its hosts only; one with *link* has two or more nodes, which it joins.
     *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.
-    Raise a `ValueError` that names the key for a combination that cannot be.
     """
 
     name: str
@@ -223,27 +200,3 @@ class Machine:
     link: NetworkLink | None = None  # between nodes, for TCP; without one only the hosts limit it
     guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.link is not None:
-            self._check_link(self.link)
-        if self.gpus and self.gpu is None:
-            raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
-        if self.guest and (self.gpus or self.nodes > 1):
-            raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
-
-    def _check_link(self, link: NetworkLink) -> None:
-        if not 2 <= self.nodes <= 250:
-            raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
-        hops = self.nodes - 1
-        if link.rates and len(link.rates) != hops:
-            raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
-        if beyond := [change.hop for change in link.changes if change.hop >= hops]:
-            raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")
-        by_hop = sorted(link.changes, key=lambda change: (change.hop, change.start))
-        for one, other in pairwise(by_hop):
-            if one.hop == other.hop and other.start < one.end:
-                raise ValueError(
-                    f"hw.link.changes: one of hop {one.hop} begins at {other.start:g} s, before the one of "
-                    f"{one.start:g} s ends at {one.end:g} s"
-                )

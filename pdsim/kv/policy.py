@@ -23,9 +23,6 @@ class Policy:
     """How a prefill rank hands KV to a backend, and how the other side learns of it.
 
     Without values: every chunk is posted at once, grouped, in one write with the metadata.
-
-    Raise a `ValueError` for staging without queues or without notifications of writes, and
-    for metadata in host memory that is to go over the data path.
     """
 
     # each with one worker that blocks until its write is done; 0: the scheduler's thread posts
@@ -48,18 +45,6 @@ class Policy:
     metadata_fallback: Annotated[str, "one of '', control"] = ""
     staging: bool = False  # whether the backend has a staged path
     decode_cache: bool = False  # whether decode may keep a prefix cache when prefill pushes, as SGLang allows it
-
-    def __post_init__(self) -> None:
-        if self.staging and not (self.queues and self.notify == "write"):
-            raise ValueError(
-                f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} "
-                f"and notify={self.notify}"
-            )
-        if self.metadata_on == "host" and self.metadata_by != "control":
-            raise ValueError(
-                f"policy.metadata={self.metadata_by} needs rows in the registered memory of the device, "
-                "policy.metadata_memory is host; use policy.metadata=control"
-            )
 
     @property
     def memory_pool(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pdsim.core.units import Count, NotNegativeInt, PositiveInt, positive
+from pdsim.core.units import Count, NotNegativeInt, PositiveInt
 
 __all__ = ["DTYPES", "Hybrid", "Llm"]
 
@@ -22,9 +22,6 @@ class Hybrid:
 
     *pattern* names the kind of each layer, repeated as often as it takes: ``a`` full attention, ``w`` attention over
     the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
-
-    Raise a `ValueError` for a pattern of other letters or without full attention, and for numbers that a kind of
-    layer in the pattern needs and that are not positive.
     """
 
     pattern: str = "a"
@@ -37,29 +34,10 @@ class Hybrid:
     ssm_dtype_bytes: int = 4
     index_bytes: NotNegativeInt = 0  # of a token's row in the index of sparse attention, in one layer
 
-    def __post_init__(self) -> None:
-        if "a" not in self.pattern or set(self.pattern) - set("awm"):
-            raise ValueError(f"model.hybrid.pattern must be of a, w and m with at least one a, got {self.pattern!r}")
-        if "w" in self.pattern:
-            positive("model.hybrid", window=self.window)
-        if "m" in self.pattern:
-            positive(
-                "model.hybrid",
-                conv_groups=min(self.conv_groups, default=0),
-                conv_width=self.conv_width,
-                ssm_heads=self.ssm_heads,
-                ssm_head_elements=self.ssm_head_elements,
-                ssm_dtype_bytes=self.ssm_dtype_bytes,
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Llm:
-    """The shape of a language model: `conf/model`.
-
-    Raise a `ValueError` for experts or layers that do not fit each other, or a type of KV whose
-    elements have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
-    """
+    """The shape of a language model: `conf/model`, from its ``config.json``."""
 
     name: str
     parameters: Annotated[Count, "> 0"]  # in all
@@ -88,27 +66,6 @@ class Llm:
         default_factory=dict
     )  # what config.json says besides, for servers of target=live
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.attention == "mla":
-            positive("model", latent_dim=self.latent_dim)
-        if self.expert_groups and not 0 < self.groups_per_token <= self.expert_groups:
-            raise ValueError(
-                f"model.groups_per_token must be >= 1 and <= expert_groups={self.expert_groups}, "
-                f"got {self.groups_per_token}"
-            )
-        if self.dense_layers >= self.layers:
-            raise ValueError(f"model.dense_layers must be < layers={self.layers}, got {self.dense_layers}")
-        if self.experts and not 0 < self.experts_per_token < self.experts:
-            raise ValueError(
-                f"model.experts_per_token must be >= 1 and < experts={self.experts}, got {self.experts_per_token}"
-            )
-        fitting = [name for name, size in DTYPES.items() if size == self.dtype_bytes]
-        if self.kv_dtype and self.kv_dtype not in fitting:
-            raise ValueError(
-                f"model.kv_dtype must be one of {', '.join(fitting) or 'none'} for model.dtype_bytes="
-                f"{self.dtype_bytes}, got {self.kv_dtype!r}"
-            )
 
     @property
     def element(self) -> str:

@@ -36,8 +36,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.config import Config
-from pdsim.config.loading import as_written, config_yaml, plain
+from pdsim.config import Config, as_written, config_yaml, plain
 from pdsim.core.errors import ConfigError
 from pdsim.results import evidence, schema
 from pdsim.results.environment import environment

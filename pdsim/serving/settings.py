@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a serving run needs to know, as plain frozen data that a configuration fills in; each class checks itself."""
+"""What a serving run needs to know, as plain frozen data that a configuration fills in."""
 
 from __future__ import annotations
 
@@ -68,12 +68,6 @@ class Workload:
     # mean time from its arrival after which such a user leaves, exponential
     patience: Annotated[Seconds, "> 0"] = 10.0
 
-    def __post_init__(self) -> None:
-        if self.arrivals == "sessions" and self.trace is None and (self.skip or self.seconds or self.load):
-            raise ValueError(
-                "workload.arrivals=sessions has no skip, seconds or load: users come after their answers"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kv:
@@ -115,10 +109,6 @@ class Cache:
     early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
     host: Count = 0  # tokens of each prefill instance in host memory, which come back over PCIe when they are found
     limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
-
-    def __post_init__(self) -> None:
-        if self.host and not self.prefill:
-            raise ValueError(f"cache.host={self.host:g} keeps what prefill caches; set cache.prefill=true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +152,6 @@ class ServingEngine:
 
     Without values it is the generic engine: prefill pushes each chunk, decode reserves pages for all of the output,
     and the host costs nothing beyond `Compute.overhead`.
-
-    Raise a `ValueError` for a heartbeat that is not shorter than the lease.
     """
 
     name: str = "generic"
@@ -200,10 +188,6 @@ class ServingEngine:
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.lease and not self.heartbeat < self.lease:
-            raise ValueError(f"engine.heartbeat={self.heartbeat} must be < lease={self.lease}, which it renews")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
@@ -227,10 +211,6 @@ class Live:
     Of a pair the client is the proxy, too: a request goes to a prefill server first and then to a decode server,
     or to both at once, as the engine's own proxy does it.  Fields from *launch* on say how servers are started;
     they mean nothing for servers that run already.
-
-    Raises:
-        ValueError: an address without http, token ids for a chat API, or a
-            wrong number of bootstrap ports; the message names the key.
     """
 
     engine: Annotated[str, "one of '', vllm, sglang"] = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API
@@ -267,16 +247,3 @@ class Live:
     prefill_arguments: tuple[str, ...] = ()
     decode_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)  # added to that of every server
-
-    def __post_init__(self) -> None:
-        for name in ("url", "prefill", "decode"):
-            for address in getattr(self, name):
-                if not address.startswith(("http://", "https://")):
-                    raise ValueError(f"live.{name} must begin with http:// or https://, got {address!r}")
-        if len(self.bootstrap_port) not in (1, max(1, len(self.prefill))):
-            raise ValueError(
-                f"live.bootstrap_port must be one port or one for each of {len(self.prefill)} prefill servers, "
-                f"got {list(self.bootstrap_port)}"
-            )
-        if self.api == "chat" and self.prompts == "ids":
-            raise ValueError("live.prompts must be text for live.api=chat, got 'ids'")

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import Seconds, not_negative, one_of, positive
+from pdsim.core.units import NotNegative, NotNegativeInt, PositiveInt, Seconds
 from pdsim.sweep.executors import Measure, Row, lost
 from pdsim.sweep.points import Point
 
@@ -37,14 +37,10 @@ class Ray:
     """
 
     address: str = ""  # of a cluster; empty starts Ray on this machine
-    workers: int = 0  # most tasks at a time; 0 is one for each CPU of the cluster
-    chunk: int = 8  # points of a task, most
-    cpus: float = 1.0  # of a task
+    workers: NotNegativeInt = 0  # most tasks at a time; 0 is one for each CPU of the cluster
+    chunk: PositiveInt = 8  # points of a task, most
+    cpus: NotNegative = 1.0  # of a task
     resources: Mapping[str, float] = field(default_factory=dict)  # others that a task needs, by name
-
-    def __post_init__(self) -> None:
-        not_negative("executor", workers=self.workers, cpus=self.cpus)
-        positive("executor", chunk=self.chunk)
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """See `pdsim.sweep.executors.Executor`.  Raise a `ConfigError` if Ray is not installed."""
@@ -96,14 +92,11 @@ class Slurm:
     failed, and the same command runs them again.  Jobs are cancelled when the sweep is interrupted.
     """
 
-    cluster: str = "slurm"  # or "local": the same jobs as processes of this machine
-    workers: int = 4  # most jobs at a time
-    timeout: Seconds = 14400.0  # of a job
+    # or "local": the same jobs as processes of this machine
+    cluster: Annotated[str, "one of slurm, local"] = "slurm"
+    workers: PositiveInt = 4  # most jobs at a time
+    timeout: Annotated[Seconds, "> 0"] = 14400.0  # of a job
     parameters: Mapping[str, Any] = field(default_factory=dict)  # of submitit's executor, such as slurm_partition
-
-    def __post_init__(self) -> None:
-        one_of("executor", ("slurm", "local"), cluster=self.cluster)
-        positive("executor", workers=self.workers, timeout=self.timeout)
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """See `pdsim.sweep.executors.Executor`.

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, Protocol
 
-from pdsim.core.units import not_negative
+from pdsim.core.units import NotNegativeInt
 from pdsim.sweep.points import Point
 
 __all__ = ["Executor", "Local", "Measure", "Row"]
@@ -53,10 +53,7 @@ class Executor(Protocol):
 class Local:
     """Processes on this machine, which stay warm from point to point."""
 
-    workers: int = 0  # 0: one for each core with target=model, one in all with target=real
-
-    def __post_init__(self) -> None:
-        not_negative("executor", workers=self.workers)
+    workers: NotNegativeInt = 0  # 0: one for each core with target=model, one in all with target=real
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """See `Executor`."""

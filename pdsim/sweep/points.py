@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from pdsim.config import Config
-from pdsim.config.loading import canonical
+from pdsim.config import Config, canonical
 from pdsim.core.errors import ConfigError
 from pdsim.version import __version__
 

@@ -39,13 +39,6 @@ def test_times_of_arrays_are_those_of_their_numbers(stages):
     assert model.isolated_times(counts, counts * 4096, read=True) == pytest.approx(alone, rel=1e-14)
 
 
-def test_intervals_name_what_they_are_of():
-    with pytest.raises(ValueError, match="key must be"):
-        OptionCosts(options={}, intervals={"call": ("1us", "2us")})
-    with pytest.raises(ValueError, match=r"rate must be the least and the most, got \['0.5'\]"):
-        OptionCosts(options={}, intervals={"rate": ("0.5",)})
-
-
 def test_without_the_thread_nothing_changes():
     assert nixl().backend.intra == nixl("progress_thread=false", "num_threads=0").backend.intra
 

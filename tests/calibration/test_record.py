@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdsim.config.loading import ON_THE_COMMAND_LINE, as_written, load, plain
+from pdsim.config import ON_THE_COMMAND_LINE, as_written, load, plain
 from pdsim.core.errors import ConfigError
 from pdsim.results.evidence import gather
 from pdsim.results.terminal import spread

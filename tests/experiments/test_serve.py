@@ -12,7 +12,7 @@ from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Interconnect
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.settings import Kv, Workload
@@ -195,18 +195,3 @@ def test_changes_of_a_hop_that_overlap_are_refused():
 def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         serve(configured(**changes))
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "words"),
-    [
-        ({}, {"cp": 2}, "decode.cp=2: decode ranks are not context-parallel"),
-        ({"pp": 2}, {"pp": 4}, "decode.pp=4 and prefill.pp=2: decode has the stages of prefill or a single one"),
-        ({"dp": 3}, {}, "parallel.dp must divide tp=4"),
-    ],
-)
-def test_sides_that_the_protocol_does_not_know_are_refused(
-    prefill: dict[str, int], decode: dict[str, int], words: str
-):
-    with pytest.raises(ValueError, match=words):
-        Parallel(prefill=Side(tp=4, **prefill), decode=Side(tp=4, **decode))

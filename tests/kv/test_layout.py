@@ -143,11 +143,6 @@ def test_the_pool_decides_the_way_of_metadata(pool: str, way: str, memory: str):
     assert (Policy(pool=pool).metadata_by, Policy(pool=pool).metadata_on) == (way, memory)
 
 
-def test_rows_in_host_memory_cannot_be_written_by_the_engine():
-    with pytest.raises(ValueError, match=r"use policy\.metadata=control"):
-        Policy(metadata="write", metadata_memory="host")
-
-
 def test_rows_that_do_not_pair_are_refused_or_fall_back():
     longer = (*AUX_ROWS, 64)
     assert metadata_route(Policy(), AUX_ROWS, AUX_ROWS) == ("write", "")

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from pdsim.config import loading
+from pdsim.config import as_written, canonical, config_yaml, load
 from pdsim.config.compose import compose
-from pdsim.config.loading import as_written, canonical, config_yaml, load
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import name_of
 
@@ -26,7 +25,7 @@ def test_what_was_written_before_leaves_no_trace(monkeypatch):
     equal = replace(configs[0], cache=replace(configs[0].cache, host=0), seed=0)
     assert config_yaml(equal) != together[0][0]  # 0 and 0.0 are equal, and written as they are
     for config, found in zip(configs, together, strict=True):
-        monkeypatch.setattr(loading, "_written", {})
+        monkeypatch.setattr("pdsim.config._written", {})
         assert (config_yaml(config), canonical(config), name_of(config)) == found
 
 

@@ -9,8 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import transfer
-from pdsim.config import loading
-from pdsim.config.loading import plain
+from pdsim.config import as_written, plain
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import store
 from pdsim.results.store import FILES, INCOMPLETE, Run
@@ -104,10 +103,10 @@ def test_the_kept_configuration_is_complete_and_readable(config):
 
 
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
-    from pdsim.config.loading import load
+    from pdsim.config import load
 
     config = make_config(tmp_path, experiment=transfer.TransferOptions())
-    first = load(loading.as_written(config))
+    first = load(as_written(config))
     again = load(configuration(Run(first).finish(make_result())))
     assert again == first
 

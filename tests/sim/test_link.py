@@ -105,30 +105,3 @@ def test_an_engine_with_lanes_sends_blocks_in_rounds():
 
 def test_within_a_node_nothing_passes_the_link():
     assert run({0: 9480})[0][1] == pytest.approx(1.25 + 0.5, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rates": (1.0, 2.0)}, "hw.link.rates must have a rate for each of 1 hops, got 2"),
-        ({"changes": (LinkChange(kind="cut", start=1, end=2, hop=1),)}, "hop must be < 1, got 1"),
-        ({"nodes": 1}, "hw.nodes must be from 2 to 250 with hw.link"),
-    ],
-)
-def test_a_link_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        run({0: 1}, **changes)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"end": 1.0}, "end must be > start=1.0, got 1.0"),
-        ({"share": 0.5}, "share must be > 0 and < 1 for slow and left out otherwise, got 0.5"),
-        ({"kind": "slow", "share": 2.0}, "share must be > 0 and < 1 for slow and left out otherwise, got 2.0"),
-        ({"kind": "slow"}, "share must be > 0 and < 1 for slow and left out otherwise, got 0.0"),
-    ],
-)
-def test_a_change_that_cannot_be_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        LinkChange(**({"kind": "cut", "start": 1.0, "end": 2.0} | values))

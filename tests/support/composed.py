@@ -7,7 +7,7 @@ from functools import cache
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from pdsim.config import Config, loading
+from pdsim.config import Config, load
 
 __all__ = ["composed"]
 
@@ -17,4 +17,4 @@ def composed(*words: str) -> Config:
     """Return the configuration that *words* choose."""
     with initialize_config_module("conf", version_base="1.3"):
         values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
-    return loading.load(values)
+    return load(values)

@@ -10,6 +10,7 @@ import pytest
 
 from pdsim.cli.sweep import executor_of
 from pdsim.config.compose import CommandLine
+from pdsim.core.errors import ConfigError
 from pdsim.sweep.clusters import Ray, Slurm
 from pdsim.sweep.executors import Local
 from pdsim.sweep.points import Point
@@ -87,5 +88,5 @@ def test_each_executor_is_chosen_by_its_file_whose_values_are_its_defaults(name,
 
 
 def test_fewer_workers_than_none_are_refused():
-    with pytest.raises(ValueError, match=r"executor\.workers must be >= 0, got -1"):
-        Local(workers=-1)
+    with pytest.raises(ConfigError, match=r"executor\.workers must be >= 0, got -1"):
+        executor_of(["executor.workers=-1"], CommandLine())

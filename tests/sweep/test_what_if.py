@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 import pdsim
+from pdsim.config import plain
 from pdsim.config.compose import compose
-from pdsim.config.loading import plain
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.sweep.what_if import WHAT_IFS, changed, exchanged, try_exchanges, try_what_ifs
