@@ -4,7 +4,5 @@
 ``--backend NAME`` runs it for one backend of an installed package, ``--collective NAME`` its part about groups.  A
 backend is done when that passes.
 
-`cases` finds the implementations, `conftest` runs each test on each of them, `plugin` adds the options, and
-`programs` are what ranks do.  The tests compare what programs return; they know no engine.  A test that fails names
-the rule of `pdsim.transfer` that was broken in its own name.
+The tests compare what programs return; they know no engine.  A test that fails names the rule that was broken.
 """

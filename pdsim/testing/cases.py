@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The implementations of the waist that the suite runs against, and a target for each.
 
-Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a
-new backend.  What a variant says of itself decides which tests it gets, and in which form: the
-memory that it moves, whether it is one-sided, what it can prove of lost peers.
-
-The modelled machine has round rates (10 GB/s of interconnect, 8 GB/s of an engine), so that times
-can be reckoned by hand.
+Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a new backend.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from pdsim.transfer.job import Place, Target
 if TYPE_CHECKING:
     from backends.jobs.warm_start import WarmStart
 
-__all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target", "model"]
+__all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target"]
 
 MODELS = ("model-timing", "model-tracked")
 """The model, without and with the contents of memory."""
@@ -74,8 +69,7 @@ COLLECTIVE = Collective(
 class Case:
     """One implementation, on one kind of memory.
 
-    Tests look at *memory*, *one_sided* and *proves_quiescence* where the contract leaves engines a
-    choice, and at nothing else of an implementation.
+    Tests look at *memory*, *one_sided* and *proves_quiescence*, where the contract leaves engines a choice.
     """
 
     name: str  # of the test's parameter, such as ``nixl_tcp`` or ``mooncake_tcp_gpu``
@@ -108,10 +102,10 @@ class Case:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Return the models, and all that installed endpoint classes declare.
+    """Return the models, and all that installed endpoint classes declare that can be imported.
 
-    A class that cannot be imported is left out.  A backend that moves host and GPU memory has two,
-    ``NAME`` and ``NAME_gpu``; one that runs in the RDMA guest is ``NAME_verbs``.
+    A backend that moves host and GPU memory has two, ``NAME`` and ``NAME_gpu``; one in the RDMA guest
+    ``NAME_verbs``.
     """
     every = [Case(name) for name in MODELS]
     for implementation in registry.names():
@@ -156,17 +150,15 @@ def engine(name: str) -> Engine:
 
 
 def make_target(name: str, *, required: bool = False) -> Target:
-    """Return the target of the case called *name*, or skip the test if it does not work here.
+    """Return the target of the case called *name*, or skip the test, with reason and remedy, if it cannot work.
 
-    With *required*, or where the environment variable ``PDSIM_REQUIRE_ENGINES`` is set, one that moves host memory
-    must work.
-
-    A test is skipped, with reason and remedy, where the library or the device is missing; it fails where it must not
-    be.
+    With *required*, or the environment variable ``PDSIM_REQUIRE_ENGINES``, one that moves host memory must work.
     """
     case = named(name)
     if case.memory == "model":
-        return model(case)
+        from pdsim.sim.model import Model
+
+        return Model(MACHINE, case.engine, memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
     from backends.jobs.child_process import spawn
     from backends.jobs.launcher import Processes
 
@@ -189,22 +181,8 @@ def _warm_start() -> WarmStart:
     return WarmStart(IMPORTED)
 
 
-def model(case: Case) -> Target:
-    """Return the model, with memory as *case* names it.
-
-    One machine with eight GPUs, seed 1, and the collective `COLLECTIVE`.
-    """
-    from pdsim.sim.model import Model
-
-    memory = case.name.removeprefix("model-")
-    return Model(MACHINE, case.engine, memory=memory, seed=1, collective=COLLECTIVE)
-
-
 def gathering_target(name: str) -> tuple[Case, Target]:
-    """Return a target whose groups gather with *name*, a model or a collective, and the case of its endpoints.
-
-    A collective on GPUs needs `MEMBERS` of them.  The endpoints are those of any backend that works on such memory.
-    """
+    """Return a target whose groups gather with *name*, a model or a collective, and the case of its endpoints."""
     if name in MODELS:
         return named(name), make_target(name)
     library = plugins.resolve(plugins.COLLECTIVES, name)

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs each test of the suite on each implementation in turn.
-
-A test asks for `job`, and with it runs programs as ranks; `real` where there is nothing to test of
-a model; `gathering` for groups.  Each job runs once, whatever number of tests looks at it: starting
-real ranks takes seconds.  Nothing else of pytest is configured here, so that ``--pyargs
-pdsim.testing`` runs in any project.
-"""
+"""Runs each test of the suite on each implementation in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -25,10 +20,7 @@ Job = Callable[..., Outcome]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give tests of `job`, `real` and `gathering` what there is, or what ``--backend`` and ``--collective`` name.
-
-    Raise a `UsageError` that lists what is installed for a name that is not.
-    """
+    """Give tests of `job`, `real` and `gathering` what there is, or what ``--backend`` and ``--collective`` name."""
     backend, collective = metafunc.config.getoption("backend"), metafunc.config.getoption("collective")
     outside = metafunc.definition.get_closest_marker("not_in_guest") is not None
     if "job" in metafunc.fixturenames:
@@ -118,22 +110,33 @@ def job(request: pytest.FixtureRequest) -> Job:
 
 @pytest.fixture
 def pair(job: Job) -> Callable[..., tuple[RankResult, RankResult]]:
-    """Return what runs two programs with the same arguments, and returns their results.
+    """Return what runs two programs, each with those of the arguments that it takes, and returns their results.
 
     The first is the rank "writer", whose *to* is "target"; the second is that, and its *by* is "writer".
     """
 
-    def run(first: Any, second: Any, *, kill: Mapping[str, float] | None = None, **both: Any) -> Any:
-        ranks = {"writer": (first, {"to": "target", **both}), "target": (second, {"by": "writer", **both})}
-        return tuple(job(ranks, kill=kill).ranks.values())
+    def run(first: Any, second: Any, *, kill: Any = None, failing: Sequence[str] = (), **both: Any) -> Any:
+        both |= {"to": "target", "by": "writer"}
+        ranks = {name: (program, _taken(program, both)) for name, program in (("writer", first), ("target", second))}
+        return tuple(job(ranks, kill=kill, failing=failing).ranks.values())
 
     return run
 
 
+def _taken(program: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in signature(program).parameters if name in arguments}
+
+
 @pytest.fixture
-def real(request: pytest.FixtureRequest, job: Job) -> tuple[Case, Job]:
-    """Return the same for real engines only, with the case."""
-    return request.node.callspec.params["job"], job
+def alone(job: Job) -> Callable[..., Any]:
+    """Return what runs a program as the only rank of a job, and returns its value."""
+    return lambda program, **arguments: job({"lonely": (program, arguments)}).ranks["lonely"].value
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest, pair: Any) -> tuple[Case, Any]:
+    """Return the case and `pair`, of real engines only."""
+    return request.node.callspec.params["job"], pair
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group gathers equal pieces in the order of its ranks, on plain and symmetric memory, and notices who is gone.
-
-Most tests look at one job, for real ranks load PyTorch first.
-"""
+"""A group gathers equal pieces in the order of its ranks, on plain and symmetric memory, and notices who is gone."""
 
 from __future__ import annotations
 

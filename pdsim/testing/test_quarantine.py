@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that bytes may still move in is not handed out again until it is proven that nothing moves there.
-
-A deadline ends the wait, not the transfer: its memory stays in quarantine.  Where the writer is gone, the proof is
-the endpoint's own.
-"""
+"""Memory that bytes may still move in is not handed out again until it is proven that nothing moves there."""
 
 from pdsim.testing.programs import losing
 from pdsim.testing.programs.tools import MiB
@@ -12,42 +8,24 @@ KILL = 2.0  # seconds after the start: long after all are connected
 
 
 def test_a_transfer_past_its_deadline_settles_later(pair):
-    """The wait ends with `TransferTimeout`; the transfer goes on.
-
-    Until it settles its region cannot be deregistered, nor its buffer freed, and it counts as quarantined.
-    """
+    """Until then its region cannot be deregistered, nor its buffer freed, and it counts as quarantined."""
     writer, _ = pair(losing.write_too_late, losing.be_target, size=64 * MiB)
-    result = writer.value
-    assert result["error"] == "TransferTimeout"
-    assert result["quarantined"] == (0 if result["settled"] else 1)
-    assert result["deregister"] == ("accepted" if result["settled"] else "RegistrationError")
-    assert result["free"] == "RegistrationError"
-    assert result["after"] == [0, "accepted"]
+    settled = writer.value["settled"]
+    assert writer.value == {
+        "error": "TransferTimeout",
+        "settled": settled,
+        "quarantined": 0 if settled else 1,
+        "deregister": "accepted" if settled else "RegistrationError",
+        "free": "RegistrationError",
+        "after": [0, "accepted"],
+    }
     assert [record.status for record in writer.transfers] == ["TransferTimeout"]
 
 
-def stop(job, resume, **options):
-    """Return what a rank says that writes to one whose process it has stopped."""
-    return (
-        job(
-            {
-                "writer": (losing.stop_peer, {"to": "target", "size": 8 * MiB, "resume": resume}),
-                "target": (losing.be_stopped, {"by": "writer", "size": 8 * MiB}),
-            },
-            **options,
-        )
-        .ranks["writer"]
-        .value
-    )
-
-
 def test_memory_of_a_write_to_a_stopped_peer_stays_quarantined(real):
-    """A process that is stopped proves nothing: the write may go on when it does, so the memory stays in quarantine.
-
-    An engine that is one-sided completes the write without the other process.
-    """
-    case, job = real
-    result = stop(job, resume=False, failing=["target"])
+    """A stopped process proves nothing; an engine that is one-sided completes the write without it."""
+    case, pair = real
+    result = pair(losing.stop_peer, losing.be_stopped, failing=["target"], size=8 * MiB, resume=False)[0].value
     if case.one_sided:  # a call of the writer's own copies, or its GPU
         assert (result["error"], result["settled"], result["quarantined"]) == ("ok", True, 0)
         return
@@ -63,17 +41,13 @@ def test_memory_of_a_write_to_a_stopped_peer_stays_quarantined(real):
 
 
 def test_a_stopped_peer_that_goes_on_lets_the_memory_settle(real):
-    """Quarantine ends once the engine says that the write is over."""
-    result = stop(real[1], resume=True)
+    result = real[1](losing.stop_peer, losing.be_stopped, size=8 * MiB, resume=True)[0].value
     assert result["settled after resuming"]
     assert result["quarantined after resuming"] == 0
 
 
 def test_after_the_proof_no_byte_of_a_killed_writer_arrives(pair, request):
-    """`Endpoint.quiesced` must not succeed while the writer runs, and nothing may change after it has.
-
-    An engine that cannot prove it says so (`Variant.proves_quiescence`); then it must not claim it either.
-    """
+    """`Endpoint.quiesced` must not succeed while the writer runs, nor where the engine says that it cannot."""
     _, target = pair(losing.write_until_killed, losing.outlive, kill={"writer": KILL}, size=8 * MiB)
     assert not target.value["early"], "proven of a writer that runs"
     assert target.value["proven"] == request.node.callspec.params["job"].proves_quiescence

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone.
-
-Pieces are patterns of the rank's number and the number of the gather, so that a piece from another
-rank or of an earlier gather is noticed.  All calls of a group are made by all its members in the
-same order; a program that deviates says so.
-"""
+"""Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone."""
 
 from __future__ import annotations
 
@@ -22,10 +17,7 @@ from pdsim.transfer.job import Rank
 
 
 def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: list[list[int]]) -> Program:
-    """Do all that a group is good for, in one job: real ranks load a large library first.
-
-    The ranks outside *names* return at once, with nothing; the others return a finding for each part.
-    """
+    """Do all that a group is good for, in one job: real ranks load a large library first."""
     if rank.name not in names:
         yield rank.clock.timeout(0)
         return {}
@@ -44,10 +36,7 @@ def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: l
 
 
 def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Steps:
-    """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes.
-
-    Return for each size: wrong bytes, and bytes, operation and kind of memory that the record names.
-    """
+    """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes."""
     ranks, result = len(group.names), []
     work = []
     for number, size in enumerate(sizes):
@@ -68,10 +57,7 @@ def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Step
 
 
 def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
-    """Reserve a pool, gather in it, take more than it has, let it grow, gather again.
-
-    *early* and *full* are the errors of allocations that cannot be met, *result* the results of two gathers.
-    """
+    """Reserve a pool, gather in it, take more than it has, let it grow, gather again."""
     ranks = len(group.names)
     early = refusal(lambda: rank.device.allocate(size, SYMMETRIC))
     yield group.reserve((ranks + 1) * size)
@@ -104,10 +90,7 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
 
 
 def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int) -> Steps:
-    """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens.
-
-    Each row has *row* bytes, which depend on its token alone, so that every rank knows what must arrive.
-    """
+    """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens."""
     result: list[Any] = []
     for batch in batches:
         split = zigzag(batch, len(group.names))
@@ -127,10 +110,7 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
 
 
 def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
-    """Call with sizes that differ between ranks, then alike; and what no rank may ask for.
-
-    *spared* says whether the target is as it was after the refused call.
-    """
+    """Call with sizes that differ between ranks, then alike; and what no rank may ask for."""
     ranks, size = len(group.names), sizes[rank.name]
     source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
     before = target.read(0, target.size) if rank.device.holds_bytes else b""
@@ -153,10 +133,7 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
 
 
 def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> Program:
-    """Gather until it fails; *victim* dies among it.  Return the error, how long it took, and what comes after.
-
-    *done* counts gathers before the loss, *used* the bytes that are still allocated after all was freed.
-    """
+    """Gather until it fails; *victim* dies among it.  Return the error, how long it took, and what comes after."""
     group = rank.group(names)
     source, target = rank.device.allocate(size), rank.device.allocate(size * len(names))
     done, error, started = 0, "ok", 0.0
@@ -180,10 +157,7 @@ def _die(rank: Rank) -> None:
 
 
 def gather_late(rank: Rank, names: list[str], late: str, wait: float, timeout: float) -> Program:
-    """Gather once together; then *late* calls only after *wait* seconds, when the others have given up.
-
-    *timeout* and *wait* are seconds; the others stay until *late* has called, too.
-    """
+    """Gather once together; then *late* calls only after *wait* seconds, when the others have given up."""
     group = rank.group(names)
     source, target = rank.device.allocate(4096), rank.device.allocate(4096 * len(group.names))
     yield group.all_gather(source, target)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that come and go, talk, and use their device.
-
-What is asked here of channels and devices is what `pdsim.transfer.Channel` and
-`pdsim.transfer.Device` promise: messages of one sender arrive whole and in order, memory is
-accounted for to the byte, and everything can be closed twice.
-"""
+"""Ranks that come and go, talk, and use their device."""
 
 from __future__ import annotations
 
@@ -17,10 +12,7 @@ from pdsim.transfer.job import Rank
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:
-    """Connect to the same address several times, and write over each of the peers that come of it.
-
-    Return how many different names the peers have, which should be one.
-    """
+    """Connect to the same address several times, and write over each of the peers that come of it."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64 * times, 1), "source")
     rank.channel.send(to, rank.endpoint.address())
@@ -44,11 +36,7 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
 
 
 def close_twice(rank: Rank, peer: str) -> Program:
-    """Move some bytes, close everything twice, and return what is then still in use.
-
-    The order is that of a rank that ends: endpoint, memory, channel.  *peer* does the same at the
-    same time, so the end of either must not disturb the other.
-    """
+    """Move some bytes, close everything twice, and return what is then still in use."""
     mail = Mail(rank)
     buffer = filled(rank, 4096, 1)
     mine = rank.endpoint.register(buffer, "mine")
@@ -116,12 +104,7 @@ def send_to_nobody(rank: Rank) -> Program:
 
 
 def use_memory(rank: Rank) -> Program:
-    """Return what the device says of allocations that fit and that do not.
-
-    *used* counts bytes after each step; *zeroed* is None where memory has no contents.  A refused
-    allocation takes nothing, and what was freed can be allocated again, up to the last byte but the
-    4,096 that are in use.
-    """
+    """Return what the device says of allocations that fit and that do not."""
     yield rank.clock.timeout(0)
     device = rank.device
     first = device.allocate(4096)
@@ -144,11 +127,7 @@ def use_memory(rank: Rank) -> Program:
 
 
 def touch_outside(rank: Rank) -> Program:
-    """Return the errors of reads and writes outside a buffer, or on a device that keeps no contents.
-
-    `IndexError` for the first, `TypeError` for the second; the bytes beside the buffer are somebody
-    else's.
-    """
+    """Return the errors of reads and writes outside a buffer, or on a device that keeps no contents."""
     yield rank.clock.timeout(0)
     buffer = rank.device.allocate(16)
     result = []
@@ -166,10 +145,7 @@ def touch_outside(rank: Rank) -> Program:
 
 
 def copy_within(rank: Rank, region: int) -> Program:
-    """Gather 100 scattered blocks from one region of the device to another.
-
-    Return how many bytes of the target are wrong, those between the blocks included.
-    """
+    """Gather 100 scattered blocks from one region of the device to another."""
     source, sink = filled(rank, region, 7), filled(rank, region, None)
     batch = Batch(
         rank.endpoint.register(source, "source"),
@@ -181,10 +157,7 @@ def copy_within(rank: Rank, region: int) -> Program:
 
 
 def compute_in_turn(rank: Rank) -> Program:
-    """Return when each of three computations that were started at once ended, in units of their length.
-
-    A device computes one thing at a time, so that is 1, 2, 3; on a real clock a little more.
-    """
+    """Return when each of three computations that were started at once ended, in units of their length."""
     start, length, ends = rank.clock.now, 0.05, []
     for event in [rank.device.compute(length) for _ in range(3)]:
         yield event

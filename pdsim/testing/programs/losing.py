@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are lost, stopped or late, and what their peers see.
-
-There are three ends.  A rank that is killed is lost within a deadline, and its peers get
-`PeerLost`.  One that is stopped keeps its connections, so only a deadline tells, and its memory and
-that of its peers stay in quarantine.  One that closes in order leaves nothing under way.  Seconds
-are those of a machine with idle cores, times `PATIENCE`.
-"""
+"""Ranks that are lost, stopped or late, and what their peers see."""
 
 from __future__ import annotations
 
@@ -19,11 +13,7 @@ from pdsim.transfer.job import Rank
 
 
 def move_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
-    """Move *size* bytes again and again until it fails; return the error and how long the last one took.
-
-    *error* names the class, *done* counts the transfers before, *took* is seconds of an idle machine from the call
-    to the failure, *at* the time on the clock.  The deadline of each transfer is 20 s.
-    """
+    """Move *size* bytes again and again until it fails; return the error and how long the last one took."""
     _, mine, peer, theirs = yield from initiator(rank, to, size)
     source, sink = (mine, theirs) if operation == "write" else (theirs, mine)
     done, error, started = 0, "ok", 0.0
@@ -36,11 +26,7 @@ def move_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
 
 
 def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
-    """Write to, and connect to, a peer that is gone since before *wait* seconds.
-
-    *errors* are those of two writes, *connect* that of a new connection to the old address, *took* the seconds of
-    both.
-    """
+    """Write to, and connect to, a peer that is gone since before *wait* seconds."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     rank.channel.send(to, rank.endpoint.address())
@@ -67,10 +53,7 @@ def be_lost(rank: Rank, by: str, size: int) -> Program:
 
 
 def lose_one_of_two(rank: Rank, wait: float) -> Program:
-    """Write to two peers of which "victim" is gone since before *wait* seconds.
-
-    Two rounds, each with a write to either peer; the errors are those of the second round.
-    """
+    """Write to two peers of which "victim" is gone since before *wait* seconds."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     peers = yield from mail.connect()
@@ -103,10 +86,7 @@ def fail(rank: Rank, after: float) -> Program:
 
 
 def write_too_late(rank: Rank, to: str, size: int) -> Program:
-    """Write with a deadline of 10 us; look at the quarantine before and after the write settles.
-
-    *after* is what is quarantined, and whether the region can be deregistered, once it has settled.
-    """
+    """Write with a deadline of 10 us; look at the quarantine before and after the write settles."""
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "mine")
@@ -134,11 +114,7 @@ def be_target(rank: Rank, by: str, size: int) -> Program:
 
 
 def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
-    """Write to a process that was stopped; only a real target has one.
-
-    SIGSTOP is sent to the peer's process, whose number it has sent before.  With *resume* it goes on, and 20 s are
-    given for the write to settle; otherwise it is killed.
-    """
+    """Write to a process that was stopped; only a real target has one."""
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "mine")
@@ -190,11 +166,7 @@ def write_until_killed(rank: Rank, to: str, size: int) -> Program:
 
 
 def outlive(rank: Rank, by: str, size: int) -> Program:
-    """Wait for the proof that the writer *by* is quiesced; then look whether bytes still change.
-
-    The proof about a rank that has never connected must come at once.  *early* says whether it came while *by*
-    lived, *proven* whether it came within 3 seconds of an idle machine, *changed* how many bytes did after it.
-    """
+    """Wait for the proof that the writer *by* is quiesced; then look whether bytes still change."""
     stranger = rank.endpoint.quiesced(by)
     yield stranger
     _, buffer = yield from target(rank, by, size)
@@ -213,10 +185,7 @@ def outlive(rank: Rank, by: str, size: int) -> Program:
 
 
 def write_and_close(rank: Rank, to: str, size: int) -> Program:
-    """Write once, and close the endpoint in order while *to* still looks.
-
-    A goodbye with nothing under way is a proof: *to* runs `outlive` and must have it at once.
-    """
+    """Write once, and close the endpoint in order while *to* still looks."""
     _, mine, peer, theirs = yield from initiator(rank, to, size)
     yield rank.endpoint.write(peer, one(mine, theirs, size))
     yield rank.clock.timeout(1.5 * PATIENCE)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that move bytes and attach notifications.
-
-Contents are patterns of a seed (`pdsim.testing.programs.tools.pattern`), and what must not change
-is guard bytes; so bytes that went to a wrong place, came twice or not at all are counted on
-whatever implementation holds contents.  Offsets of blocks are drawn from a seed, too, so that both
-ends know them without a message.
-"""
+"""Ranks that move bytes and attach notifications."""
 
 from __future__ import annotations
 
@@ -28,11 +22,7 @@ from pdsim.transfer.job import Rank
 
 
 def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Write *count* scattered blocks in one batch; return what the record says of it.
-
-    Each block has *size* bytes, somewhere in regions of *region* bytes on either side.  *to* runs
-    `be_written` with the same numbers.
-    """
+    """Write *count* scattered blocks in one batch; return what the record says of it."""
     mail, mine, peer, theirs = yield from initiator(rank, to, region, seed)
     batch = Batch(mine, theirs, *scattered(count, size, region, seed))
     record = yield rank.endpoint.write(peer, batch, b"written", label="blocks")
@@ -81,10 +71,7 @@ def be_read(rank: Rank, by: str, count: int, size: int, region: int, seed: int) 
 
 
 def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other: int) -> Program:
-    """Write *count* blocks in as many transfers at once, while the peer does the same the other way.
-
-    The blocks arrive in reverse order, so that a mistake in offsets shows.
-    """
+    """Write *count* blocks in as many transfers at once, while the peer does the same the other way."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, seed), "out")
     sink = filled(rank, count * size, None)
@@ -145,10 +132,7 @@ def be_hub(rank: Rank, size: int) -> Program:
 
 
 def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
-    """Write *count* parts one after the other, or, with *stop*, no more than the one that is under way at once.
-
-    Return how many were written, as the sequence says and as it reported them, and the bytes that it reported.
-    """
+    """Write *count* parts one after the other, or, with *stop*, no more than the one that is under way at once."""
     mail, mine, peer, theirs = yield from initiator(rank, to, count * size, 2)
     batches = [one(mine, theirs, size, i * size, i * size) for i in range(count)]
     reported: list[tuple[int, int]] = []
@@ -169,10 +153,7 @@ def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = F
 
 
 def be_written_in_sequence(rank: Rank, by: str, count: int, size: int, stop: bool = False) -> Program:
-    """Return what was attached to *count* writes, how often, and how many bytes of their parts are wrong.
-
-    Beyond *count*, or with *stop* beyond one, there may be no notification.
-    """
+    """Return what was attached to *count* writes, how often, and how many bytes of their parts are wrong."""
     mail, buffer = yield from target(rank, by, count * size)
     payloads: list[str] = []
     while len(payloads) < (1 if stop else count):
@@ -193,10 +174,7 @@ def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
 
 
 def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
-    """Start *count* transfers of different bytes together, each with its own notification.
-
-    The payload of each is its number, by which the receiver knows which bytes must be there.
-    """
+    """Start *count* transfers of different bytes together, each with its own notification."""
     mail, mine, peer, theirs = yield from initiator(rank, to, count * size, 2)
     batches = [one(mine, theirs, size, i * size, i * size) for i in range(count)]
     yield rank.clock.all_of([rank.endpoint.write(peer, b, str(i).encode()) for i, b in enumerate(batches)])
@@ -204,11 +182,7 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
 
 
 def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
-    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived.
-
-    *surplus* are notifications that nobody sent, *early* those that came before their bytes: a
-    notification promises that the bytes of its transfer are there.
-    """
+    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived."""
     mail, buffer = yield from target(rank, by, max(size * count, 64))
     expected, early, payloads = pattern(2, size * count), 0, []
     for _ in range(count):

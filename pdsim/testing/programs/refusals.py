@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that ask for what must be refused, and that register and withdraw memory.
-
-A refusal is reported as the class of the error (`pdsim.testing.programs.tools.refusal`), so that an
-implementation is held to the classes of `pdsim.core.errors` and free in its messages.  That nothing was
-written is seen by the rank at the other end, which filled its memory with guard bytes and counts
-those that changed.
-"""
+"""Ranks that ask for what must be refused, and that register and withdraw memory."""
 
 from __future__ import annotations
 
@@ -33,13 +27,7 @@ from pdsim.transfer.job import Rank
 
 
 def write_nonsense(rank: Rank, to: str) -> Program:
-    """Return how each batch that breaks a rule is refused, by a description of the rule.
-
-    The rules are those of `pdsim.transfer.Batch` and of `Endpoint.write`: sizes, offsets within
-    both regions, targets that do not overlap, regions that belong to this rank and to that peer.
-    *to* runs `be_spared`, and must find nothing changed; the pause at the end is for bytes that
-    would come late.
-    """
+    """Return how each batch that breaks a rule is refused, by a description of the rule."""
     size = 4096
     mail, mine, peer, sink = yield from initiator(rank, to, size)
     stranger = Region(rank.name, "stranger", size, mine.address, mine.device)
@@ -80,11 +68,7 @@ def be_spared(rank: Rank, by: str) -> Program:
 
 
 def connect_to_garbage(rank: Rank) -> Program:
-    """Return how bytes that are no address are refused: none, text, all byte values, a truncated address.
-
-    An address travels over a channel and may be damaged or of another version, so it must fail as
-    an error of the interface, and not as whatever a decoder raises.
-    """
+    """Return how bytes that are no address are refused: none, text, all byte values, a truncated address."""
     yield rank.clock.timeout(0)
     address = rank.endpoint.address()
     garbage = {"nothing": b"", "text": b"not an address", "bytes": bytes(range(256)), "truncated": address[:-5]}
@@ -92,12 +76,7 @@ def connect_to_garbage(rank: Rank) -> Program:
 
 
 def register_oddly(rank: Rank) -> Program:
-    """Return how registrations that break a rule are refused, and the bytes in use after all was given back.
-
-    A name and a buffer can be registered once at a time, registered memory cannot be freed, and
-    after a withdrawal both are free again.  A region that equals the registered one, made anew from
-    its fields, is that region.
-    """
+    """Return how registrations that break a rule are refused, and the bytes in use after all was given back."""
     yield rank.clock.timeout(0)
     endpoint, device = rank.endpoint, rank.device
     buffer, other = device.allocate(4096), device.allocate(4096)
@@ -127,11 +106,7 @@ def withdraw_own_region(rank: Rank, to: str) -> Program:
 
 
 def write_to_withdrawn(rank: Rank, to: str) -> Program:
-    """Write, then write again after the peer has withdrawn the region and said so.
-
-    Return what became of three writes: before the withdrawal, to the withdrawn region, and to
-    another region of the same peer, which must not suffer.
-    """
+    """Write, then write again after the peer has withdrawn the region and said so."""
     mail, mine, peer, sink = yield from initiator(rank, to, 4096)
     before = yield from outcome_of(rank.endpoint.write(peer, one(mine, sink, 2048)))
     rank.channel.send(to, b"withdraw")
@@ -144,11 +119,7 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
 
 
 def withdraw(rank: Rank, by: str) -> Program:
-    """Withdraw one of two regions when *by* says so; return how many bytes of it changed that should not have.
-
-    The first half of the region was written before the withdrawal and has the pattern, the second
-    half must still have guard bytes.  The buffer is freed at the end: nobody may hold it any more.
-    """
+    """Withdraw one of two regions when *by* says so; return how many bytes of it changed that should not have."""
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
     region = rank.endpoint.register(buffer, "memory")
@@ -166,10 +137,7 @@ def withdraw(rank: Rank, by: str) -> Program:
 
 
 def write_to_latecomer(rank: Rank, to: str) -> Program:
-    """Connect before and after *to* registers a region, and write to it.
-
-    Return the regions that are known either time, and those that the old peer has then.
-    """
+    """Connect before and after *to* registers a region, and write to it."""
     mail, mine, peer, _ = yield from initiator(rank, to, 4096)
     known_before = sorted(peer.regions)
     rank.channel.send(to, b"register another")

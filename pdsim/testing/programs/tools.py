@@ -24,11 +24,7 @@ PATIENCE = float(os.environ.get("PDSIM_PATIENCE", "1"))
 
 
 class Mail:
-    """A rank's channel, read by sender: a fast peer's next message must not be taken for a slow one's first.
-
-    Programs of the suite use it for everything that they say to each other, so that no test depends on the order in
-    which messages of different senders arrive.
-    """
+    """A rank's channel, read by sender: a fast peer's next message must not be taken for a slow one's first."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -61,10 +57,7 @@ class Mail:
 
 
 def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return *size* bytes that differ from place to place, from seed to seed and from GUARD.
-
-    The values stay below `GUARD`, so a byte that was never written differs from any that was.
-    """
+    """Return *size* bytes that differ from place to place, from seed to seed and from GUARD."""
     period = 65_521  # prime, so that no block, page or buffer is a multiple of it
     values = ((np.arange(period, dtype=np.uint64) * 2654435761 + seed * 97) >> 7) % 165
     return np.resize(values.astype(np.uint8), size)
@@ -87,10 +80,7 @@ def wrong(rank: Rank, buffer: Buffer, expected: npt.NDArray[np.uint8]) -> int | 
 
 
 def scattered(count: int, size: int, region: int, seed: int) -> tuple[Any, Any, Any]:
-    """Return offsets and sizes of *count* blocks of 1 to *size* bytes at shuffled places of a region.
-
-    No two blocks overlap, neither at the source nor at the target; equal arguments give equal blocks on both ranks.
-    """
+    """Return offsets and sizes of *count* blocks of 1 to *size* bytes at shuffled places of a region."""
     random = np.random.default_rng(seed)
     slot = region // count
     sizes = random.integers(max(1, size // 2), size + 1, count) if count > 1 else np.array([size])
