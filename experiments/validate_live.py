@@ -24,8 +24,7 @@ from pdsim.config import Config, ExperimentOptions, as_written
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.results import schema
-from pdsim.results.environment import commit
-from pdsim.results.record import Metric, Result
+from pdsim.results.record import Metric, Result, commit
 from pdsim.serving.workload import Request, draw
 from pdsim.sim.model import Model
 from pdsim.validation.loads import (

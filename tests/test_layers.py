@@ -17,7 +17,7 @@ models: pdsim.models > waist
 compute: pdsim.compute > kv models waist
 verify: pdsim.verify > serving kv waist
 serving: pdsim.serving > kv compute models waist
-records: pdsim.results.(record|statistics|environment|schema) > waist face
+records: pdsim.results.(record|schema) > waist face
 calibration: pdsim.calibration > records compute models waist
 config: pdsim.config > calibration serving kv compute models waist
 composition: pdsim.config.(compose|rules) > registry live config serving kv compute calibration models waist

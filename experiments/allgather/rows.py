@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from experiments.jobs import ended_by
 from pdsim.core.units import format_size
 from pdsim.kv.allgather import zigzag
-from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import percentile
+from pdsim.results.record import Metric, Table, percentile
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome
 

@@ -20,7 +20,7 @@ from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Parallel
-from pdsim.results.statistics import half_width, percentile
+from pdsim.results.record import half_width, percentile
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import percentile
+from pdsim.results.record import Metric, Table, percentile
 from pdsim.serving.deployment import ROUTER
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord

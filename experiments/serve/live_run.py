@@ -19,8 +19,7 @@ from experiments.serve import tables as report
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
-from pdsim.results.record import Metric, Result, Table
-from pdsim.results.statistics import distribution, percentile
+from pdsim.results.record import Metric, Result, Table, distribution, percentile
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome, RankResult
 

@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from pdsim.core.units import format_time
 from pdsim.kv.plan import PATHS
-from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import distribution, intervals, mean, percentile, trend
+from pdsim.results.record import Metric, Table, distribution, intervals, mean, percentile, trend
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
@@ -211,7 +210,7 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
     """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
 
     Shares of time are over all requests, percentiles over those that count.  Intervals are from
-    batch means (`pdsim.results.statistics`), and missing where there are too few requests for
+    batch means (`pdsim.results.record`), and missing where there are too few requests for
     them.  On the model the busiest link and the fullest pool are named.
     """
     steady = counted(table, workload)

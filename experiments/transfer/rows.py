@@ -13,8 +13,7 @@ from typing import Any
 
 from experiments.transfer.points import Flow, TransferPoint
 from pdsim.core.units import format_size
-from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import distribution, mean, percentile
+from pdsim.results.record import Metric, Table, distribution, mean, percentile
 from pdsim.transfer import TransferRecord
 
 __all__ = ["TransferRow", "metrics", "tables"]

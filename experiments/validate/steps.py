@@ -27,8 +27,7 @@ from pdsim.config import Config, ExperimentOptions, Launch, build, plain
 from pdsim.core.errors import ConfigError, TransferError
 from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.results import schema
-from pdsim.results.environment import commit
-from pdsim.results.record import Result
+from pdsim.results.record import Result, commit
 from pdsim.sim.model import Model
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target

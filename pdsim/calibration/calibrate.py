@@ -25,8 +25,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import parse_time
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
-from pdsim.results.environment import commit
-from pdsim.results.record import Table
+from pdsim.results.record import Table, commit
 
 __all__ = [
     "Fitted",

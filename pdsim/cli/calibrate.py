@@ -27,7 +27,7 @@ from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import within
-from pdsim.results import environment, store, terminal
+from pdsim.results import record, store, terminal
 
 __all__ = ["calibrate"]
 
@@ -113,7 +113,7 @@ def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
     about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
     if kind == "measured":
-        about |= environment.here() | {"turn": f"{measure()[0] * 1e9:.2f}ns"}
+        about |= record.here() | {"turn": f"{measure()[0] * 1e9:.2f}ns"}
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 

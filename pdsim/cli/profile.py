@@ -30,7 +30,7 @@ from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, load
 from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
-from pdsim.results import environment, store, terminal
+from pdsim.results import record, store, terminal
 from pdsim.results.record import Table
 from pdsim.results.whole_file import whole_file
 
@@ -279,7 +279,7 @@ def _measured(
         "source": f"{where.count} x {where.name}, PyTorch {where.torch}",
         "command": command,
     }
-    return about | environment.here(), rows
+    return about | record.here(), rows
 
 
 def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
@@ -297,7 +297,7 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 
     Lines that begin with ``#`` are comments anywhere; those of the form ``# key: value`` are what
     it says about itself (kind, source, command, date and the versions of
-    `pdsim.results.environment`).
+    `pdsim.results.record`).
 
     Raises:
         ConfigError: *path* cannot be read as UTF-8 or as CSV, or has no rows.

@@ -39,8 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pdsim.config import Config, as_written, config_yaml, plain
 from pdsim.core.errors import ConfigError
 from pdsim.results import evidence, schema
-from pdsim.results.environment import environment
-from pdsim.results.record import Result
+from pdsim.results.record import Result, environment
 from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import shapes
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
-from pdsim.results.record import Table
-from pdsim.results.statistics import percentile
+from pdsim.results.record import Table, percentile
 from pdsim.results.terminal import share
 from pdsim.sweep import collect
 

@@ -17,8 +17,7 @@ from typing import Any
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
-from pdsim.results.record import Result
-from pdsim.results.statistics import mean, percentile
+from pdsim.results.record import Result, mean, percentile
 from pdsim.run import simulated
 
 __all__ = ["WHAT_IFS", "Figures", "WhatIf", "changed", "exchanged", "figures", "try_exchanges", "try_what_ifs"]

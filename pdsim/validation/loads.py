@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pdsim.core.errors import ConfigError
-from pdsim.results.record import Table
-from pdsim.results.statistics import percentile
+from pdsim.results.record import Table, percentile
 from pdsim.validation.verdicts import Compared, Value
 
 __all__ = [
@@ -58,7 +57,7 @@ Quantiles: TypeAlias = Mapping[str, Mapping[str, float]]
 def quantiles(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return each of `BOUNDS` in seconds for *rows* that ended well, without those that so few cannot give.
 
-    A 99th percentile takes 100 rows, a 90th ten (`pdsim.results.statistics.percentile`).
+    A 99th percentile takes 100 rows, a 90th ten (`pdsim.results.record.percentile`).
     """
     values = {}
     for name in BOUNDS:

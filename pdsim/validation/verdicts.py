@@ -23,8 +23,7 @@ import numpy.typing as npt
 from pdsim.calibration import samples
 from pdsim.calibration.samples import Floor, floor
 from pdsim.core.errors import ConfigError
-from pdsim.results.record import Metric, Table
-from pdsim.results.statistics import percentile
+from pdsim.results.record import Metric, Table, percentile
 
 __all__ = [
     "Bound",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pdsim.results.statistics import distribution, mean, needed, percentile
+from pdsim.results.record import distribution, mean, needed, percentile
 
 
 @pytest.mark.parametrize(("q", "samples"), [(0, 1), (50, 1), (90, 10), (99, 100), (99.9, 1000)])

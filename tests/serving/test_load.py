@@ -14,7 +14,7 @@ from experiments.serve import ServeOptions, job
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
-from pdsim.results.statistics import half_width, trend
+from pdsim.results.record import half_width, trend
 from pdsim.serving.load import offered_load, prefill_iterations, scaled
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load

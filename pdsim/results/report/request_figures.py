@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pdsim.core.units import format_time
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
-from pdsim.results.statistics import percentile
+from pdsim.results.record import percentile
 
 if TYPE_CHECKING:
     import pyarrow as pa
