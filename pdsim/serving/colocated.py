@@ -113,11 +113,11 @@ class _Service:
         request = Submit(number, given, wanted, name, name)
         priority = 0 if self.requests.priority is None else int(self.requests.priority[number])
         seconds = self.host.arrive(given, self.clock.now)
+        submit = self.engines[name].submit
         if seconds:
-            later = self.clock.now + seconds
-            self.clock.call_at(later, lambda one: self.engines[name].submit(one, blocks, priority), request)
+            self.clock.call_at(self.clock.now + seconds, lambda one: submit(one, blocks, priority), request)
         else:
-            self.engines[name].submit(request, blocks, priority)
+            submit(request, blocks, priority)
 
     def _finished(self, one: ColocatedRequest) -> None:
         request = one.request
@@ -178,7 +178,6 @@ class ColocatedEngine:
         pool = page_pool(job, job.decode_pages, job.cache.prefill, host=True)
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
-        self.peak_batch = 0
         self._finished = finished
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
         self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
@@ -211,12 +210,11 @@ class ColocatedEngine:
                 self._batch.advance(self.clock.now)
             elif len(self._batch):
                 yield from self._decode()
-            elif moves:
-                continue  # a request may have come meanwhile
             else:
-                self._batch.begin(self.clock.now)
-                self._news = self.clock.event()
-                yield self._news
+                if not moves:  # or a request may have come meanwhile
+                    self._batch.begin(self.clock.now)
+                    self._news = self.clock.event()
+                    yield self._news
                 continue
             for number in self._batch.finished():
                 self._end(self._open[number])
@@ -289,7 +287,6 @@ class ColocatedEngine:
         one.has_pages = True
         if not again:
             self._open[request.room] = one
-            self.peak_batch = max(self.peak_batch, len(self._open))
             one.cached, one.started = one.done, self.clock.now
             one.loaded = self.pages.loaded * self.job.page_size
         return True

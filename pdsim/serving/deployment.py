@@ -112,10 +112,8 @@ def gathered_tensors(layout: KvLayout) -> list[GatheredTensors]:
 class Deployment:
     """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
 
-    With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
-    scheduler: ``prefill0d1`` is group 1 of engine 0.
-
-    Made by `experiments.serve` from a configuration, sent to every rank as `plain` data, and made again there.
+    With data-parallel attention each attention group is an instance by itself: ``prefill0d1`` is group 1 of engine
+    0. Made by `experiments.serve` from a configuration, sent to every rank as `plain` data, and made again there.
     Times are seconds, sizes bytes.
     """
 
@@ -242,10 +240,7 @@ class Deployment:
         )
 
     def longest(self, given: int, wanted: int) -> float:
-        """Return how long a request of *given* and *wanted* tokens can take that is first in every queue.
-
-        Seconds: all of its chunks, and as many decode steps of a full batch over full memory as it has tokens.
-        """
+        """Return the seconds that a request of *given* and *wanted* tokens can take that is first in every queue."""
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
         step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
@@ -278,9 +273,7 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
 
     Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on
     if that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
-
-    One place for each GPU of a side, ordered by instance and then by rank.  Raise a `ConfigError` if the machine has
-    too few GPUs.
+    Raise a `ConfigError` if the machine has too few GPUs.
     """
     prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
     if not machine.gpus:
@@ -324,9 +317,7 @@ def pages_per_rank(
     """Return how many pages a rank of *side* has: `kv.pool`, or what the weights leave of its memory.
 
     On a machine without GPUs, whose hosts hold no weights, that is an equal share of the memory for each of *ranks*.
-
-    *state* of mamba layers is set aside first, for every slot.  Of pipeline stages the one that holds fewest pages
-    decides. Raise a `ConfigError` if not a single page fits, with what would help.
+    State of mamba layers is set aside first, for every slot.  Raise a `ConfigError` if not a single page fits.
     """
     if kv.pool:
         pool = float(kv.pool)

@@ -30,10 +30,7 @@ WARNING = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class OfferedLoad:
-    """Work a second over what can be done in a second, of both sides.
-
-    Loads are shares of what can be done: 1 is saturation.
-    """
+    """Work a second over what can be done in a second, of both sides: 1 is saturation."""
 
     prefill: float
     decode: float
@@ -90,10 +87,7 @@ class OfferedLoad:
 
 
 def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | None:
-    """Return the load that *requests* offer to *job*; None if they arrive all at once or wait for each other.
-
-    *requests* are in order of arrival.  Takes time in proportion to their chunks, and simulates nothing.
-    """
+    """Return the load that *requests* offer to *job*; None if they arrive all at once or wait for each other."""
     requests = RequestTable.of(requests)
     if requests.after is not None and (requests.after >= 0).any():
         return None
@@ -117,10 +111,7 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
 def prefill_iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
     """Yield the seconds of each iteration of a prefill instance whose queue holds *prompts*, in tokens, in order.
 
-    An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of
-    which may go on in the next: as `pdsim.serving.prefill` does with ``engine.scheduler=fcfs``.
-
-    The host's time is included, with or without overlap as the engine has it.
+    As `pdsim.serving.prefill` does with ``engine.scheduler=fcfs``; the host's time is included.
     """
     host, overlap = job.engine.prefill, job.engine.overlap
     pieces: list[tuple[int, int]] = []
@@ -191,12 +182,9 @@ class _Decoding:
 def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> RequestTable:
     """Return *requests* as `Workload.load` asks for: the busier side of *job* is offered that.
 
-    With ``scaling=time`` all gaps change by one factor, so the order stays and the load is met exactly.  With
-    ``scaling=thinning`` the times stay and requests are dropped at random, so it is met in the mean only.
-    Raise a `ConfigError` if requests arrive all at once, or if thinning would have to add some.
-
-    The random numbers of thinning are a stream of their own, so that two loads thin the same trace alike: a request
-    that is kept at a low load is kept at a higher one.
+    With ``scaling=time`` all gaps change by one factor, and the load is met exactly.  With ``scaling=thinning``
+    requests are dropped at random, and it is met in the mean: one that is kept at a low load is kept at a higher
+    one. Raise a `ConfigError` if requests arrive all at once, or if thinning would have to add some.
     """
     requests = RequestTable.of(requests)
     if not workload.load:

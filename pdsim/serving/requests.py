@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import eq
 from typing import Any, NamedTuple, overload
 
 import msgspec
@@ -41,13 +42,7 @@ _BLOCK = 1 << 14
 
 
 class Request(NamedTuple):
-    """One request.
-
-    Tokens are counts, not ids.  A request of *output* 1 ends with its prefill.
-
-    Sessions and traces with *after* are closed loops: such a request comes *arrival* seconds after the one it
-    waits for has ended, whenever that is.
-    """
+    """One request.  A closed loop has *after*: the request comes *arrival* seconds after that one has ended."""
 
     arrival: float  # seconds after the first could arrive
     input: int  # tokens
@@ -59,13 +54,11 @@ class Request(NamedTuple):
 
 
 class RequestTable(Sequence[Request], Compact):
-    """Requests in columns: 24 bytes each, and those of what only some workloads have; equal to a list of them.
+    """Requests in columns, 24 bytes each where tuples take 100 and more; equal to a list of them.
 
-    Columns are arrays of one length, in the order of the requests: *arrival* and *patience* (seconds; NaN: stays),
-    the *prompt* as `input` and *output* (tokens), *after*, *priority*.  Those that are None have `Request`'s
-    default. *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
-
-    A million requests as tuples take 100 MB and more, here 24.  Reading a request makes it.
+    Arrays of one length: *arrival* and *patience* (seconds; NaN: stays), the *prompt* as `input` and *output*
+    (tokens), *after*, *priority*; None where all have `Request`'s default.  *ends* and *hash_ids* are how many
+    hashes there are up to the end of each request, and all of them.
     """
 
     def __init__(
@@ -91,11 +84,7 @@ class RequestTable(Sequence[Request], Compact):
 
     @classmethod
     def of(cls, requests: Iterable[Sequence[Any]]) -> RequestTable:
-        """Return *requests*, or rows of their fields, read one by one; themselves if they are a table.
-
-        Columns in which all requests have the default become None.  Hashes of more than 63 bits, which some
-        traces have, are kept as Python's numbers.
-        """
+        """Return *requests*, or rows of their fields, read one by one; themselves if they are a table."""
         if isinstance(requests, RequestTable):
             return requests
         arrival, patience = array("d"), array("d")
@@ -114,28 +103,21 @@ class RequestTable(Sequence[Request], Compact):
             except OverflowError:  # a trace may have names of more than 63 bits
                 hashes = [*hashes[: ends[-1] if ends else 0], *one.hash_ids]
             ends.append(len(hashes))
-        waits, names = (
-            np.array(patience, np.float64),
-            np.array(hashes, object if isinstance(hashes, list) else np.int64),
-        )
-        ranks, follows = np.array(priority, np.int64), np.array(after, np.int64)
+        names = np.array(hashes, object if isinstance(hashes, list) else np.int64)
+        waits, ranks, follows = np.array(patience), np.array(priority), np.array(after)
         return cls(
-            np.array(arrival, np.float64),
-            np.array(given, np.int64),
-            np.array(wanted, np.int64),
+            np.array(arrival),
+            np.array(given),
+            np.array(wanted),
             patience=None if np.isnan(waits).all() else waits,
             after=follows if (follows >= 0).any() else None,
             priority=ranks if ranks.any() else None,
-            ends=np.array(ends, np.int64) if len(names) else None,
+            ends=np.array(ends) if len(names) else None,
             hash_ids=names if len(names) else None,
         )
 
     def but(self, **columns: npt.NDArray[Any] | None) -> RequestTable:
-        """Return the same requests with other *columns*; the arrays of the others are shared.
-
-        Columns are named as the attributes, such as ``arrival``; each must have the table's length, but for
-        ``hash_ids``, or be None.
-        """
+        """Return the same requests with other *columns*, named as the attributes; the other arrays are shared."""
         own = {"prompt" if name == "input" else name: values for name, values in vars(self).items()}
         return RequestTable(**(own | columns))
 
@@ -157,10 +139,7 @@ class RequestTable(Sequence[Request], Compact):
 
     def blocks(self, number: int) -> tuple[int, ...]:
         """Return the hashes of the blocks of request *number*."""
-        if self.ends is None or self.hash_ids is None:
-            return ()
-        first = int(self.ends[number - 1]) if number else 0
-        return tuple(self.hash_ids[first : int(self.ends[number])].tolist())
+        return () if self.ends is None else self._spans(number, number + 1)[0]
 
     def _spans(self, first: int, end: int) -> list[tuple[int, ...]]:
         assert self.ends is not None
@@ -181,14 +160,16 @@ class RequestTable(Sequence[Request], Compact):
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests, made as they are read."""
         for first in range(0, len(self), _BLOCK):
-            part = slice(first, first + _BLOCK)
-            size = len(self.arrival[part])
-            patience = [None] * size if self.patience is None else map(_or_none, self.patience[part].tolist())
-            after = [-1] * size if self.after is None else self.after[part].tolist()
-            priority = [0] * size if self.priority is None else self.priority[part].tolist()
-            blocks = [()] * size if self.ends is None else self._spans(first, first + size)
-            numbers = (column[part].tolist() for column in (self.arrival, self.input, self.output))
-            yield from (Request(*row) for row in zip(*numbers, patience, blocks, after, priority, strict=True))
+            yield from self._rows(first, min(first + _BLOCK, len(self)))
+
+    def _rows(self, first: int, end: int) -> Iterator[Request]:
+        part, size = slice(first, end), end - first
+        patience = [None] * size if self.patience is None else map(_or_none, self.patience[part].tolist())
+        after = [-1] * size if self.after is None else self.after[part].tolist()
+        priority = [0] * size if self.priority is None else self.priority[part].tolist()
+        blocks = [()] * size if self.ends is None else self._spans(first, end)
+        numbers = (column[part].tolist() for column in (self.arrival, self.input, self.output))
+        return map(Request, *numbers, patience, blocks, after, priority)
 
     @overload
     def __getitem__(self, index: int) -> Request: ...
@@ -198,16 +179,12 @@ class RequestTable(Sequence[Request], Compact):
         """Return a request, or a table of them."""
         if isinstance(index, int):
             number = range(len(self))[index]
-            patience = None if self.patience is None else _or_none(float(self.patience[number]))
-            after = -1 if self.after is None else int(self.after[number])
-            priority = 0 if self.priority is None else int(self.priority[number])
-            numbers = float(self.arrival[number]), int(self.input[number]), int(self.output[number])
-            return Request(*numbers, patience, self.blocks(number), after, priority)
+            return next(self._rows(number, number + 1))
         return self.taken(np.arange(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
         """Compare with any sequence of requests, one by one."""
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # an array can change
 
@@ -219,14 +196,8 @@ def _or_none(value: float) -> float | None:
     return None if value != value else value
 
 
-def _equal(one: Request, other: object) -> bool:
-    return one == other
-
-
 def stream(seed: int, name: str) -> np.random.Generator:
     """Return the stream of random numbers called *name*: the same for one seed and name, whatever else is drawn.
-
-    The name's bytes are part of the seed sequence, so two names never share numbers.
 
     >>> stream(0, "a").random() == stream(0, "a").random(), stream(0, "a").random() == stream(0, "b").random()
     (True, False)
@@ -267,9 +238,8 @@ _decode_block = msgspec.msgpack.Decoder(RowBlock).decode
 class RequestLog(Sequence[list[Any]], Compact):
     """The outcome of *count* requests in columns: a row is prefill, decode, bytes, status, and 8 or 10 stamps.
 
-    It takes about 110 bytes a request and has the row of a request that has not ended until its own is `put`.  Rows
-    with a status are also written to *journal*, if there is one, `JOURNAL_BLOCK` at a time.  *start* is that of the
-    workload.
+    It has the row of a request that has not ended until its own is `put`.  Rows with a status are also written to
+    *journal*, if there is one, `JOURNAL_BLOCK` at a time.  *start* is that of the workload.
     """
 
     def __init__(self, count: int, journal: Spill | None = None) -> None:
@@ -289,8 +259,8 @@ class RequestLog(Sequence[list[Any]], Compact):
         if isinstance(rows, RequestLog):
             return rows
         log = cls(len(rows))
-        for number, (prefill, decode, nbytes, status, *stamps) in enumerate(rows):
-            log.put_row(number, prefill, decode, nbytes, status, len(stamps) > _OWN, stamps)
+        for number, row in enumerate(rows):
+            log._set(number, *row)
         return log
 
     @classmethod
@@ -302,19 +272,14 @@ class RequestLog(Sequence[list[Any]], Compact):
             if len(log) != block.count:
                 log = cls(block.count)
             log.start = block.start
-            for number, prefill, decode, nbytes, status, *stamps in block.rows:
-                log.put_row(number, prefill, decode, nbytes, status, len(stamps) > _OWN, stamps)
+            for row in block.rows:
+                log._set(*row)
         return log
 
     def put(self, number: int, prefill: str, decode: str, nbytes: int, status: str, ended: Finished | None) -> None:
         """Set the row of request *number*, which *ended* like that; None for one that never got its tokens."""
-        stamps: Iterable[float | None] = ()
-        if ended is not None:
-            stamps = [getattr(ended, name) for name in STAMPS[:_OWN]]
-        streamed = ended is not None and ended.first is not None
-        if ended is not None and streamed:
-            stamps = [*stamps, ended.first, ended.asked]
-        self.put_row(number, prefill, decode, nbytes, status, streamed, stamps)
+        names = () if ended is None else STAMPS[:_OWN] if ended.first is None else STAMPS
+        self._set(number, prefill, decode, nbytes, status, *[getattr(ended, name) for name in names])
         if self._journal is not None and status:
             self._ended.append(number)
             if len(self._ended) == JOURNAL_BLOCK:
@@ -322,15 +287,12 @@ class RequestLog(Sequence[list[Any]], Compact):
                 self._journal.append(_encode_block(RowBlock(self.start, len(self), rows)))
                 self._ended.clear()
 
-    def put_row(
-        self, number: int, prefill: str, decode: str, nbytes: int, status: str, streamed: bool, stamps: Iterable[Any]
-    ) -> None:
-        """Set the row of request *number* to these values."""
+    def _set(self, number: int, prefill: str, decode: str, nbytes: int, status: str, *stamps: float | None) -> None:
         self._prefill[number] = self._code(prefill)
         self._decode[number] = self._code(decode)
         self._status[number] = self._code(status)
         self._nbytes[number] = nbytes
-        self._streamed[number] = streamed
+        self._streamed[number] = len(stamps) > _OWN
         for column, stamp in zip(self._stamps, stamps, strict=False):
             if stamp is not None:
                 column[number] = stamp

@@ -34,12 +34,9 @@ def iteration_seconds(forward: float, launch: float, step: float, overlap: bool)
 
 
 class SchedulerHost:
-    """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean.
+    """The host of one scheduler, with costs of a forward of so many *layers*.
 
-    *costs* are those of a forward of so many *layers*: `HostCosts.launch` is that of all of them.
-
-    Draws are from a gamma distribution with the mean of the cost and the given coefficient of variation, so they are
-    never negative.
+    Without *variation*, a coefficient of variation, every cost is its mean; otherwise draws are gamma-distributed.
     """
 
     def __init__(self, costs: HostCosts, variation: float, seed: int, name: str, layers: int = 1) -> None:
@@ -53,10 +50,7 @@ class SchedulerHost:
         """Times as long as its mean each cost is now, steps excepted."""
 
     def arrive(self, tokens: int, now: float) -> float:
-        """Return the seconds from the arrival *now* of a request of *tokens* to its scheduler.
-
-        One process reads requests, so each waits for those that came before.
-        """
+        """Return the seconds from the arrival *now* of a request of *tokens* to its scheduler, read one by one."""
         cost = self._drawn(self.costs.arrive + tokens * self.costs.arrive_token)
         if cost:
             self._reading = max(self._reading, now) + cost
@@ -67,10 +61,7 @@ class SchedulerHost:
         return self._drawn(self.costs.admit + tokens * self.costs.admit_token)
 
     def answer(self, tokens: int = 0) -> float:
-        """Return the seconds from the end of a step to the answer leaving the server.
-
-        A request's first answer has the *tokens* of its prompt to see to.
-        """
+        """Return the seconds from the end of a step to the answer leaving the server; *tokens* of a first one."""
         return self._drawn(self.costs.answer + tokens * self.costs.answer_token)
 
     def launch(self) -> float:
@@ -107,8 +98,8 @@ class PostingHost(SchedulerHost):
     def turns(self, now: float, late: float, requests: int) -> list[float]:
         """Return when the KV of a forward that ends *now*, and is seen to *late* seconds later, is posted.
 
-        That is once for all of its *requests*, or with `HostCosts.send_next` once for each; nothing is at once, if
-        nothing waits: posts do not overtake each other.
+        Once for all of its *requests*, or with `HostCosts.send_next` once for each; nothing is at once.  Posts do
+        not overtake each other.
         """
         seconds = self._drawn(self.costs.send) + late
         last = self._turns[-1] if self._turns else 0.0

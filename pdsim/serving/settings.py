@@ -29,13 +29,8 @@ class Workload:
 
     With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
     requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
-    variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed
-    loop.
-
-    In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale
-    it.
-
-    Shares are 0 to 1, means are in tokens.
+    variation.  In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and
+    *load* scale it.
     """
 
     trace: str | None = None
@@ -113,10 +108,7 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """The knobs of the prefill and decode engines.
-
-    The same limits hold for every instance of a side; what they mean is up to `engine.scheduler`.
-    """
+    """The knobs of every prefill and decode engine; what they mean is up to `engine.scheduler`."""
 
     chunk: PositiveInt = 8192  # tokens of one prefill iteration, over all its requests
     prefill_batch: PositiveInt = 32  # requests in one prefill iteration
@@ -126,10 +118,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """What the host of one side of a serving engine adds to the device's work: mean seconds.
-
-    Prefill and decode have costs of their own.
-    """
+    """What the host of one side of a serving engine adds to the device's work: mean seconds."""
 
     arrive: Seconds = 0.0  # from a request's arrival at the server to its scheduler's queue: HTTP, processes, copies
     arrive_token: Seconds = 0.0  # of that, each token of its prompt
@@ -191,10 +180,7 @@ class ServingEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """What counts as good: goodput is the rate of requests that meet both.
-
-    A request without a second token has no TPOT and meets that limit.
-    """
+    """What counts as good: goodput is the rate of requests that meet both; one of one token meets *tpot*."""
 
     ttft: Annotated[Seconds, "> 0"] = 5.0
     tpot: Annotated[Seconds, "> 0"] = 0.05
@@ -205,12 +191,9 @@ class Live:
     """A real serving deployment and how the client speaks to it.
 
     Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated
-    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on
-    this machine with dummy weights in the shape of ``model``.
-
-    Of a pair the client is the proxy, too: a request goes to a prefill server first and then to a decode server,
-    or to both at once, as the engine's own proxy does it.  Fields from *launch* on say how servers are started;
-    they mean nothing for servers that run already.
+    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, of which the client is the proxy,
+    too, or *launch* to start servers on this machine with dummy weights in the shape of ``model``: fields from
+    there on say how.
     """
 
     engine: Annotated[str, "one of '', vllm, sglang"] = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API

@@ -132,9 +132,8 @@ _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 def read_trace(path: Path, context: int) -> Iterator[Request]:
     """Yield the requests of the trace at *path*, Mooncake's JSON lines or Azure's CSV, arrivals from 0.
 
-    Lines are read as they are needed, so a long trace that is cut is not read to its end.  Raise a `ConfigError`
-    with file, line and reason for what is not a request, for times that decrease, and for more than *context*
-    tokens.
+    Lines are read as they are needed.  Raise a `ConfigError` with file, line and reason for what is not a request,
+    for times that decrease, and for more than *context* tokens.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -269,10 +268,7 @@ def _generate(workload: Workload, seed: int, context: int, progress: ShowProgres
 
 
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
-    """Return log-normal lengths of so many tokens on average, at least 1.
-
-    *cv* is the coefficient of variation: of the logarithm, the variance is ``log(1 + cv**2)``. Rounding and the
-    least of 1 move the mean of short lengths a little.
+    """Return log-normal lengths of so many tokens on average, at least 1; *cv* is the coefficient of variation.
 
     >>> lengths(np.random.default_rng(0), 3, mean=100, cv=0.0).tolist()
     [100, 100, 100]
@@ -362,9 +358,6 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
 
     With `Workload.users` each of them begins a session when the one before is over; otherwise every start is a user
     of one session.  A session whose next prompt and answer would exceed *context* ends early: a new one begins.
-
-    *arrival* of a first turn is seconds after the start, of a later one the think time after the answer to the
-    request *after*.  Raise a `ConfigError` without a count.
     """
     count = workload.count
     if count is None:

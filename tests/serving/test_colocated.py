@@ -106,8 +106,6 @@ def test_the_offered_load_is_of_prefill_and_decode_together():
 def test_what_colocated_engines_do_not_do_is_refused():
     with pytest.raises(ConfigError, match=r"leave workload\.aborts at 0"):
         serve(configured(options=TOGETHER, workload=replace(GENERATED, aborts=0.5)))
-    with pytest.raises(ValueError, match="disaggregated or colocated, got 'both'"):
-        ServeOptions(deployment="both")
 
 
 # --- growth, preemption, a prefix cache ----------------------------------------------------------------------------
