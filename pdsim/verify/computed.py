@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was computed, where and when: the part of `pdsim.verify.invariants` that knows of forwards.
 
-The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages.  From that,
-and from the ends of the forwards on each rank, it is known which tokens a rank has computed at any instant.
-
-* What is read of a room on a prefill rank must be computed there: every token in a page, and all of them where state
-  or metadata is read.  So a page that is sent before its forward has ended is found, and one that is sent
-  incomplete.
-* Contents are honest: only computed tokens are written into memory, each marked with the number of the chunk, and so
-  of the forward, that computed it.  So what was sent once and never completed, or never computed, is not there.
-
-The pages that a sliding window touches are found here by listing its tokens, not by `pdsim.kv.layout.window_span`,
-which those who write and those who compare share.
+The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages; the ends of
+forwards say which tokens a rank has computed.  What is read of a room on a prefill rank must be computed there:
+every token in a page, and all of them where state or metadata is read.  And only computed tokens are written into
+memory, each marked with the number of the chunk that computed it.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from pdsim.kv.pages import Pages
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
-__all__ = ["ComputedChecker", "touched"]
+__all__ = ["ComputedChecker", "window_differs"]
 
 
 class _ChunkSpan(NamedTuple):
@@ -73,11 +66,10 @@ class ComputedChecker:
 
     def check(self, verb: str, rank: str, room: int, tokens: int) -> None:
         """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says."""
-        if rank in self._done and self.computed(rank, room) < tokens:
-            done = self.computed(rank, room)
-            self._report(
-                "I10", f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
-            )
+        done = self.computed(rank, room) if rank in self._done else tokens
+        if done < tokens:
+            what = f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
+            self._report("I10", what)
 
     # --- what is planned and computed ---
 
@@ -105,9 +97,8 @@ class ComputedChecker:
         spans = self._spans.setdefault(room, [])
         before = spans[-1].end if spans else span.start  # where a prefix was cached, the first begins after it
         if span.start != before:
-            self._report(
-                "I10", f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}"
-            )
+            what = f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}"
+            self._report("I10", what)
         spans.append(span)
 
     def _ended(self, rank: str, message: Any) -> None:
@@ -126,18 +117,15 @@ class ComputedChecker:
         return marks
 
 
-def touched(tokens: int, window: int, page_size: int) -> list[int]:
-    """Return the pages of a request of *tokens* tokens that hold one of its last *window* tokens, each looked at."""
-    return sorted({token // page_size for token in range(tokens) if tokens - token <= window})
-
-
 def window_differs(contents: Contents, table: PageTable, number: int, room: int, rows: Pages, tokens: int) -> str:
     """Return "" if *rows*, of the window of *room*, hold each page that it touches, else what is wrong.
 
-    *number* is that of *table* among those of the state.
+    *number* is that of *table* among those of the state.  Pages are those of the last tokens, each looked at: not by
+    `window_span`, which those who write and those who compare share.
     """
     layout = contents.layout
-    pages = touched(tokens, layout.shape.state.window, layout.page_size)
+    last = range(max(0, tokens - layout.shape.state.window), tokens)
+    pages = sorted({token // layout.page_size for token in last})
     have = [start + more for start, count in rows for more in range(count)]
     if len(have) < len(pages):
         return f"room {room} has {len(have)} window pages, its window touches {len(pages)}"

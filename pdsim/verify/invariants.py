@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
 
-They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.sim.faults.Observer`.  The model tells it of messages and
-transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the
-instant at which bytes land (`pdsim.verify.ownership`), what has been computed (`pdsim.verify.computed`), and
-what is left at the end (`pdsim.verify.leaks`).  All of it holds for every incarnation of a rank.
-It changes nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job
-has to send.
+They are `INVARIANTS`.  The model tells `InvariantChecker` of messages and transfers, and shows it every rank's
+program object.  These are asked whose a page is when bytes land (`pdsim.verify.ownership`), what has been computed
+(`pdsim.verify.computed`), and what is left at the end (`pdsim.verify.leaks`).  I9 takes requests of its own, which
+the router of the job has to send.
 """
 
 from __future__ import annotations
@@ -86,11 +84,7 @@ class InvariantChecker:
 
     *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the
     rooms of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one
-    as failed.
-
-    It is told everything by the model (`pdsim.sim.faults.Observer`), and wraps methods of the ranks' programs
-    that it is shown as they begin.  Which memory is whose is `OwnershipChecker`'s, what has been computed
-    `ComputedChecker`'s, what is left at the end `LeakChecker`'s.  After the run, `finish` adds what only the
+    as failed.  It wraps methods of the ranks' programs as they begin.  After the run, `finish` adds what only the
     results can tell.
     """
 
@@ -193,7 +187,7 @@ class InvariantChecker:
         explained: Callable[[int, str], bool] = lambda _, __: False,
         unrecovered: Iterable[str] = (),
     ) -> list[Violation]:
-        """Return what was found, also that of the requests whose *statuses* the router kept.
+        """Return all violations, also of the requests whose *statuses* the router kept.
 
         *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
         tells of pairs that did not serve when they should have (I9).

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of simulation: what holds in every run, whatever is simulated.
+"""Laws of simulation: what holds in every run, whatever is simulated; ``checks=on`` checks them while a run goes on.
 
-``checks=on`` checks them while a run goes on.
-
-`LAWS` names each with the test that holds it in the suite; `docs/reliability.md` has the table.  `LawChecker` is a
-`pdsim.sim.faults.Observer`: it changes nothing, and is not there unless it is asked for.
+`LAWS` names each with the test that holds it in the suite; `docs/reliability.md` has the table.
 """
 
 from __future__ import annotations
@@ -65,10 +62,8 @@ _INTERVAL = 1e-3
 class LawChecker:
     """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken.
 
-    It is an observer of the model (`pdsim.sim.faults.Observer`): it is told what is posted, read and landed,
-    and sees every control message.  When bytes land it looks at what all links have carried.  Of schedulers it
-    wraps the methods that plan a forward and that enter the batch, on the object, so it sees their arguments and
-    changes nothing: a run has the same times with and without.
+    When bytes land it looks at what all links have carried.  Of schedulers it wraps the methods that plan a forward
+    and that enter the batch, on the object; it changes nothing: a run has the same times with and without.
     """
 
     def __init__(self) -> None:
@@ -92,9 +87,8 @@ class LawChecker:
             device: Any = member.rank.device  # the model's
             self._network = device.network
             self._since, self._carried = member.rank.clock.now, self._network.carried()
-        self._members[member.rank.name] = member
-        if isinstance(member, Router):
             return
+        self._members[member.rank.name] = member
         scheduler: Any = member.scheduler
         if isinstance(member.scheduler, PrefillScheduler):
             scheduler.next_forward = partial(self._planned, scheduler.next_forward, self._pieces_of(scheduler))
@@ -116,12 +110,6 @@ class LawChecker:
         """Count what is to move."""
         self._posted[label] = self._posted.get(label, 0) + batch.nbytes
 
-    def held_up(self, label: str) -> None:
-        """Do nothing: it moves later."""
-
-    def broken(self, label: str) -> None:
-        """Do nothing: some of it moves."""
-
     def read(self, batch: Batch, label: str) -> None:
         """Count what is read."""
         self._move("read", batch, label)
@@ -132,6 +120,12 @@ class LawChecker:
         self._move("landed", batch, label)
         if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
             self._look()
+
+    def held_up(self, label: str) -> None:
+        """Do nothing: it moves later."""
+
+    def broken(self, label: str) -> None:
+        """Do nothing: some of it moves."""
 
     def copied(self, batch: Batch) -> None:
         """Do nothing: copies stay within a device."""
@@ -204,8 +198,7 @@ class LawChecker:
             if one > other:
                 self._report("causality", f"room {message.room}: {then} at {other!r} s, before {first} at {one!r} s")
         for name, member in self._members.items():
-            scheduler = None if isinstance(member, Router) else member.scheduler
-            pool = None if scheduler is None else scheduler.pages.pool
+            pool = None if member.scheduler is None else member.scheduler.pages.pool
             if pool is not None and not pool.is_whole():
                 owned = sum(count for runs in pool.owners.values() for _, count in runs)
                 self._report("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")
@@ -228,8 +221,7 @@ def broken(
 ) -> Iterator[str]:
     """Yield a line for each law that the results of a run break.
 
-    *requests* are columns of `pdsim.results.schema.REQUESTS`; *landed* is how many bytes have landed, if it is
-    known.
+    *requests* are columns of `pdsim.results.schema.REQUESTS`; *landed* is how many bytes have landed, if known.
     """
     for name, share in {**outcome.links, **outcome.pools}.items() if outcome is not None else ():
         if share > 1 + _ROUNDING:

@@ -5,13 +5,10 @@ Every dict, list, set and deque that a rank's program and the protocol's objects
 request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is
 no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
 
-* Nothing may be left of a room, and nothing may have grown,
-* but tables of peers, whose keys are names: once a rank was lost, or if not all pairs were connected when requests
-  began, or of a rank without a part in a pair, which nobody waits for, they may hold what they did not before.  They
-  may name only ranks and instances that there are, each of them once whichever of its incarnations is meant, and
-  keep no more of each than an instance has ranks.
-* No more memory may be registered than at the start.
-* No tokens may be outstanding at an instance, by the router's account.
+Nothing may be left of a room, and nothing may have grown, but tables of peers: once a rank was lost, or connected
+late.  They may name only ranks and instances that there are, each once whichever of its incarnations is meant, and
+keep no more of each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
+may be outstanding at an instance, by the router's account.
 """
 
 from __future__ import annotations
@@ -30,9 +27,8 @@ _NOT_STATE = frozenset(
     {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
     | {"host", "posts", "_variation"}
 )
-"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, numbers and times of
-a host that were drawn ahead, or remembered of rooms that are over for longer than a scenario lasts
-(`pdsim.kv.rooms.OVER`)."""
+"""Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
+scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
 _POOLS = frozenset({"_starts", "_counts", "_free", "unused"})
 """Lists of what is free; how much that is says what is owned."""
@@ -82,12 +78,7 @@ class LeakChecker:
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
     def check(self, name: str) -> None:
-        """Check what rank *name* has left, now that all requests are over.
-
-        No container of its objects may have grown since `begin` but those that name peers, and of these only
-        where an instance was lost or late; no region may be registered more; pages free and owned must be all there
-        are, and a router must count no tokens as outstanding.
-        """
+        """Check what rank *name* has left, now that all requests are over."""
         member, before = self._members[name], self._before[name]
         for path, container in _containers(member):
             grown = len(container) - before.get(path, 0)
@@ -96,9 +87,17 @@ class LeakChecker:
                 self._report("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
             elif grown > 0 and not ((self._lost or name in self._late) and self._is_of_peers(container)):
                 self._report("I8", f"{name}{path} still has {grown} entries when all is over")
-        self._check_memory(name, member)
-        self._check_pool(name, member)
-        self._check_load(name, member)
+        grown = _regions(member) - self._regions.get(name, 0)
+        if grown > 0:
+            self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+        if isinstance(member, Router):
+            for instance, tokens in {**member.registry.prefills.load, **member.registry.decodes.load}.items():
+                if tokens:
+                    self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+        elif member.scheduler is not None and not member.scheduler.pages.pool.is_whole():
+            pool = member.scheduler.pages.pool
+            owned = sum(count for pages in pool.owners.values() for _, count in pages)
+            self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _is_of_peers(self, container: Any) -> bool:
         # An instance that was lost and has come back is connected anew, so a container of incarnations may grow.
@@ -114,26 +113,6 @@ class LeakChecker:
 
     def _largest(self) -> int:
         return max(Counter(name.partition(".")[0] for name in self._members).values())
-
-    def _check_memory(self, name: str, member: Any) -> None:
-        grown = _regions(member) - self._regions.get(name, 0)
-        if grown > 0:
-            self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
-
-    def _check_pool(self, name: str, member: Any) -> None:
-        if isinstance(member, Router) or member.scheduler is None:
-            return
-        pool = member.scheduler.pages.pool
-        if not pool.is_whole():
-            owned = sum(count for pages in pool.owners.values() for _, count in pages)
-            self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
-
-    def _check_load(self, name: str, member: Any) -> None:
-        if not isinstance(member, Router):
-            return
-        for instance, tokens in {**member.registry.prefills.load, **member.registry.decodes.load}.items():
-            if tokens:
-                self._report("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
 
 
 def _regions(member: Any) -> int:

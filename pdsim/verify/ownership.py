@@ -2,8 +2,8 @@
 """Whose memory is touched: watches pages, state rows, metadata and staging slots for the invariant checker.
 
 At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own
-incarnation is asked whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for
-nobody hands that memory out any more, until the last rank of its incarnation has ended.
+incarnation is asked whose they are; also one that is gone: what it owned at its end stays owned until the last rank
+of its incarnation has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, KvLayout, PageTable
-from pdsim.kv.pages import PagePool, Pages
+from pdsim.kv.pages import Pages
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
 from pdsim.serving.prefill import PrefillWorker
@@ -33,12 +33,8 @@ class OwnershipChecker:
     """Watches whose memory bytes are read from, land on, and are copied between.
 
     It calls *report* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
-    of another room than the transfer's.  *computed* is asked whether what is read at prefill is there already
-    (I10).
-
-    A transfer's room is the number that its label begins with.  The owner of a row is looked up in the pools of
-    the leader at the instant of the access: so a page that is given to the next room one event too early is seen,
-    although the bytes that land on it are right.
+    of another room than the transfer's, which is the number that its label begins with.  *computed* is asked whether
+    what is read at prefill is there already (I10).
     """
 
     def __init__(self, report: Callable[[str, str], None], computed: ComputedChecker) -> None:
@@ -63,14 +59,14 @@ class OwnershipChecker:
     def read(self, batch: Batch, label: str) -> None:
         """Check that what is read is the room's."""
         if batch.source.name == REGION:
-            self._check("read from", batch.source.owner, label, batch.source_offset, batch.size)
+            self._check("read from", batch.source.owner, _room(label), batch.source_offset, batch.size)
 
     def landed(self, batch: Batch, label: str) -> None:
         """Check that what is written is the room's."""
         if batch.target.name == STAGING:
             self._check_slot(batch, label)
         elif batch.target.name == REGION:
-            self._check("landed on", batch.target.owner, label, batch.target_offset, batch.size)
+            self._check("landed on", batch.target.owner, _room(label), batch.target_offset, batch.size)
 
     def copied(self, batch: Batch) -> None:
         """Check that what is gathered, or scattered, is the room's."""
@@ -79,9 +75,7 @@ class OwnershipChecker:
             return
         gathered = self._gathers.pop(id(batch), None)
         if gathered is not None:
-            rank = batch.source.owner
-            layout = self._members[rank].mover.layout
-            self._check_rows("gathered from", layout, gathered[1], rank, batch.source_offset, batch.size)
+            self._check("gathered from", batch.source.owner, gathered[1], batch.source_offset, batch.size)
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
         # The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
@@ -96,11 +90,8 @@ class OwnershipChecker:
         known = self._leaders.get(f"{rank.partition('.')[0]}.0", ())
         return next((leader for leader in known if incarnation and leader.incarnation == incarnation), None)
 
-    def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
-        layout = self._members[rank].mover.layout
-        self._check_rows(verb, layout, int(label.partition("/")[0]), rank, offsets, sizes)
-
-    def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
+    def _check(self, verb: str, rank: str, room: int, offsets: Any, sizes: Any) -> None:
+        layout: KvLayout = self._members[rank].mover.layout
         leader = self._leader(rank)
         if leader is None:
             self._report("I3", f"room {room} {verb} {rank}, which is in no incarnation of its instance")
@@ -110,9 +101,11 @@ class OwnershipChecker:
         for table in layout.tables:
             inside = (offsets >= table.start) & (offsets < table.end)
             if inside.any():
-                foreign = _rows(table, offsets[inside], sizes[inside]) - _owned(leader, table, room)
+                pool = _pool(leader, table)
+                foreign = _rows(table, offsets[inside], sizes[inside]) - _numbers(pool.get(room, ()))
                 if foreign:
-                    owner = _owner(leader, table, min(foreign))
+                    owners = (owner for owner, rows in pool.items() if min(foreign) in _numbers(rows))
+                    owner = next((f"room {owner}'s" for owner in owners), "nobody's")
                     text = f"room {room} {verb} {table.component} row {min(foreign)} of {rank}, which is {owner}"
                     self._report("I3", text)
         self._check_aux(verb, leader, layout, room, rank, offsets)
@@ -130,7 +123,9 @@ class OwnershipChecker:
         if inside.all():
             rows = _rows(kv, offsets, sizes)
             places = [
-                place for place, row in enumerate(_numbered(_pages(leader).owners.get(room, ()))) if row in rows
+                place
+                for place, row in enumerate(_numbered(leader.scheduler.pages.pool.owners.get(room, ())))
+                if row in rows
             ]
             tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
         self._computed.check(verb, rank, room, tokens)
@@ -165,10 +160,13 @@ class OwnershipChecker:
         ring = self._members[rank].mover.receiver.landing.ring
         for key, slot in ring.slots.items():
             if slot.position % ring.size <= start < slot.position % ring.size + slot.size:
-                layout = self._members[rank].mover.layout
-                self._check_rows("scattered to", layout, key[0], rank, batch.target_offset, batch.size)
+                self._check("scattered to", rank, key[0], batch.target_offset, batch.size)
                 return
         self._report("I4", f"{rank} scattered from {start} of its ring, which is no slot")
+
+
+def _room(label: str) -> int:
+    return int(label.partition("/")[0])
 
 
 def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
@@ -188,19 +186,13 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
 
 
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
-    # Keys and values, and the index, are of pages; the window and the state have pools of their own.
+    # The owners of its rows: keys and values, and the index, are of pages; the window and the state have pools.
+    pages = leader.scheduler.pages
     if table.component in ("kv", "index"):
-        owned: dict[int, Any] = _pages(leader).owners
-    elif table.component == "window":
-        owned = leader.scheduler.pages.state.window.owners
+        owners: dict[int, Any] = pages.pool.owners
     else:
-        owned = leader.scheduler.pages.state.slots.owners
-    return owned
-
-
-def _pages(leader: Any) -> PagePool:
-    pool: PagePool = leader.scheduler.pages.pool
-    return pool
+        owners = (pages.state.window if table.component == "window" else pages.state.slots).owners
+    return owners
 
 
 def _numbers(rows: Pages | int) -> set[int]:
@@ -209,12 +201,3 @@ def _numbers(rows: Pages | int) -> set[int]:
 
 def _numbered(rows: Pages) -> list[int]:
     return [row for start, count in rows for row in range(start, start + count)]
-
-
-def _owned(leader: Any, table: PageTable, room: int) -> set[int]:
-    return _numbers(_pool(leader, table).get(room, ()))
-
-
-def _owner(leader: Any, table: PageTable, row: int) -> str:
-    candidates = (owner for owner, rows in _pool(leader, table).items() if row in _numbers(rows))
-    return next((f"room {owner}'s" for owner in candidates), "nobody's")
