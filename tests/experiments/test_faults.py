@@ -29,10 +29,13 @@ from pdsim.serving.settings import Cache, HostCosts, ServingEngine
 from tests.mutants.catalog import patched
 from tests.support.configs import make_config
 
-SINCE = frozenset(KINDS) - {
-    "delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn"
-}  # fmt: skip
-"""Kinds that there were not when these seeds were found."""
+FIRST = {"delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn"}
+"""Kinds that there were when the oldest seeds were found."""
+
+
+def trial(seed: int, requests: int, kinds: str) -> FaultTrial:
+    """Return the scenario of *seed* with only those *kinds*."""
+    return FaultTrial(seed, requests, 0.4, frozenset(KINDS) - set(kinds.split()))
 
 
 def explore(**options: Any) -> Result:
@@ -51,16 +54,12 @@ def test_the_real_code_is_clean():
     assert [(each.seed, str(each.violations[0])) for each in found] == []
 
 
-def test_what_is_explored_is_what_was_asked_for():
-    result = explore(requests=12)
-    found = values(result)
-    assert (found["scenarios"], found["requests"], found["violating"]) == (4, 48, 0)
-    assert sum(row[1] for row in result.tables[0].rows) == 48
-
-
 def test_a_seed_gives_one_scenario_and_one_course_of_events():
     assert attempt(draw(5, 30, 1.0)) == attempt(draw(5, 30, 1.0))
     assert draw(5, 30, 1.0).text != draw(6, 30, 1.0).text
+    assert draw(3, 50, 1.0).requests[:10] == draw(3, 10, 1.0).requests
+    whole, less = draw(1, 50, 1.0), draw(1, 50, 1.0, frozenset({"aborts"}))
+    assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
 
 
 def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_is():
@@ -74,43 +73,33 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
 
-def test_leaving_one_kind_out_leaves_the_others_as_they_are():
-    whole, less = draw(1, 50, 1.0), draw(1, 50, 1.0, frozenset({"aborts"}))
-    assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
-
-
-def test_fewer_requests_are_the_first_of_more():
-    assert draw(3, 50, 1.0).requests[:10] == draw(3, 10, 1.0).requests
-
-
 @pytest.mark.slow
 def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch):
     def forgetful(self: KvSender, *arguments: Any) -> None: ...
 
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
-    trial, violation = shrunk(FaultTrial(3, requests=20, without=SINCE), "I8")
-    assert trial.requests == 1
-    assert trial.without == frozenset(KINDS)
-    assert violation.invariant == "I8"
+    smallest, violation = shrunk(FaultTrial(3, 20, without=frozenset(KINDS) - FIRST), "I8")
+    assert (smallest.requests, smallest.without, violation.invariant) == (1, frozenset(KINDS), "I8")
     (failure,) = [
-        text for text in explore(seed=3, requests=20, without=tuple(SINCE)).failures if text.startswith("I8")
+        text
+        for text in explore(seed=3, requests=20, without=tuple(set(KINDS) - FIRST)).failures
+        if text.startswith("I8")
     ]
-    assert failure.endswith(trial.command())
+    assert failure.endswith(smallest.command())
 
 
 def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
     file = tmp_path / "parts.jsonl"
-    first = explore(scenarios=2, requests=5, parts=str(file))
+    options = {"requests": 5, "parts": str(file)}
+    assert "0 scenarios were run before" in explore(scenarios=2, **options).notes[1]
     with file.open("a") as cut:  # as if a run had been ended by force
         cut.write('[2, [], {"ok"')
-    both = explore(scenarios=4, requests=5, parts=str(file))
-    assert "0 scenarios were run before" in first.notes[1]
+    both, again, whole = explore(**options), explore(**options), explore(requests=5)
     assert "2 scenarios were run before" in both.notes[1]
     assert both.notes[1].endswith("keeps 4 scenarios, 0 with violations")
-    again = explore(scenarios=4, requests=5, parts=str(file))
     assert "4 scenarios were run before" in again.notes[1]
-    whole = explore(scenarios=4, requests=5)
     assert again.tables[0].rows == both.tables[0].rows == whole.tables[0].rows
+    assert sum(row[1] for row in whole.tables[0].rows) == values(whole)["requests"] == 20
 
 
 def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -180,67 +169,50 @@ def test_a_campaign_that_is_told_to_end_while_its_processes_are_started_ends_for
             left.kill()
 
 
-def test_a_question_for_a_slot_that_comes_after_its_room_is_over_gets_none():
-    """D11: one of 2,295 scenarios kept the slots of a room whose writer was silent, and given up, when it asked."""
-    trial = FaultTrial(101759, 6, 0.4, frozenset(KINDS) - {"late", "silences"})
-
-    def answers_any(self: KvReceiver, sender: str, message: Any) -> None:
-        assert self.landing is not None
-        self.landing.ask(sender, message)
-
-    with patched(((KvReceiver, "ask", answers_any),)):
-        assert [violation.invariant for violation in trial.run().violations] == ["I8"] * 4
-    assert not trial.run().violations
+def answers_any(self: KvReceiver, sender: str, message: Any) -> None:
+    assert self.landing is not None
+    self.landing.ask(sender, message)
 
 
-def test_a_forward_that_was_chosen_ahead_leaves_out_what_was_given_up_since():
-    """D14: pages of a room that nobody had begun were free, and then computed and written all the same."""
-    trial = FaultTrial(339, 3, 0.4, frozenset(KINDS) - {"aborts", "edges", "hosts"})
-    assert not trial.run().violations
-    with patched(((PrefillScheduler, "_still_wanted", lambda _, forward: forward),)):
-        assert "which is nobody's" in trial.run().violations[0].what
+def takes_its_own(self: PrefillWorker, message: Any) -> None:
+    self._computing -= 1
+    clock, late = self.engine.clock, self.launching(message.seconds) if self.launching else 0.0
+    turns = self.posts.turns(clock.now, late, len(message.chunks))
+    pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
+    for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
+        clock.call_at(when, lambda posts: self.mover.computed(*posts), (chunks, number == len(turns)))
+    if not turns:
+        self.mover.computed(message.chunks, True)
 
 
-def test_posts_of_one_instant_keep_their_order():
-    """D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first."""
-    trial = FaultTrial(462, 4, 0.4, frozenset(KINDS) - {"delays", "hosts", "shuffle"})
-    assert not trial.run().violations
+def takes_any(original: Any, self: Any, sender: str, message: Any) -> None:
+    incarnation = (self._engine if isinstance(self, PushPrefillLeader) else self.engine).incarnation
+    original(self, sender, changed(message, incarnation=incarnation))
 
-    def takes_its_own(self: PrefillWorker, message: Any) -> None:
-        self._computing -= 1
-        clock, late = self.engine.clock, self.launching(message.seconds) if self.launching else 0.0
-        turns = self.posts.turns(clock.now, late, len(message.chunks))
-        pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
-        for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
-            clock.call_at(when, lambda posts: self.mover.computed(*posts), (chunks, number == len(turns)))
-        if not turns:
-            self.mover.computed(message.chunks, True)
 
-    with patched(((PrefillWorker, "_computed", takes_its_own),)):
-        assert trial.run().violations[0].invariant == "I7"
+DEFECTS = [
+    # D11: slots of a room whose writer was silent, and given up, when it asked
+    (101759, 6, "late silences", (KvReceiver, "ask", answers_any), "I8"),
+    # D14: pages of a room that nobody had begun were free, and then computed and written all the same
+    (339, 3, "aborts edges hosts", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
+    # D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first
+    (462, 4, "delays hosts shuffle", (PrefillWorker, "_computed", takes_its_own), "I7"),
+    # D5, D7, D8: a message to an earlier incarnation left a room behind at a rank that was started again
+    (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
+    (14487, 50, "delays shuffle kills restarts", (PrefillWorker, "_forward", takes_any), "I8"),
+    (18620, 11, "delays shuffle aborts kills restarts", (PushPrefillLeader, "_destination", takes_any), "I8"),
+]
+"""Seed, requests and kinds of faults that show what a fix is for, the method without it, and what it breaks."""
 
 
 @pytest.mark.parametrize(
-    ("seed", "requests", "method", "kinds"),
-    [
-        (6031, 39, (PushDecode, "_arrive"), {"aborts", "late", "shuffle", "squeezes", "stray", "torn"}),
-        (14487, 50, (PrefillWorker, "_forward"), {"aborts", "late", "slow", "squeezes", "stray", "torn"}),
-        (18620, 11, (PushPrefillLeader, "_destination"), {"late", "slow", "squeezes", "stray", "torn"}),
-    ],
+    ("seed", "requests", "kinds", "change", "invariant"), DEFECTS, ids=lambda value: str(value)[:9]
 )
-def test_a_message_to_an_earlier_incarnation_is_not_kept(
-    seed: int, requests: int, method: tuple[type, str], kinds: set[str]
-):
-    """D5, D7, D8: a few of 20,000 scenarios left a room behind at a rank that was started again."""
-    trial = FaultTrial(seed, requests, 0.4, SINCE | kinds)
-
-    def takes_any(original: Any, self: Any, sender: str, message: Any) -> None:
-        incarnation = (self._engine if isinstance(self, PushPrefillLeader) else self.engine).incarnation
-        original(self, sender, changed(message, incarnation=incarnation))
-
-    with patched(((*method, takes_any),)):
-        assert trial.run().violations[0].invariant == "I8"
-    assert not trial.run().violations
+def test_a_fix_is_needed_where_it_was(seed: int, requests: int, kinds: str, change: Any, invariant: str):
+    shown = trial(seed, requests, kinds)
+    assert not shown.run().violations
+    with patched((change,)):
+        assert shown.run().violations[0].invariant == invariant
 
 
 FIXED = [
@@ -269,7 +241,7 @@ FIXED = [
 def test_a_scenario_that_found_a_defect_is_clean(
     seed: int, requests: int, kinds: str, statuses: dict[str, int] | None
 ):
-    done = FaultTrial(seed, requests, 0.4, frozenset(KINDS) - set(kinds.split())).run()
+    done = trial(seed, requests, kinds).run()
     assert not done.violations
     assert statuses is None or done.statuses == statuses
 

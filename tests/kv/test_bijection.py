@@ -220,22 +220,15 @@ def test_uneven_stages_scattered_pages_and_any_layers_arrive_too(handoff: Handof
 # --- the test itself -----------------------------------------------------------------------------------------------
 
 
-def test_metadata_is_expected_in_every_byte_of_its_row():
-    handoff = Handoff(RankMap(gqa(1), Grid(1), Grid(1)), 2, 3, SOURCE, TARGET, 1)
-    layout = handoff.layout(Grid(1), 0, TARGET)
-    assert handoff.wanted(layout)[layout.kv_bytes :].sum() == AUX_BYTES
-
-
-def test_a_writer_too_many_is_found():
-    handoff = Handoff(RankMap(gqa(1), Grid(1), Grid(1)), 2, 3, SOURCE, TARGET, 1)
-    handoff.chunks *= 2
-    with pytest.raises(AssertionError):
-        handoff.check(0)
-
-
-def test_a_head_in_another_place_is_found():
+@pytest.mark.parametrize("defect", ["a writer too many", "a head in another place"])
+def test_what_is_wrong_is_noticed(defect: str):
     handoff = Handoff(RankMap(gqa(2), Grid(1), Grid(2)), 2, 3, SOURCE, TARGET, 1)
-    _, memory = handoff.senders[0]
-    memory.bytes[:] = np.roll(memory.bytes, 8)
+    layout = handoff.layout(Grid(2), 0, TARGET)
+    assert handoff.wanted(layout)[layout.kv_bytes :].sum() == AUX_BYTES  # metadata in every byte of its row
+    if defect == "a writer too many":
+        handoff.chunks *= 2
+    else:
+        _, memory = handoff.senders[0]
+        memory.bytes[:] = np.roll(memory.bytes, 8)
     with pytest.raises(AssertionError):
         handoff.check(0)

@@ -34,36 +34,24 @@ def member(name: str, **state: Any) -> Any:
     return SimpleNamespace(**{"rank": rank, "scheduler": None, "worker": None} | state)
 
 
-def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
-    """Return a checker that tells *found*."""
-
-    def tell(invariant: str, text: str) -> None:
-        found.append((invariant, text))
-
-    return OwnershipChecker(tell, ComputedChecker(lambda *_: None))
+def memory(owner: str, name: str = REGION) -> Region:
+    return Region(owner, name, LAYOUT.size, 0, "gpu0")
 
 
 # --- whose memory is whose -----------------------------------------------------------------------------------------
 
 
-def scheduling() -> Any:
-    pages, handoff = SimpleNamespace(pool=PagePool(8)), object.__new__(PushDecodeLeader)
-    handoff.slots = SlotPool(2)
-    return SimpleNamespace(pages=pages, handoff=handoff, rooms={})
-
-
-def leader(incarnation: str) -> Any:
-    return member("decode0.0", incarnation=incarnation, mover=SimpleNamespace(layout=LAYOUT), scheduler=scheduling())
-
-
-def follower(incarnation: str) -> Any:
-    return member("decode0.1", incarnation=incarnation, mover=SimpleNamespace(layout=LAYOUT))
-
-
-def landed(owners: OwnershipChecker, room: int, offset: int) -> None:
-    source = Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0")
-    target = Region("decode0.1", REGION, LAYOUT.size, 0, "gpu1")
-    owners.landed(Batch(source, target, [0], [offset], [16]), f"{room}/0/grouped")
+def of_group(name: str, incarnation: str, leads: bool = False, **parts: Any) -> Any:
+    """Return a rank's program; one that *leads* gave page 0, and slot 1 as decode, to room 7."""
+    scheduler = None
+    if leads:
+        handoff: Any = object.__new__(PushDecodeLeader)
+        handoff.slots = SlotPool(2)
+        scheduler = SimpleNamespace(pages=SimpleNamespace(pool=PagePool(8)), handoff=handoff, rooms={})
+        scheduler.pages.pool.allocate(7, 1)
+        handoff.slots.allocate(7)
+    mover = SimpleNamespace(layout=LAYOUT, **parts.pop("mover", {}))
+    return member(name, incarnation=incarnation, mover=mover, scheduler=scheduler, **parts)
 
 
 @pytest.fixture
@@ -73,64 +61,47 @@ def found() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
-    """Return the owners of a group whose leader, in its first incarnation, gave page 0 and slot 1 to room 7."""
-    owners = ownership(found)
-    first = leader("decode0@1")
-    first.scheduler.pages.pool.allocate(7, 1)
-    first.scheduler.handoff.slots.allocate(7)
-    for rank in (first, follower("decode0@1"), leader("")):
-        owners.joined(rank)
+    """Return the owners of a group whose leader was lost and has come back."""
+    owners = OwnershipChecker(lambda *what: found.append(what), ComputedChecker(lambda *_: None))
+    owners.joined(of_group("decode0.0", "decode0@1", leads=True))
+    owners.joined(of_group("decode0.1", "decode0@1"))
+    owners.joined(of_group("decode0.0", "", leads=True))
     return owners
 
 
-def test_what_a_leader_owned_at_its_end_stays_owned_until_its_ranks_have_ended(
-    owners: OwnershipChecker, found: list[Any]
-):
-    landed(owners, 7, 0)
-    assert found == []
-    landed(owners, 8, 0)
-    assert found == [("I3", "room 8 landed on kv row 0 of decode0.1, which is room 7's")]
+@pytest.mark.parametrize(
+    ("room", "offset", "what"),
+    [
+        (7, 0, []),  # what a leader owned at its end stays owned until its ranks have ended
+        (8, 0, [("I3", "room 8 landed on kv row 0 of decode0.1, which is room 7's")]),
+        (7, LAYOUT.item, [("I3", "room 7 landed on kv row 1 of decode0.1, which is nobody's")]),
+        # a torn transfer may touch any of the ten buffers, from any byte on
+        *((7, int(at) + 5, []) for at in LAYOUT.aux_offsets(0)),
+        *(
+            (7, int(at) + 5, [("I6", "room 7 landed on metadata slot 1 of decode0.1, which is not its own")])
+            for at in LAYOUT.aux_offsets(1)
+        ),
+    ],
+)
+def test_what_lands_belongs_to_its_room(owners: Any, found: list[Any], room: int, offset: int, what: list[Any]):
+    owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [offset], [16]), f"{room}/0/grouped")
+    assert found == what
 
 
-def test_what_it_did_not_own_is_nobodys(owners: OwnershipChecker, found: list[Any]):
-    landed(owners, 7, LAYOUT.item)
-    assert found == [("I3", "room 7 landed on kv row 1 of decode0.1, which is nobody's")]
-
-
-def test_a_rank_of_a_new_incarnation_is_not_written_before_it_has_met_anyone(
-    owners: OwnershipChecker, found: list[Any]
-):
-    owners.joined(follower(""))
-    landed(owners, 7, 0)
+def test_a_rank_of_no_incarnation_is_not_written(owners: OwnershipChecker, found: list[Any]):
+    owners.joined(of_group("decode0.1", ""))
+    owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [0], [16]), "7/0/grouped")
     assert found == [("I3", "room 7 landed on decode0.1, which is in no incarnation of its instance")]
 
 
-@pytest.mark.parametrize("buffer", range(10))
-def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(
-    owners: OwnershipChecker, found: list[Any], buffer: int
-):
-    # a torn transfer may touch any of the ten buffers, from any byte on
-    landed(owners, 7, int(LAYOUT.aux_offsets(0)[buffer]) + 5)
-    assert found == []
-    landed(owners, 7, int(LAYOUT.aux_offsets(1)[buffer]) + 5)
-    assert found == [("I6", "room 7 landed on metadata slot 1 of decode0.1, which is not its own")]
-
-
-def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
-    owners = ownership(found)
+def test_a_gather_reads_pages_of_the_room_that_it_is_for(owners: OwnershipChecker, found: list[Any]):
     sender: Any = object.__new__(KvSender)  # of which only this is asked
     sender.layout, sender._gather = LAYOUT, lambda state, batch: None
-    mover = SimpleNamespace(layout=LAYOUT, sender=sender)
     worker = object.__new__(PrefillWorker)
-    prefill = member("prefill0.0", incarnation="prefill0@1", mover=mover, worker=worker, scheduler=scheduling())
-    prefill.scheduler.pages.pool.allocate(7, 1)
+    prefill = of_group("prefill0.0", "prefill0@1", leads=True, worker=worker, mover={"sender": sender})
     owners.joined(prefill)
-    pool, block = (
-        Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0"),
-        Region("prefill0.0", "gather1", 64, 0, "gpu0"),
-    )
     for page in (0, 1):
-        batch = Batch(pool, block, [page * LAYOUT.item], [0], [16])
+        batch = Batch(memory("prefill0.0"), memory("prefill0.0", "gather1"), [page * LAYOUT.item], [0], [16])
         sender._gather(SimpleNamespace(room=7), batch)
         owners.copied(batch)
     assert found == [("I3", "room 7 gathered from kv row 1 of prefill0.0, which is nobody's")]
@@ -154,30 +125,32 @@ def left(table: Any, lost: bool = True) -> list[str]:
     return texts
 
 
-PEERS: list[Any] = [
-    {"decode0@2": [1, 2], "decode1@1": [1]},
-    {"decode0.0", "decode0.1"},
-    {("prefill0", "decode0"), ("prefill0", "decode1")},
-]
-
-
-@pytest.mark.parametrize("table", PEERS)
-def test_a_table_of_peers_may_have_grown_once_one_was_lost_and_not_before(table: Any):
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"decode0@2": [1, 2], "decode1@1": [1]},
+        {"decode0.0", "decode0.1"},
+        {("prefill0", "decode0"), ("prefill0", "decode1")},
+    ],
+)
+def test_a_table_of_peers_may_grow_once_one_was_lost(table: Any):
     assert left(table) == []
     assert left(table, lost=False) == [f"prefill0.0.table still has {len(table)} entries when all is over"]
 
 
 @pytest.mark.parametrize(
-    "table",
-    [{"decode0@1", "decode0@2"}, {"decode2@1"}, {"decode0@1": [1, 2, 3]}, [3.5], {("prefill0", "decode7")}],
-    ids=["two incarnations of one instance", "nobody", "more than it has ranks", "no names", "a pair with nobody"],
+    ("table", "what"),
+    [
+        ({"decode0@1", "decode0@2"}, "2 entries"),  # two incarnations of one instance
+        ({"decode2@1"}, "1 entries"),  # nobody
+        ({"decode0@1": [1, 2, 3]}, "1 entries"),  # more than it has ranks
+        ([3.5], "1 entries"),
+        ({("prefill0", "decode7")}, "1 entries"),
+        ({7: "a room"}, "rooms [7]"),
+    ],
 )
-def test_what_is_no_table_of_peers_may_not(table: Any):
-    assert left(table) == [f"prefill0.0.table still has {len(table)} entries when all is over"]
-
-
-def test_nothing_of_a_room_may_be_left_whoever_was_lost():
-    assert left({7: "a room"}) == ["prefill0.0.table still has rooms [7] when all is over"]
+def test_nothing_else_may_be_left(table: Any, what: str):
+    assert left(table) == [f"prefill0.0.table still has {what} when all is over"]
 
 
 def test_what_a_rank_had_when_requests_began_it_may_keep():
