@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The open-loop client: every request is sent when the trace says, whatever became of those before.
 
-Times are those of one clock, `time.monotonic`, in one process; a chunk's time is when its bytes
-were read here.
-
-A client that is slow would be measured as a slow server.  So prompts are encoded before they are
-due, the garbage collector is off while requests are under way, and how late requests were sent is
-kept with each (`RequestRow.sent`).
+A client that is slow would be measured as a slow server.  So prompts are encoded before they are due, the garbage
+collector is off while requests are under way, and how late requests were sent is kept with each (`RequestRow.sent`).
 """
 
 from __future__ import annotations
@@ -15,15 +11,15 @@ import asyncio
 import gc
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
-from backends.live.formats import reason
-from backends.live.routes import LiveServer, RequestFailed, RequestRoute, RequestRow
+from backends.live.http import Http, RequestFailed
+from backends.live.routes import RequestRoute, RequestRow
 from pdsim.serving.workload import Request
 
-__all__ = ["Http", "Limits", "replay", "session"]
+__all__ = ["Limits", "replay"]
 
 LEAD = 0.25
 """Seconds from the start of the clock to the first possible arrival."""
@@ -38,102 +34,10 @@ Prompt = Callable[[int, Request], bytes]
 
 
 class Limits(NamedTuple):
-    """The client's limits.
-
-    A request that waits for a connection is sent late, and one that takes too long has failed.
-    """
+    """A request that waits for a connection is sent late, and one that takes too long has failed."""
 
     connections: int  # to all servers together
     timeout: float  # seconds from a request's arrival to its end
-
-
-@asynccontextmanager
-async def session(*, key: str, connections: int, connect_timeout: float) -> AsyncIterator[Any]:
-    """Yield an aiohttp session of at most *connections* that sends *key*, if there is one, as the bearer's token.
-
-    No connection is used twice: a server that closes an idle one just when a request is sent would fail that
-    request.
-    """
-    import aiohttp
-
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    connector = aiohttp.TCPConnector(limit=connections, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20
-    ) as opened:
-        yield opened
-
-
-class Http:
-    """Posts bodies with an aiohttp session; a `backends.live.routes.Post`.
-
-    An instance is made for each run, within `session`.  What goes wrong is a `RequestFailed` whose message is the
-    status of the request: ``HTTP 503: ...``, ``Refused: ...`` or ``ServerLost: ...``.
-    """
-
-    def __init__(self, opened: Any) -> None:
-        self._session = opened
-
-    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
-        """Return the whole answer.  Raise a `RequestFailed`."""
-        with _failures(server):
-            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
-                data: bytes = await response.read()
-                _check(response.status, server, data)
-                return data
-
-    async def events(
-        self, server: LiveServer, path: str, body: bytes, name: str = ""
-    ) -> AsyncIterator[tuple[float, bytes]]:
-        """Yield time and data of each server-sent event up to ``[DONE]``.  Raise a `RequestFailed`."""
-        clock = asyncio.get_running_loop().time
-        with _failures(server):
-            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
-                if response.status != 200:
-                    _check(response.status, server, await response.read())
-                async for line in response.content:
-                    if not line.startswith(b"data:"):
-                        if line.startswith(b"error:"):  # llama.cpp
-                            raise RequestFailed(
-                                f"Error: {server.name}: {line[6:].decode(errors='replace').strip()[:200]}"
-                            )
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield clock(), data
-
-
-def _named(name: str) -> dict[str, str] | None:
-    return {"X-Request-Id": name} if name else None
-
-
-def _check(status: int, server: LiveServer, data: bytes) -> None:
-    if status == 200:
-        return
-    import msgspec
-
-    try:
-        said = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, ValueError):
-        said = data.decode(errors="replace")
-    raise RequestFailed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
-
-
-@contextmanager
-def _failures(server: LiveServer) -> Iterator[None]:
-    import aiohttp
-
-    try:
-        yield
-    except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            raise RequestFailed(f"Refused: {server.name} cannot be reached: {text}") from error
-        if isinstance(error, TimeoutError):
-            raise
-        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {text}") from error
 
 
 async def replay(
@@ -146,12 +50,8 @@ async def replay(
 ) -> tuple[float, list[RequestRow]]:
     """Send *requests* as they arrive; return the time at which the first could arrive, and a row for each.
 
-    A request that finds all connections taken waits, and its latencies count from its arrival all the same.
-    *progress* is called with the number of requests that have ended.
-
-    *requests* are in order of arrival, in seconds after the start.  Prompts are made ahead, by *prompt*, in the
-    pauses between arrivals.  The garbage collector is off meanwhile.  *limits* bound connections and the time of
-    each request.
+    A request that finds all connections taken waits, and its latencies count from its arrival all the same.  Prompts
+    are made ahead, by *prompt*, in the pauses.  *progress* is called with the number of requests that have ended.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max(1, limits.connections // route.connections))
@@ -159,7 +59,8 @@ async def replay(
     ahead = _Ahead(requests, prompt)
     tasks: list[asyncio.Task[None]] = []
     ended = itertools.count(1)
-    ahead.fill()
+    while not ahead.full:
+        ahead.make()
     with _uncollected():
         start = loop.time() + LEAD
         for number, request in enumerate(requests):
@@ -220,10 +121,6 @@ class _Ahead:
         self._next += 1
         self._size += len(body)
         self._made.append(body)
-
-    def fill(self) -> None:
-        while not self.full:
-            self.make()
 
     def take(self) -> bytes:
         if not self._made:

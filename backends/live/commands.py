@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines and environments that start vLLM and SGLang as a configuration describes them.
 
-``parallel``, ``scheduler``, ``kv``, ``cache`` and ``backend.policy`` become the engine's own flags and variables, so
-that one configuration describes the model and the servers.  `refusals` names each key that the engine cannot have;
-``live.arguments`` and ``live.environment`` add what has no key.  Weights are dummies: times do not depend on them.
-
-Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a hidden GPU.
+``parallel``, ``scheduler``, ``kv``, ``cache`` and ``backend.policy`` become the engine's own flags and variables;
+`refusals` names each key that the engine cannot have. Weights are dummies: times do not depend on them. Every server
+sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a hidden GPU.
 """
 
 from __future__ import annotations
@@ -79,11 +77,10 @@ def gpus_needed(config: Config) -> int:
 
 
 def launches(config: Config, engine: str, model: Path, release: str = "") -> list[ServerLaunch]:
-    """Return the servers of *config*, which load the configuration in the folder *model*.
+    """Return the servers of *config*, which load the configuration in the folder *model*: prefill servers first.
 
-    One for each instance of each side: prefill servers first, ports ascending from ``live.port``.  Arguments of the
-    user come last, so that they override.  *release* is the engine's, such as "0.5.12"; flags are those of the
-    newest known release without it.  `refusals` yields nothing for *config*.
+    Ports ascend from ``live.port``. Arguments of the user come last, so that they override. Flags are those of the
+    engine's *release*, such as "0.5.12", or of the newest known one. `refusals` yields nothing for *config*.
     """
     live, places = config.live, _places(config)
     every = sorted({gpu for *_, gpus in places for gpu in gpus})

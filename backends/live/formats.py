@@ -2,13 +2,13 @@
 """The HTTP APIs of serving engines: the JSON body of a request, and what one streamed chunk says.
 
 ``/v1/completions`` and ``/v1/chat/completions`` as OpenAI defines them, with vLLM's and llama.cpp's additions, and
-SGLang's ``/generate``.  Knows no sockets and no clock.
+SGLang's ``/generate``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,25 +23,6 @@ class StreamChunk(NamedTuple):
     finish: str = ""  # why generation ended
     reported: Mapping[str, Any] = {}  # what the server says of this request: usage, timings
     error: str = ""
-
-
-class Format(Protocol):
-    """The requests and chunks of one API.
-
-    One object for a run; it knows the model and the sampling, so that `body` adds only what differs between
-    requests.
-    """
-
-    path: str
-
-    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = ...) -> bytes:
-        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already.
-
-        *extra* is added at the top of the JSON object, and overrides what was there.
-        """
-
-    def chunk(self, data: bytes) -> StreamChunk:
-        """Return what the JSON *data* of one event of the stream says.  Raise a `msgspec.MsgspecError`."""
 
 
 class _Usage(msgspec.Struct):
@@ -84,7 +65,7 @@ class OpenAiCompletions:
     """OpenAI's ``/v1/completions``."""
 
     path = "/v1/completions"
-    prompt = "prompt"
+    prompt = b'"prompt":%b'
 
     def __init__(self, model: str, *, ignore_eos: bool, continuous: bool, request: Mapping[str, Any]) -> None:
         usage = {"include_usage": True} | ({"continuous_usage_stats": True} if continuous else {})
@@ -93,12 +74,18 @@ class OpenAiCompletions:
         self._request = dict(request)
 
     def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
-        """Return the body; see `Format`."""
+        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already.
+
+        *extra* is added at the top of the JSON object, and overrides what was there.
+        """
         rest = {**self._common, "max_tokens": output, **(self._stream if stream else {}), **self._request, **extra}
-        return b'{"%b":%b,%b' % (self.prompt.encode(), self._wrapped(prompt), msgspec.json.encode(rest)[1:])
+        return b"{%b,%b" % (self.prompt % prompt, msgspec.json.encode(rest)[1:])
 
     def chunk(self, data: bytes) -> StreamChunk:
-        """Return what a chunk says.  Without a count or token ids, a chunk with text counts as one token."""
+        """Return what the JSON *data* of an event says.  Raise a `msgspec.MsgspecError`.
+
+        Without a count or token ids, a chunk with text counts as one token.
+        """
         completion = _decode_completion(data)
         if completion.error or (completion.message and not completion.choices):
             return StreamChunk(0, error=reason(completion.error or completion.message))
@@ -116,18 +103,12 @@ class OpenAiCompletions:
                 reported["prompt_tokens"] = completion.usage.prompt_tokens
         return StreamChunk(new, total, finish, reported)
 
-    def _wrapped(self, prompt: bytes) -> bytes:
-        return prompt
-
 
 class OpenAiChat(OpenAiCompletions):
     """OpenAI's ``/v1/chat/completions``; the prompt is the text of one message."""
 
     path = "/v1/chat/completions"
-    prompt = "messages"
-
-    def _wrapped(self, prompt: bytes) -> bytes:
-        return b'[{"role":"user","content":%b}]' % prompt
+    prompt = b'"messages":[{"role":"user","content":%b}]'
 
 
 class SglangGenerate:
@@ -141,7 +122,7 @@ class SglangGenerate:
         self._request = dict(request)
 
     def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
-        """Return the body; see `Format`."""
+        """Return the body; see `OpenAiCompletions.body`."""
         sampling = {**self._sampling, "max_new_tokens": output}
         rest = {"sampling_params": sampling, "stream": stream, **self._request, **extra}
         return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])
@@ -158,6 +139,9 @@ class SglangGenerate:
         reported = {name: value for name, value in about.items() if isinstance(value, int | float)} if finish else {}
         kind = finish.get("type", "") if isinstance(finish, Mapping) else finish or ""
         return StreamChunk(0, about.get("completion_tokens"), str(kind), reported)
+
+
+Format = OpenAiCompletions | SglangGenerate
 
 
 def reason(error: Any) -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the servers of a deployment, waits until they answer, and ends every process that came of them.
 
-A server is the leader of a session of its own.  Engines start children that outlive a killed parent
-and hold a GPU's memory, so what ends is every process of the session.  Should this process be
-killed itself, the kernel sends the servers SIGTERM.
+Engines start children that outlive a killed parent and hold a GPU's memory, so a server leads a session of its own,
+and what ends is every process of it. Should this process be killed, the kernel sends the servers SIGTERM.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def started(
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start *servers*, with a log each in *folder*, and yield their processes by name once all of them answer.
 
-    On the way out all processes end.  Raise a `BackendUnavailable`, with the first error in its log, if a server
-    ends by itself or does not answer within *ready* seconds.
+    On the way out all processes end. Raise a `BackendUnavailable`, with the first error in its log, if a server ends
+    by itself or does not answer within *ready* seconds.
     """
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target `live`: servers that somebody runs, or that are started for the run, and a client that measures them.
 
-`deployed` makes a `LiveDeployment` of a configuration, and `serve` sends it a workload.  Everything
-is measured at the client, over HTTP, as a user would; what servers report of themselves
-(`backends.live.metrics`) stands beside it and is mixed with nothing.  Needs aiohttp
-(``pdsim[live]``), imported when the first request is sent.
+Everything is measured at the client, over HTTP, as a user would; what servers report of themselves
+(`backends.live.metrics`) stands beside it and is mixed with nothing. Needs aiohttp (``pdsim[live]``).
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from backends.live import model_folder
 from backends.live.commands import MODULES, gpus_needed, launches, refusals
+from backends.live.http import Http, LiveServer, session
 from backends.live.metrics import MetricSample, Page
-from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
+from backends.live.routes import Direct, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
 from pdsim.core.errors import BackendUnavailable, ConfigError
 from pdsim.core.progress import ShowProgress
@@ -38,11 +37,7 @@ METRICS = "metrics.parquet"
 
 @dataclass(frozen=True)
 class Served:
-    """The results of a workload; made by `LiveDeployment.serve`, or of somebody's log by `backends.live.observed`.
-
-    *rows* are in the order of the requests.  *start* and the times of *rows* are on one clock;
-    those of *samples* count from *start*.
-    """
+    """The results of a workload, in the order of the requests."""
 
     start: float  # at which the first request could arrive, on the client's clock
     rows: Sequence[RequestRow]
@@ -60,10 +55,7 @@ def engine_of(config: Config) -> str:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each reason why *config* cannot be run on a live deployment.
-
-    Nothing is contacted: it is about keys that contradict each other, and about what is installed here.
-    """
+    """Yield one line for each reason why *config* cannot be run on a live deployment; nothing is contacted."""
     live, engine = config.live, engine_of(config)
     pair = live.prefill + live.decode
     ways = {"live.url": live.url, "live.prefill and live.decode": pair, "live.launch": live.launch}
@@ -125,8 +117,7 @@ def installed(engine: str, python: str = "") -> str:
 def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[LiveDeployment]:
     """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards.
 
-    Raise a `BackendUnavailable` if a launched server does not come up.  Servers that somebody else runs are left
-    alone.
+    Raise a `BackendUnavailable` if a launched server does not come up.
     """
     live, engine = config.live, engine_of(config)
     if not live.launch:
@@ -166,19 +157,11 @@ class LiveDeployment:
     bootstrap: Mapping[str, int] = field(default_factory=dict)  # ports of launched SGLang prefill servers, by name
 
     def serve(self, requests: Sequence[Request], progress: ShowProgress, *, policy: str = "least_tokens") -> Served:
-        """Send *requests*, in order of arrival, and return what became of each.
+        """Send *requests*, in order of arrival, and return what became of each; one that fails has a status.
 
-        Each is sent at its arrival, whether those before have ended or not, as long as
-        ``live.connections`` allow.  A request that fails has a status and raises nothing.
-
-        Args:
-            requests: With arrivals in seconds from the start of the workload.
-            progress: Told the share of requests that have ended.
-            policy: "least_tokens" or "round_robin", among servers of one role.
-
-        Raises:
-            BackendUnavailable: A server does not answer at all before the first request.
-            ConfigError: The servers list no model and none is named.
+        *policy*, among servers of one role, is "least_tokens" or "round_robin". Raise `BackendUnavailable` if a
+        server does not answer at all before the first request, and a `ConfigError` if the servers list no model and
+        none is named.
         """
         return asyncio.run(self._serve(requests, progress, policy))
 
@@ -187,7 +170,7 @@ class LiveDeployment:
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
-        from backends.live.client import Http, Limits, replay, session
+        from backends.live.client import Limits, replay
         from backends.live.metrics import Sampler
         from backends.live.prompts import encoded
 
@@ -232,13 +215,13 @@ class LiveDeployment:
             kind = OpenAiChat if live.api == "chat" else OpenAiCompletions
             form = kind(model, ignore_eos=exact, continuous=engine == "vllm", request=live.request)
         if not (prefills := self.role("prefill")):
-            return Direct(self.role("server"), form, policy=policy, exact=exact)
+            return Direct(form, policy, exact, self.role("server"))
         if engine == "vllm":
-            return VllmPair(prefills, self.role("decode"), form, policy=policy, exact=exact)
+            return VllmPair(form, policy, exact, prefills, self.role("decode"))
         given = live.bootstrap_port
         named = {one.name: given[number % len(given)] for number, one in enumerate(prefills)}
         ports = {**named, **self.bootstrap}
-        return SglangPair(prefills, self.role("decode"), form, ports, policy=policy, exact=exact)
+        return SglangPair(form, policy, exact, prefills, self.role("decode"), ports)
 
     async def _model(self, opened: Any) -> str:
         live = self.config.live

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of servers: Prometheus text, read before, during and after a workload.
-
-`parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a
-bucket as Prometheus does, so a quantile is as coarse as the engine's buckets.
-"""
+"""Metrics of servers: Prometheus text, read before, during and after a workload."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.live.routes import LiveServer
+from backends.live.http import LiveServer
 
 __all__ = ["Histogram", "MetricSample", "Page", "Sampler", "difference", "parse"]
 
@@ -25,11 +21,7 @@ _HISTOGRAM = ("_bucket", "_sum", "_count")
 
 @dataclass(frozen=True)
 class Histogram:
-    """Observations of one quantity, over all labels.
-
-    *buckets* are cumulative, as Prometheus has them: each counts all observations up to its upper bound, in the unit
-    of the metric.
-    """
+    """Observations of one quantity, over all labels; *buckets* are cumulative, as Prometheus has them."""
 
     total: float = 0.0
     count: float = 0.0
@@ -43,7 +35,8 @@ class Histogram:
     def quantile(self, share: float) -> float | None:
         """Return the value that *share* of the observations do not exceed; None of no observations.
 
-        The last bucket has no upper bound; a quantile that falls into it is the bound below.
+        Interpolates within a bucket as Prometheus does; in the last one, which has no upper bound, it is the bound
+        below.
 
         >>> Histogram(total=9.0, count=10, buckets={1.0: 5, 2.0: 10, math.inf: 10}).quantile(0.75)
         1.5
@@ -71,9 +64,7 @@ class Page:
 
 
 def parse(text: str) -> Page:
-    """Return what the Prometheus *text* says; lines that are not of that format are passed over.
-
-    Labels are summed over.  A counter may be written with or without ``_total``.
+    """Return what the Prometheus *text* says, summed over labels; lines that are not of that format are passed over.
 
     >>> parse('# TYPE running gauge' + chr(10) + 'running{rank="0"} 2' + chr(10) + 'running{rank="1"} 3').gauges
     {'running': 5.0}
@@ -128,22 +119,18 @@ def difference(before: Page, after: Page) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One number that a server reported at one time; a row of ``metrics.parquet``.
-
-    *metric* is the server's own name of it, *time* seconds on the client's clock.
-    """
+    """One number that a server reported at one time; a row of ``metrics.parquet``."""
 
     time: float  # seconds on the client's clock
     server: str
-    metric: str
+    metric: str  # the server's own name of it
     value: float
 
 
 class Sampler:
     """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends.
 
-    An asynchronous context manager.  A server without metrics has no samples, and that is no error.  `reported` may
-    be called after the block.
+    A server without metrics has no samples, and that is no error.
     """
 
     def __init__(self, opened: Any, servers: Sequence[LiveServer], every: float) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder without weights: `config.json` of its shape, and a tokenizer with a word for every token id.
+"""A model folder without weights, for ``--load-format dummy``: `config.json`, and a tokenizer.
 
-Servers started with ``--load-format dummy`` need nothing else.  The tokenizer exists because vLLM's HTTP server
-wants one; token *n* is the word ``tn``, so that any ids that a model generates can be written out.
+vLLM's HTTP server wants the tokenizer; token *n* is the word ``tn``, so that any ids can be written out.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ def problem(model: Llm) -> str:
 
 
 def write(model: Llm, folder: Path) -> Path:
-    """Write the folder of *model* and return it.  Raise a `ConfigError` if the configuration has no `hf_config`.
-
-    Existing files are overwritten.  ``tokenizer.json`` takes some 20 bytes for each token of the vocabulary.
-    """
+    """Write the folder of *model* and return it. Raise a `ConfigError` if the configuration has no `hf_config`."""
     if reason := problem(model):
         raise ConfigError(reason)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests from the logs of a deployment, as rows like those that pdsim's own client measures.
 
-- ``vllm-bench``: the JSON that ``vllm bench serve --save-result --save-detailed`` writes
-- ``aiperf``: ``profile_export.jsonl`` of aiperf, a record a request
-- ``sglang``: a JSON record a line with the times of a request, as ``meta_info`` of SGLang's answers has them
-
-Only what a request needs is read: when it arrived, its tokens, its first and its last token, and
-why it failed.  `pdsim observe` makes two things of it: a trace with which the same requests can be
+`FORMATS` names the logs. `pdsim observe` makes two things of one: a trace with which the same requests can be
 simulated, and a run that ``pdsim compare`` and ``pdsim validate`` take as measured.
 """
 
@@ -26,11 +21,7 @@ __all__ = ["FORMATS", "Observed", "read", "served", "trace"]
 
 
 class Observed(NamedTuple):
-    """A request that somebody else measured; times are seconds on the clock of its log.
-
-    Requests sort by their arrival, which comes first.  *gaps* are between tokens as the client saw
-    them; servers' own logs have none.
-    """
+    """A request that somebody else measured; times are seconds on the clock of its log."""
 
     arrival: float
     input: int  # tokens
@@ -69,8 +60,7 @@ def read(path: Path, kind: str = "") -> list[Observed]:
 def trace(observed: list[Observed]) -> str:
     """Return the requests as a trace in Mooncake's format, for ``workload.trace``: arrivals count from the first.
 
-    A JSON object a line, with milliseconds and token counts.  Prompts are unknown, so no two share
-    a prefix; a request that failed before its first token asks for one.
+    Prompts are unknown, so no two share a prefix; a request that failed before its first token asks for one.
     """
     start = observed[0].arrival
     rows = (
@@ -170,8 +160,8 @@ def _sglang(text: str) -> Iterator[Observed]:
 
 
 FORMATS: Mapping[str, tuple[str, Callable[[str], Iterator[Observed]]]] = {
-    "vllm-bench": ('"ttfts"', _vllm_bench),
-    "aiperf": ('"request_start_ns"', _aiperf),
-    "sglang": ('"request_received_ts"', _sglang),
+    "vllm-bench": ('"ttfts"', _vllm_bench),  # ``vllm bench serve --save-result --save-detailed``
+    "aiperf": ('"request_start_ns"', _aiperf),  # its ``profile_export.jsonl``
+    "sglang": ('"request_received_ts"', _sglang),  # a record a line, as ``meta_info`` of SGLang's answers has it
 }
 """By name: what shows that a text is of this kind, and the reader of its requests."""

@@ -20,11 +20,10 @@ WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was",
 
 
 def token_ids(request: Request, number: int, seed: int, vocabulary: int) -> Ids:
-    """Return the prompt of the *number*-th request: ``request.input`` ids from the upper 15/16 of *vocabulary*.
+    """Return the prompt of the *number*-th request: ``request.input`` ids, int64.
 
-    A block that `Request.hash_ids` names depends on its id and *seed* only; the rest also on *number*.
-
-    Shape (input,), int64.  The lower sixteenth is left out because special tokens are there.
+    A block that `Request.hash_ids` names depends on its id and *seed* only; the rest also on *number*. The lower
+    sixteenth of *vocabulary* is left out: special tokens are there.
     """
     low = vocabulary // 16
     blocks = [_drawn(seed, "block", name, HASHED, low, vocabulary) for name in _named(request)]

@@ -1,44 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of requests: the servers that each visits, and their order.
 
-`Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with
-one token to generate, then the same prompt with the parameters that prefill returned to decode.
-`SglangPair` does what SGLang's router does: the prompt to both sides at once, with one
-``bootstrap_room``.
-
-A route knows no HTTP: it posts with a `Post`, so that it can be tested without servers, and reads
-answers with a `backends.live.formats.Format`.
+`Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with one token to
+generate, then the same prompt with the parameters that prefill returned to decode.  `SglangPair` does what SGLang's
+router does: the prompt to both sides at once, with one ``bootstrap_room``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
 
-from backends.live.formats import Format, reason
+from backends.live.formats import Format, StreamChunk, reason
+from backends.live.http import Http, LiveServer, RequestFailed
 from pdsim.serving.workload import Request
 
-__all__ = ["Direct", "LiveServer", "Post", "RequestFailed", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
-
-
-class RequestFailed(Exception):
-    """A request that ended without all its tokens; the message is its status."""
+__all__ = ["Direct", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
 
 
 @dataclass(slots=True)
 class RequestRow:
-    """The outcome of a request; times are seconds on the client's clock.
-
-    *gaps* and *sizes* have one entry for each chunk with tokens but the first; a time is None if that never came.
-    """
+    """The outcome of a request; times are seconds on the client's clock, None if that never came."""
 
     prefill: str = ""
     decode: str = ""
@@ -54,48 +45,59 @@ class RequestRow:
     reported: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class LiveServer:
-    """A server, and the tokens of the requests that it has, by the client's own account."""
+@dataclass
+class RequestRoute(ABC):
+    """The way of a request; serves many at a time, and keeps the account of load of its servers."""
 
-    name: str  # of its role and number, such as "decode0"
-    url: str  # without a path
-    load: int = 0  # tokens of requests that are there now
-    sent: int = 0  # requests so far
+    form: Format
+    policy: str  # "least_tokens" or "round_robin", among servers of one role
+    exact: bool  # whether an answer must have just as many tokens as asked for
+    connections = 1  # that a request holds at a time
 
+    @abstractmethod
+    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Have *request* served and fill in *row*; *prompt* is encoded JSON.
 
-class Post(Protocol):
-    """Sends a body to a server; every failure is a `RequestFailed`."""
-
-    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
-        """Return the whole answer.  *name*, if there is one, is what the server is to call the request."""
-
-    def events(
-        self, server: LiveServer, path: str, body: bytes, name: str = ""
-    ) -> AsyncIterator[tuple[float, bytes]]:
-        """Yield the data of each event of the stream that is the answer, with the time at which it was read."""
-
-
-class RequestRoute(Protocol):
-    """The way of a request.
-
-    An object serves many requests at a time and keeps the account of load of its servers.
-    """
-
-    connections: int  # that a request holds at a time
-
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Have *request* served and fill in *row*.
-
-        *prompt* is encoded JSON. What was seen before a failure stays in *row*. Raise a `RequestFailed` if it does
-        not get all its tokens.
+        What was seen before a failure stays in *row*.  Raise a `RequestFailed` if it does not get all its tokens.
         """
 
+    def _choose(self, servers: Sequence[LiveServer]) -> LiveServer:
+        if self.policy == "round_robin":
+            return min(servers, key=lambda server: server.sent)
+        return min(servers, key=lambda server: (server.load, server.sent))
 
-def _choose(servers: Sequence[LiveServer], policy: str) -> LiveServer:
-    if policy == "round_robin":
-        return min(servers, key=lambda server: server.sent)
-    return min(servers, key=lambda server: (server.load, server.sent))
+    def _chunk(self, server: LiveServer, data: bytes) -> StreamChunk:
+        try:
+            return self.form.chunk(data)
+        except msgspec.MsgspecError as error:
+            raise _malformed(server, data, error) from None
+
+    async def _stream(
+        self, http: Http, server: LiveServer, body: bytes, row: RequestRow, output: int, name: str = ""
+    ) -> None:
+        # A server that counts in its first chunk counts in all; of another one a final count corrects how many there
+        # were, not when they came.
+        counts: bool | None = None
+        now = 0.0
+        async for now, data in http.events(server, self.form.path, body, name):
+            chunk = self._chunk(server, data)
+            if chunk.error:
+                raise RequestFailed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
+            if counts is None:
+                counts = chunk.total is not None
+            row.finish = chunk.finish or row.finish
+            row.reported |= chunk.reported
+            new = chunk.total - row.tokens if counts and chunk.total is not None else chunk.new
+            if new > 0:
+                _arrived(row, now, new)
+            row.tokens = max(row.tokens, chunk.total or 0)
+        if row.tokens and row.first is None:  # no chunk had text of its own
+            row.first = row.last = now
+        if row.tokens != output and (self.exact or not row.finish or not row.tokens):
+            because = f" (finish_reason={row.finish})" if row.finish else ""
+            raise RequestFailed(
+                f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}"
+            )
 
 
 @contextmanager
@@ -108,46 +110,6 @@ def _visit(server: LiveServer, tokens: int) -> Iterator[LiveServer]:
         server.load -= tokens
 
 
-async def _stream(
-    post: Post,
-    server: LiveServer,
-    form: Format,
-    body: bytes,
-    row: RequestRow,
-    output: int,
-    *,
-    exact: bool,
-    name: str = "",
-) -> None:
-    # Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as
-    # many.  A server that counts in its first chunk counts in all; of another one a final count corrects how many
-    # there were, not when they came.
-    counts: bool | None = None
-    now = 0.0
-    async for now, data in post.events(server, form.path, body, name):
-        try:
-            chunk = form.chunk(data)
-        except msgspec.MsgspecError as error:
-            raise RequestFailed(f"Malformed: {server.name} sent {data[:80]!r}: {error}") from None
-        if chunk.error:
-            raise RequestFailed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
-        if counts is None:
-            counts = chunk.total is not None
-        row.finish = chunk.finish or row.finish
-        row.reported |= chunk.reported
-        new = chunk.total - row.tokens if counts and chunk.total is not None else chunk.new
-        if new > 0:
-            _arrived(row, now, new)
-        row.tokens = max(row.tokens, chunk.total or 0)
-    if row.tokens and row.first is None:  # no chunk had text of its own
-        row.first = row.last = now
-    if row.tokens != output and (exact or not row.finish or not row.tokens):
-        because = f" (finish_reason={row.finish})" if row.finish else ""
-        raise RequestFailed(
-            f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}"
-        )
-
-
 def _arrived(row: RequestRow, now: float, new: int) -> None:
     if row.last is None:
         row.first = now
@@ -158,23 +120,22 @@ def _arrived(row: RequestRow, now: float, new: int) -> None:
     row.tokens += new
 
 
-class Direct:
-    """One server does everything, or is a router that sees to it.
+def _malformed(server: LiveServer, data: bytes, error: Exception) -> RequestFailed:
+    return RequestFailed(f"Malformed: {server.name} sent {data[:80]!r}: {error}")
 
-    *exact* says that an answer must have just as many tokens as asked for.
-    """
 
-    connections = 1
+@dataclass
+class Direct(RequestRoute):
+    """One server does everything, or is a router that sees to it."""
 
-    def __init__(self, servers: Sequence[LiveServer], form: Format, *, policy: str, exact: bool) -> None:
-        self._servers, self._format, self._policy, self._exact = servers, form, policy, exact
+    servers: Sequence[LiveServer]
 
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Stream from one server; see `RequestRoute`."""
-        with _visit(_choose(self._servers, self._policy), request.input + request.output) as server:
+    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Stream from one server."""
+        with _visit(self._choose(self.servers), request.input + request.output) as server:
             row.prefill = row.decode = server.name
-            body = self._format.body(prompt, request.output, stream=True)
-            await _stream(post, server, self._format, body, row, request.output, exact=self._exact)
+            body = self.form.body(prompt, request.output, stream=True)
+            await self._stream(http, server, body, row, request.output)
 
 
 class _Answer(msgspec.Struct):
@@ -195,93 +156,68 @@ _NEW = {
 """Parameters that vLLM's proxy sends to prefill, which answers with the values for decode."""
 
 
-class VllmPair:
+@dataclass
+class VllmPair(RequestRoute):
     """Prefill, then decode, in series, under one name of the request.
 
-    vLLM's `NixlPushConnector` finds by that name, the header ``X-Request-Id``, which prefill belongs to what decode
-    has registered: without it each server makes up a name of its own, and nothing is ever written.
-    The load of a server counts the prompt for prefill, and prompt and output for decode.
+    vLLM's `NixlPushConnector` pairs by that name, the header ``X-Request-Id``, what prefill and decode have: without
+    it each server makes up a name of its own, and nothing is ever written.
     """
 
-    connections = 1
+    prefills: Sequence[LiveServer]
+    decodes: Sequence[LiveServer]
 
-    def __init__(
-        self,
-        prefills: Sequence[LiveServer],
-        decodes: Sequence[LiveServer],
-        form: Format,
-        *,
-        policy: str,
-        exact: bool,
-    ) -> None:
-        self._prefills, self._decodes, self._policy = prefills, decodes, policy
-        self._format, self._exact = form, exact
-
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Ask prefill for one token, and decode for all with the parameters in its answer; see `RequestRoute`."""
-        form, clock, name = self._format, asyncio.get_running_loop().time, uuid4().hex
-        with _visit(_choose(self._prefills, self._policy), request.input) as server:
+    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Ask prefill for one token, and decode for all with the parameters in its answer."""
+        form, name = self.form, uuid4().hex
+        with _visit(self._choose(self.prefills), request.input) as server:
             row.prefill = server.name
             body = form.body(prompt, 1, stream=False, extra={"kv_transfer_params": _NEW})
-            data = await post.answer(server, form.path, body, name)
-            row.prefilled = clock()
-        params = self._params(server, data)
-        with _visit(_choose(self._decodes, self._policy), request.input + request.output) as server:
+            data = await http.answer(server, form.path, body, name)
+            row.prefilled = asyncio.get_running_loop().time()
+        params = _params(server, data)
+        with _visit(self._choose(self.decodes), request.input + request.output) as server:
             row.decode = server.name
             body = form.body(prompt, request.output, stream=True, extra={"kv_transfer_params": params})
-            await _stream(post, server, form, body, row, request.output, exact=self._exact, name=name)
-
-    @staticmethod
-    def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
-        # Raise a `RequestFailed` if the answer is an error or has none.
-        try:
-            answer = msgspec.json.decode(data, type=_Answer)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
-        if answer.error:
-            raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")
-        if not answer.kv_transfer_params:
-            raise RequestFailed(
-                f"Error: {server.name} answered without kv_transfer_params; start it with --kv-transfer-config"
-            )
-        return answer.kv_transfer_params
+            await self._stream(http, server, body, row, request.output, name)
 
 
-class SglangPair:
-    """Prefill and decode at once, in one bootstrap room.
+def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
+    try:
+        answer = msgspec.json.decode(data, type=_Answer)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _malformed(server, data, error) from None
+    if answer.error:
+        raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")
+    if not answer.kv_transfer_params:
+        raise RequestFailed(
+            f"Error: {server.name} answered without kv_transfer_params; start it with --kv-transfer-config"
+        )
+    return answer.kv_transfer_params
 
-    *bootstrap* has the port of each prefill server's bootstrap, by the server's name.
-    """
 
+@dataclass
+class SglangPair(RequestRoute):
+    """Prefill and decode at once, in one bootstrap room."""
+
+    prefills: Sequence[LiveServer]
+    decodes: Sequence[LiveServer]
+    bootstrap: Mapping[str, int]  # the port of each prefill server's bootstrap, by the server's name
     connections = 2
 
-    def __init__(
-        self,
-        prefills: Sequence[LiveServer],
-        decodes: Sequence[LiveServer],
-        form: Format,
-        bootstrap: Mapping[str, int],
-        *,
-        policy: str,
-        exact: bool,
-    ) -> None:
-        self._prefills, self._decodes, self._policy = prefills, decodes, policy
-        self._format, self._bootstrap, self._exact = form, bootstrap, exact
-        self._rooms = random.SystemRandom()  # a room must not have been used before on these servers
-
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Send to both sides and stream from decode; what fails first ends the request; see `RequestRoute`."""
-        prefill, decode = _choose(self._prefills, self._policy), _choose(self._decodes, self._policy)
+    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Send to both sides and stream from decode; what fails first ends the request."""
+        prefill, decode = self._choose(self.prefills), self._choose(self.decodes)
         row.prefill, row.decode = prefill.name, decode.name
         room = {
             "bootstrap_host": urlsplit(prefill.url).hostname,
-            "bootstrap_port": self._bootstrap[prefill.name],
-            "bootstrap_room": self._rooms.getrandbits(62),
+            "bootstrap_port": self.bootstrap[prefill.name],
+            "bootstrap_room": random.SystemRandom().getrandbits(62),  # not used before on these servers
         }
-        asked, streamed = (self._format.body(prompt, request.output, stream=s, extra=room) for s in (False, True))
+        asked, streamed = (self.form.body(prompt, request.output, stream=s, extra=room) for s in (False, True))
         sides = (
-            asyncio.ensure_future(self._prefill(post, prefill, asked, request, row)),
-            asyncio.ensure_future(self._decode(post, decode, streamed, request, row)),
+            asyncio.ensure_future(self._prefill(http, prefill, asked, request, row)),
+            asyncio.ensure_future(self._decode(http, decode, streamed, request, row)),
         )
         try:
             done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
@@ -292,18 +228,15 @@ class SglangPair:
                 side.cancel()
             await asyncio.gather(*sides, return_exceptions=True)
 
-    async def _prefill(self, post: Post, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
+    async def _prefill(self, http: Http, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
         with _visit(server, request.input):
-            data = await post.answer(server, self._format.path, body)
+            data = await http.answer(server, self.form.path, body)
             row.prefilled = asyncio.get_running_loop().time()
-            try:
-                chunk = self._format.chunk(data)
-            except msgspec.MsgspecError as error:
-                raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
+            chunk = self._chunk(server, data)
             if chunk.error:
                 raise RequestFailed(f"Error: {server.name}: {chunk.error}")
             row.reported |= {f"prefill_{name}": value for name, value in chunk.reported.items()}
 
-    async def _decode(self, post: Post, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
+    async def _decode(self, http: Http, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
         with _visit(server, request.input + request.output):
-            await _stream(post, server, self._format, body, row, request.output, exact=self._exact)
+            await self._stream(http, server, body, row, request.output)

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases to measure: operators of a forward in the sizes that models have, most valuable first.
 
-A case is a mapping of plain values, some of `COLUMNS`: with its times it is a row of the raw data.
-Cases are measured in their order until the time is over, so the order is the plan: launches, then
-the first subject in all sizes, the others in every second one, FP8, and at the end a few of the
-first cases again.
-
-Sizes are powers of two and their halves between, up to what an engine's step may have (`ROWS` to
-8,192 tokens).  A case is left out if its operands would take more than a share of the GPU's memory,
-since several copies of them are cycled through so that caches are cold
-(`backends.profiling.stopwatch.copies`).
-
-What each operator is, and how the times become a model, is `pdsim.calibration.kernels`.
+A case is a mapping of plain values, some of `COLUMNS`: with its times it is a row of the raw data. Cases are
+measured in their order until the time is over, so the order is the plan: launches, then the first subject in all
+sizes, the others in every second one, FP8, and at the end a few of the first cases again. One is left out if its
+operands would take more than a share of the GPU's memory, since several copies are cycled through.
 """
 
 from __future__ import annotations
@@ -25,22 +18,8 @@ from pdsim.models.llm import Llm
 __all__ = ["COLUMNS", "TIMES", "Subject", "allreduces", "plan"]
 
 COLUMNS = (
-    *(
-        "operator",
-        "kernel",
-        "mode",
-        "dtype",
-        "model",
-        "tp",
-        "layers",
-        "tokens",
-        "n",
-        "k",
-        "batch",
-        "context",
-        "heads",
-    ),
-    *("kv_heads", "head_dim", "value_dim", "experts", "hit", "per_token", "width", "gpus", "round"),
+    *("operator", "kernel", "mode", "dtype", "model", "tp", "layers", "tokens", "n", "k", "batch", "context"),
+    *("heads", "kv_heads", "head_dim", "value_dim", "experts", "hit", "per_token", "width", "gpus", "round"),
 )
 """Columns of a row that say what was measured; those without a meaning for an operator are empty."""
 
@@ -66,8 +45,7 @@ TINY = {
 class Subject(NamedTuple):
     """A *model*, divided among *tp* GPUs, of which *layers* are measured as a whole forward; 0: all of them.
 
-    Only the shard of one rank is measured, on one GPU: all-reduces are measured by themselves
-    (`allreduces`).
+    Only the shard of one rank is measured; all-reduces are measured by themselves (`allreduces`).
     """
 
     model: Llm
@@ -78,9 +56,8 @@ class Subject(NamedTuple):
 def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> list[Case]:
     """Return the cases of *subjects*, each once, those of the first subject first; *memory* is the bytes of the GPU.
 
-    Two subjects that have an operator of the same size share its case, which then names the first
-    of them.  *small* takes the few sizes that a processor measures in a second: it is for trying
-    the path, not for numbers.
+    Two subjects that have an operator of the same size share its case. *small* takes the few sizes that a processor
+    measures in a second: it is for trying the path, not for numbers.
     """
     cases: dict[tuple[Any, ...], Case] = {}
     for case in _all(subjects, memory, small):
@@ -120,15 +97,8 @@ def _linear(subject: Subject, memory: float, small: bool) -> Iterator[Case]:  # 
         for rows in TINY["rows"] if small else ROWS:
             if product.name == "head" and rows > 512:
                 continue  # of the last tokens only
-            yield {
-                "operator": "gemm",
-                "mode": "graph",
-                "dtype": "bf16",
-                "tokens": rows,
-                "n": product.n,
-                "k": product.k,
-                **_named(subject),
-            }
+            case = {**_named(subject), "operator": "gemm", "mode": "graph", "dtype": "bf16"}
+            yield {**case, "tokens": rows, "n": product.n, "k": product.k}
 
 
 def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
@@ -140,12 +110,8 @@ def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _heads(model: Llm, tp: int) -> Case:
-    return {
-        "heads": max(1, model.heads // tp),
-        "kv_heads": max(1, model.kv_heads // tp),
-        "head_dim": model.head_dim,
-        "value_dim": model.head_dim,
-    }
+    heads = {"heads": max(1, model.heads // tp), "kv_heads": max(1, model.kv_heads // tp)}
+    return {**heads, "head_dim": model.head_dim, "value_dim": model.head_dim}
 
 
 def _attention(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
@@ -261,11 +227,10 @@ def _anchors(subject: Subject) -> Iterator[Case]:
 
 
 def allreduces(hidden: Iterable[int], gpus: int) -> list[Case]:
-    """Return the all-reduces of activations of so many elements a token among *gpus* GPUs.
+    """Return the all-reduces of activations of *hidden* elements a token, for each width, among *gpus* GPUs.
 
-    *hidden* are widths of models; widths that occur twice are measured once.  Besides NCCL there
-    are both kernels over symmetric memory, the one-shot one only up to 2**20 elements, beyond which
-    no engine chooses it.
+    Besides NCCL there are both kernels over symmetric memory, the one-shot one only up to 2**20 elements, beyond
+    which no engine chooses it.
     """
     return [
         {"operator": "allreduce", "kernel": kernel, "mode": "graph", "dtype": "bf16", "tokens": rows, "n": width}

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK``.
+"""One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK [AFTER]``.
 
-It has one GPU, or the processor.  A job is a mapping: *cases*, the *device*, the *output* without
-its number, *deadline* in seconds since the epoch, *seconds* and *repeats* of a case, *world*, and
-*meeting*, a file at which the ranks of all-reduces find each other.
-
-Rows are appended as they come; a case that cannot be measured is a line of the log with the reason.
-A process that dies is started again behind the case that it began last
-(`backends.profiling.runner`), which is why each case is announced before it runs, and each row is
-flushed.
+It has one GPU, or the processor.  `backends.profiling.runner` writes the job.  Rows are appended as they come; a
+case that cannot be measured is a line of the log with the reason.  A process that dies is started again behind the
+case that it began last, which is why each case is announced before it runs, and each row is flushed.
 """
 
 from __future__ import annotations
@@ -22,10 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from backends.profiling.attention import attend
-from backends.profiling.decoder import DecoderStack
+import torch
+import torch.distributed as dist
+
 from backends.profiling.inventory import COLUMNS, TIMES, described
-from backends.profiling.operator_calls import build
+from backends.profiling.operators import DecoderStack, attend, build
 from backends.profiling.stopwatch import Stopwatch, Timing
 
 __all__ = ["main"]
@@ -34,9 +30,8 @@ __all__ = ["main"]
 class _Measurer:
     """Measures cases one after the other, keeping the decoder of the last whole forward.
 
-    Ranks that measure together take every decision that a clock could make differently on each (how
-    often to repeat, when time is over) by the largest value among them, so that all enter the same
-    collectives.
+    Ranks that measure together take every decision that a clock could make differently on each by the largest value
+    among them, so that all enter the same collectives.
     """
 
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
@@ -56,23 +51,21 @@ class _Measurer:
                 table.writeheader()
             for number, case in enumerate(cases):
                 if self._agree(time.time() - self._deadline) > 0.0:
-                    left = len(cases) - number
-                    print(f"rank {self.rank}: out of time, {left} cases left", flush=True)  # noqa: T201
+                    _say(f"rank {self.rank}: out of time, {len(cases) - number} cases left")
                     return
-                print(f"case {case['number']} {described(case)}", flush=True)  # noqa: T201
+                _say(f"case {case['number']} {described(case)}")
                 if (timing := self._tried(case)) is not None:
-                    values = {name: f"{value:.9g}" for name, value in vars(timing).items()}
+                    values = {name: f"{value:.9g}" for name, value in timing._asdict().items()}
                     table.writerow({key: case[key] for key in COLUMNS if key in case} | values)
                     file.flush()
 
     def _tried(self, case: Mapping[str, Any]) -> Timing | None:
-        # An error of the CUDA context is raised: every later call of this process would fail, too.
         try:
             return self._measured(case)
         except Exception as error:  # one kernel that is not there must not cost the others
             if "CUDA error" in str(error) or "device-side assert" in str(error):
                 raise  # nothing works in this process any more
-            print(f"failed {described(case)}: {' '.join(str(error).split())[:300]}", flush=True)  # noqa: T201
+            _say(f"failed {described(case)}: {' '.join(str(error).split())[:300]}")
             return None
         finally:
             self._free()
@@ -87,21 +80,16 @@ class _Measurer:
 
     def _whole(self, case: Mapping[str, Any]) -> Callable[[], object]:
         # It is built anew only if its shape differs from that of the case before.
-        import torch
-
-        with torch.inference_mode():
-            if self._decoder is None or self._decoder.key != DecoderStack.key_of(case):
-                self._decoder = None
-                self._free(all_of_it=True)
-                self._decoder = DecoderStack(case, self.device)
-            if not self._kernels:
-                self._kernels = {"prefill": self._working(256), "decode": self._working(1)}
-                print(f"attention of whole forwards: {self._kernels}", flush=True)  # noqa: T201
-            return self._decoder.call(case, self._kernels)
+        if self._decoder is None or self._decoder.key != DecoderStack.key_of(case):
+            self._decoder = None
+            self._free(all_of_it=True)
+            self._decoder = DecoderStack(case, self.device)
+        if not self._kernels:
+            self._kernels = {"prefill": self._working(256), "decode": self._working(1)}
+            _say(f"attention of whole forwards: {self._kernels}")
+        return self._decoder.call(case, self._kernels)
 
     def _working(self, new: int) -> str:
-        import torch
-
         if self.device == "cpu":
             return "reference"
         for kernel in ("cudnn", "flash") if new > 1 else ("flash", "cudnn"):
@@ -110,26 +98,20 @@ class _Measurer:
                 attend(kernel, q, k[:, :, :2], v[:, :, :2])
                 torch.cuda.synchronize()
             except Exception as error:  # another may be there
-                print(f"no {kernel} here: {str(error)[:200]}", flush=True)  # noqa: T201
+                _say(f"no {kernel} here: {str(error)[:200]}")
             else:
                 return kernel
         return "reference"
 
     def _free(self, all_of_it: bool = False) -> None:
-        if self.device == "cpu":
-            return
-        import torch
-
-        total = torch.cuda.get_device_properties(0).total_memory
-        if all_of_it or torch.cuda.memory_reserved() > 0.5 * total:
-            torch.cuda.empty_cache()
+        if self.device != "cpu":
+            total = torch.cuda.get_device_properties(0).total_memory
+            if all_of_it or torch.cuda.memory_reserved() > 0.5 * total:
+                torch.cuda.empty_cache()
 
     def _agree(self, value: float) -> float:
         if not self._together:
             return value
-        import torch
-        import torch.distributed as dist
-
         shared = torch.tensor([value], device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return float(shared.item())
@@ -137,24 +119,16 @@ class _Measurer:
     # --- all-reduces -----------------------------------------------------------------------------------------------
 
     def connect(self, path: str) -> None:
-        import torch
-        import torch.distributed as dist
-
         if self.device != "cpu":
             torch.cuda.set_device(self.rank)
-        kind = "gloo" if self.device == "cpu" else "nccl"
-        at = f"file://{path}"
+        kind, at = "gloo" if self.device == "cpu" else "nccl", f"file://{path}"
         dist.init_process_group(
             kind, init_method=at, rank=self.rank, world_size=self.world, timeout=timedelta(0, 60)
         )
         self._together = True
 
     def _collective(self, case: Mapping[str, Any]) -> list[Callable[[], object]]:
-        # The same buffer is reduced eight times in a row: what a collective costs does not depend on
-        # its contents.
-        import torch
-        import torch.distributed as dist
-
+        # The same buffer is reduced eight times in a row: what a collective costs does not depend on its contents.
         size = int(case["tokens"]) * int(case["n"])
         if case["kernel"] == "nccl":
             x = torch.zeros(size, device=self.device, dtype=torch.bfloat16)
@@ -169,18 +143,19 @@ class _Measurer:
         return [lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)] * 8
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 to the log
+
+
 def main(words: list[str]) -> int:
     """Measure the job in the file that the first of *words* names, as the rank in the second.
 
-    With a third, what follows the case of that number: a process before this one ended at it.
-    Cases that are no all-reduce are dealt out among the ranks by their number; all-reduces are
-    measured by all ranks together.
+    With a third, what follows the case of that number.  Cases that are no all-reduce are dealt out among the ranks;
+    all-reduces are measured by all ranks together.
     """
     job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     rank = int(words[1])
     after = int(words[2]) if len(words) > 2 else -1
-    import torch
-
     torch.manual_seed(rank)
     if job["device"] == "cpu":
         torch.set_num_threads(1)  # so that it measures beside others

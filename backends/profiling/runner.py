@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a worker for each GPU, keep what they measure, and start one again behind a case that ended its process.
 
-A kernel that is wrong for a size can end the process or poison its CUDA context, so the cases run
-in processes of their own (`backends.profiling.measuring`), each seeing one GPU.  A worker that ends
-with an error is started three times at most.  A job's files are in its folder: the cases as JSON,
+A kernel that is wrong for a size can end the process or poison its CUDA context, so the cases run in processes of
+their own (`backends.profiling.measuring`), each seeing one GPU.  A job's files are in its folder: the cases as JSON,
 and a CSV and a log for each worker.
 """
 
@@ -42,11 +41,7 @@ class ProfiledDevice:
 
 
 def device(kind: str) -> ProfiledDevice:
-    """Return the device of *kind*, "cuda" or "cpu".
-
-    Raises:
-        ConfigError: PyTorch is not installed, or finds no GPU that it can use; the message says what to try.
-    """
+    """Return the device of *kind*, "cuda" or "cpu".  Raise a `ConfigError` without PyTorch, or a GPU for it."""
     try:
         import torch
     except ImportError as error:
@@ -76,18 +71,10 @@ def measure(
 ) -> tuple[Rows, list[str]]:
     """Return the rows of *cases* on *where*, and a line for each that could not be measured.
 
-    Each GPU takes its share of the cases; with several, all-reduces of *hidden* elements a token
-    follow, for which a quarter of the time is kept, 40 s at most.
-
-    Args:
-        cases: Of `backends.profiling.inventory.plan`, the most valuable first.
-        where: What `device` returned.
-        limit: Seconds that it takes at most, but for what a case takes that has begun.
-        seconds: How long each sample of a case is, so that a clock's resolution does not matter.
-        repeats: Samples of a case.
-        folder: Where rows are as they come, so that what was measured survives an end by force.
-        hidden: Widths of activations to be all-reduced.
-        gpus: How many GPUs to use; 0: all.
+    Each of *gpus* GPUs (0: all) takes its share of the cases, the most valuable first; with several, all-reduces of
+    *hidden* elements a token follow, for which a quarter of the time is kept, 40 s at most.  It takes *limit*
+    seconds, but for a case that has begun.  Each of *repeats* samples of a case takes *seconds*.  Rows are in
+    *folder* as they come, so that they survive an end by force.
     """
     world = max(1, gpus or where.count)
     end = time.time() + limit

@@ -5,9 +5,9 @@ import json
 
 from aiohttp import web
 
-from backends.live.client import Http, session
 from backends.live.formats import OpenAiCompletions
-from backends.live.routes import LiveServer, RequestRow, VllmPair
+from backends.live.http import Http, LiveServer, session
+from backends.live.routes import RequestRow, VllmPair
 from pdsim.serving.workload import Request
 
 
@@ -34,7 +34,7 @@ async def exchange(count: int) -> list[tuple[str, dict, str]]:
     (port,) = {address[1] for address in runner.addresses}
     servers = [LiveServer(name, f"http://127.0.0.1:{port}") for name in ("prefill0", "decode0")]
     form = OpenAiCompletions("m", ignore_eos=True, continuous=False, request={})
-    pair = VllmPair(servers[:1], servers[1:], form, policy="round_robin", exact=False)
+    pair = VllmPair(form, "round_robin", False, servers[:1], servers[1:])
     async with session(key="", connections=4, connect_timeout=10.0) as opened:
         for _ in range(count):
             await pair.serve(Http(opened), b"[1,2,3]", Request(0.0, 3, 2), RequestRow())

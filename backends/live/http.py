@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to serving engines over HTTP, by aiohttp, which is imported with the first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from backends.live.formats import reason
+
+__all__ = ["Http", "LiveServer", "RequestFailed", "session"]
+
+
+class RequestFailed(Exception):
+    """A request that ended without all its tokens; the message is its status."""
+
+
+@dataclass(slots=True)
+class LiveServer:
+    """A server, and the tokens of the requests that it has, by the client's own account."""
+
+    name: str  # of its role and number, such as "decode0"
+    url: str  # without a path
+    load: int = 0  # tokens of requests that are there now
+    sent: int = 0  # requests so far
+
+
+@asynccontextmanager
+async def session(*, key: str, connections: int, connect_timeout: float) -> AsyncIterator[Any]:
+    """Yield an aiohttp session of at most *connections* that sends *key*, if there is one, as the bearer's token.
+
+    No connection is used twice: a server that closes an idle one just when a request is sent would fail that
+    request.
+    """
+    import aiohttp
+
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    connector = aiohttp.TCPConnector(limit=connections, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 20
+    ) as opened:
+        yield opened
+
+
+class Http:
+    """Posts bodies within a `session`; every failure is a `RequestFailed`: ``HTTP 503: ...``, ``Refused: ...``.
+
+    *name*, if there is one, is what the server is to call the request.
+    """
+
+    def __init__(self, opened: Any) -> None:
+        self._session = opened
+
+    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
+        """Return the whole answer."""
+        with _failures(server):
+            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
+                data: bytes = await response.read()
+                _check(response.status, server, data)
+                return data
+
+    async def events(
+        self, server: LiveServer, path: str, body: bytes, name: str = ""
+    ) -> AsyncIterator[tuple[float, bytes]]:
+        """Yield time and data of each server-sent event up to ``[DONE]``; the time is when it was read."""
+        clock = asyncio.get_running_loop().time
+        with _failures(server):
+            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
+                if response.status != 200:
+                    _check(response.status, server, await response.read())
+                async for line in response.content:
+                    if line.startswith(b"error:"):  # llama.cpp
+                        said = line[6:].decode(errors="replace").strip()[:200]
+                        raise RequestFailed(f"Error: {server.name}: {said}")
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield clock(), data
+
+
+def _named(name: str) -> dict[str, str] | None:
+    return {"X-Request-Id": name} if name else None
+
+
+def _check(status: int, server: LiveServer, data: bytes) -> None:
+    if status == 200:
+        return
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError):
+        said = data.decode(errors="replace")
+    raise RequestFailed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
+
+
+@contextmanager
+def _failures(server: LiveServer) -> Iterator[None]:
+    import aiohttp
+
+    try:
+        yield
+    except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise RequestFailed(f"Refused: {server.name} cannot be reached: {text}") from error
+        if isinstance(error, TimeoutError):
+            raise
+        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {text}") from error
