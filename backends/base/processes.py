@@ -160,8 +160,8 @@ def half_open() -> bool:
 # --- native engines: environment variables in, log lines out -------------------------------------------------------
 
 
-def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Set what *engine* needs, and *defaults* where the user has not set anything; return what now holds.
+def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+    """Set what *engine* needs, and *defaults* where the user has not set anything.
 
     Before the library is loaded: native libraries read their environment once.  Raise a `ConfigError` if the user's
     environment contradicts what is needed.
@@ -174,7 +174,6 @@ def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str])
             )
     for name, value in {**defaults, **needed}.items():
         os.environ.setdefault(name, value)
-    return {name: os.environ[name] for name in (*defaults, *needed)}
 
 
 def installed(*distributions: str) -> str:

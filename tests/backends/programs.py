@@ -7,13 +7,15 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
 from pdsim.core.errors import RegistrationError
-from pdsim.transfer import Batch, Program
+from pdsim.transfer import Batch, Peer, Program, Region
 from pdsim.transfer.job import Rank
 
 
@@ -22,16 +24,18 @@ def sleep(rank: Rank, seconds: float) -> Program:
     return "slept"
 
 
+# --- what a process is and has -------------------------------------------------------------------------------------
+
+
 def surroundings(rank: Rank) -> Program:
     """Return what the process has of the one that asked for it."""
     yield rank.clock.timeout(0.0)
-    ignored = [number.name for number in signal.Signals if signal.getsignal(number) == signal.SIG_IGN]
     return {
         "environ": {name: text for name, text in os.environ.items() if name != "PYTHONPATH"},  # which `path` is of
         "path": list(dict.fromkeys(entry for entry in sys.path if Path(entry).is_dir())),
         "folder": str(Path.cwd()),
         "processors": sorted(os.sched_getaffinity(0)),
-        "ignored": ignored,
+        "ignored": [each.name for each in signal.Signals if signal.getsignal(each) == signal.SIG_IGN],
         "leads": os.getsid(0) == os.getpid(),
         "open": len(list(Path("/proc/self/fd").iterdir())),
         "words": len(sys.argv),
@@ -45,9 +49,64 @@ def show_process(rank: Rank) -> Program:
 
 
 def identify(rank: Rank) -> Program:
-    """Return the numbers of this process and of its parent."""
+    """Return the numbers of this process and of its parent, and the origin of its clock."""
     yield rank.clock.timeout(0.0)
-    return [os.getpid(), os.getppid()]
+    return [os.getpid(), os.getppid(), rank.clock.origin]  # type: ignore[attr-defined]
+
+
+def list_listening(rank: Rank) -> Program:
+    """Return the addresses on which this process listens."""
+    yield rank.clock.timeout(0.05)
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
+
+
+def tell_network(rank: Rank, others: list[str]) -> Program:
+    """Return this process's namespace and its devices, once all *others* have been heard from over the channel."""
+    for name in others:
+        rank.channel.send(name, b"here")
+    for _ in others:
+        yield rank.channel.receive()
+    devices = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    return [str(Path("/proc/self/ns/net").readlink()), rank.channel.uri, devices]
+
+
+def burn(rank: Rank, seconds: float) -> Program:
+    """Do nothing for *seconds*; return the share of a core that this took."""
+    yield rank.clock.timeout(0.2)
+    before = sum(os.times()[:2])
+    yield rank.clock.timeout(seconds)
+    return (sum(os.times()[:2]) - before) / seconds
+
+
+def gaps(rank: Rank, seconds: float) -> Program:
+    """Look at the clock again and again; return from when to when no look was possible for 0.2 s or longer."""
+    spans, last = [], rank.clock.now
+    while last < seconds:
+        yield rank.clock.timeout(0.01)
+        if rank.clock.now - last > 0.2:
+            spans.append([last, rank.clock.now])
+        last = rank.clock.now
+    return spans
+
+
+def use_memory_again(rank: Rank, rounds: int) -> Program:
+    """Return how often the system had to give memory while the same 12 MiB were filled and freed *rounds* times."""
+    yield rank.clock.timeout(0.0)
+    before = 0
+    for number in range(rounds + 1):
+        held = [np.ones(1 << 19) for _ in range(3)]
+        held.clear()
+        if not number:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def take_memory(rank: Rank, size: int) -> Program:
+    rank.device.allocate(size)
+    yield rank.clock.timeout(0)
+
+
+# --- how programs end ----------------------------------------------------------------------------------------------
 
 
 def count(rank: Rank, seconds: float) -> Program:
@@ -60,6 +119,41 @@ def hang(rank: Rank) -> Program:
     """Keep the clock from going on."""
     yield rank.clock.timeout(0.1)
     threading.Event().wait()
+
+
+def say_and_die(rank: Rank, code: int) -> Program:
+    yield rank.clock.timeout(0)
+    sys.stdout.write("last words\n")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def say_and_raise(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    raise LookupError("on purpose")
+
+
+def return_object(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    return object()
+
+
+def fork(rank: Rank) -> Program:
+    """Use the endpoint in a forked child; return whether it was refused there."""
+    yield rank.clock.timeout(0)
+    buffer = rank.device.allocate(64)
+    child = os.fork()
+    if not child:
+        try:
+            rank.endpoint.register(buffer, "mine")
+        except RegistrationError as error:
+            os._exit(42 if "do not survive a fork" in str(error) else 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
 
 
 def greet(rank: Rank, other: str) -> Program:
@@ -98,107 +192,55 @@ def answer(rank: Rank) -> Program:
         rank.channel.send(sender, number.encode())
 
 
-def use_memory_again(rank: Rank, rounds: int) -> Program:
-    """Return how often the system had to give memory while the same 12 MiB were filled and freed *rounds* times."""
-    yield rank.clock.timeout(0.0)
-    _fill_and_free()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(rounds):
-        _fill_and_free()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def stay(rank: Rank, by: str) -> Program:
+    """Answer *by*, and stay until it says more."""
+    yield rank.channel.receive()
+    rank.channel.send(by, b"here")
+    yield rank.channel.receive()
 
 
-def _fill_and_free() -> None:
-    held = [np.ones(1 << 19) for _ in range(3)]
-    held.clear()
+# --- transfers: from one's "source" to the other's "sink" ----------------------------------------------------------
 
 
-def say_and_die(rank: Rank, code: int) -> Program:
-    yield rank.clock.timeout(0)
-    sys.stdout.write("last words\n")
-    sys.stdout.flush()
-    os._exit(code)
+def _connect(rank: Rank, to: str, size: int) -> Generator[Any, Any, tuple[Peer, Batch]]:
+    mine = rank.endpoint.register(rank.device.allocate(size), "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    return peer, Batch(mine, peer.regions["sink"], [0], [0], [size])
 
 
-def say_and_raise(rank: Rank) -> Program:
-    yield rank.clock.timeout(0)
-    raise LookupError("on purpose")
-
-
-def return_object(rank: Rank) -> Program:
-    yield rank.clock.timeout(0)
-    return object()
-
-
-def tell_time(rank: Rank) -> Program:
-    """Return the clock's reading and the system's, to see whether ranks agree on the origin."""
-    yield rank.clock.timeout(0.01)
-    return rank.clock.origin  # type: ignore[attr-defined]
-
-
-def list_listening(rank: Rank) -> Program:
-    """Return the addresses on which this process listens."""
-    yield rank.clock.timeout(0.05)
-    return sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
-
-
-def burn(rank: Rank, seconds: float) -> Program:
-    """Do nothing for *seconds*; return the share of a core that this took."""
-    yield rank.clock.timeout(0.2)
-    before = sum(os.times()[:2])
-    yield rank.clock.timeout(seconds)
-    return (sum(os.times()[:2]) - before) / seconds
-
-
-def gaps(rank: Rank, seconds: float) -> Program:
-    """Look at the clock again and again; return from when to when no look was possible for 0.2 s or longer."""
-    found, last = [], rank.clock.now
-    while last < seconds:
-        yield rank.clock.timeout(0.01)
-        if rank.clock.now - last > 0.2:
-            found.append([last, rank.clock.now])
-        last = rank.clock.now
-    return found
-
-
-def take_memory(rank: Rank, size: int) -> Program:
-    rank.device.allocate(size)
-    yield rank.clock.timeout(0)
+def _offer(rank: Rank, by: str, size: int) -> Generator[Any, Any, tuple[Any, Region]]:
+    buffer = rank.device.allocate(size)
+    region = rank.endpoint.register(buffer, "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(by, rank.endpoint.address())
+    rank.endpoint.connect(address)
+    return buffer, region
 
 
 def write_many(rank: Rank, to: str, count: int) -> Program:
-    mine = rank.endpoint.register(rank.device.allocate(64), "source")
-    rank.channel.send(to, rank.endpoint.address())
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    peer, batch = yield from _connect(rank, to, 64)
     for number in range(count):
-        yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]), label=str(number))
+        yield rank.endpoint.write(peer, batch, label=str(number))
     rank.channel.send(to, b"done")
 
 
 def be_written(rank: Rank, by: str) -> Program:
-    rank.endpoint.register(rank.device.allocate(64), "sink")
-    address = (yield rank.channel.receive()).payload
-    rank.channel.send(by, rank.endpoint.address())
-    rank.endpoint.connect(address)
+    yield from _offer(rank, by, 64)
     yield rank.channel.receive()
 
 
 def write_and_die(rank: Rank, to: str) -> Program:
     """Write once, and end as by a kill when *to* says so."""
-    mine = rank.endpoint.register(rank.device.allocate(64), "source")
-    rank.channel.send(to, rank.endpoint.address())
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
-    yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]))
+    peer, batch = yield from _connect(rank, to, 64)
+    yield rank.endpoint.write(peer, batch)
     yield rank.channel.receive()
     os._exit(1)
 
 
 def outlive(rank: Rank, writer: str, beside: str) -> Program:
     """Have *writer* die, and wait for the proof that it writes no more, while *beside* stays connected."""
-    rank.endpoint.register(rank.device.allocate(64), "sink")
-    address = (yield rank.channel.receive()).payload
-    rank.channel.send(writer, rank.endpoint.address())
-    rank.endpoint.connect(address)
+    yield from _offer(rank, writer, 64)
     rank.channel.send(beside, b"here")
     yield rank.channel.receive()
     rank.channel.send(writer, b"die")
@@ -207,36 +249,21 @@ def outlive(rank: Rank, writer: str, beside: str) -> Program:
     return "proven"
 
 
-def stay(rank: Rank, by: str) -> Program:
-    """Answer *by*, and stay until it says more."""
-    yield rank.channel.receive()
-    rank.channel.send(by, b"here")
-    yield rank.channel.receive()
-
-
 def keep_lent_memory(rank: Rank, by: str) -> Program:
     """Withdraw and free memory that a peer still writes to; return what the device says before and after."""
-    endpoint, device = rank.endpoint, rank.device
-    buffer = device.allocate(1 << 20)
-    region = endpoint.register(buffer, "sink")
-    address = (yield rank.channel.receive()).payload
-    rank.channel.send(by, endpoint.address())
-    endpoint.connect(address)
+    buffer, region = yield from _offer(rank, by, 1 << 20)
     yield rank.channel.receive()
-    endpoint.deregister(region)
-    device.free(buffer)
-    lent = device.used
+    rank.endpoint.deregister(region)
+    rank.device.free(buffer)
+    lent = rank.device.used
     rank.channel.send(by, b"withdrawn")
-    while device.used:
+    while rank.device.used:
         yield rank.clock.timeout(0.005)
-    return {"lent": lent, "returned": device.used}
+    return {"lent": lent, "returned": rank.device.used}
 
 
 def write_lent_memory(rank: Rank, to: str) -> Program:
-    mine = rank.endpoint.register(rank.device.allocate(1 << 20), "source")
-    rank.channel.send(to, rank.endpoint.address())
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
-    batch = Batch(mine, peer.regions["sink"], [0], [0], [1 << 20])
+    peer, batch = yield from _connect(rank, to, 1 << 20)
     yield rank.endpoint.write(peer, batch)
     rank.channel.send(to, b"withdraw")
     yield rank.channel.receive()
@@ -268,11 +295,7 @@ def give_stale_address(rank: Rank, by: str) -> Program:
 
 def settle_after_loss(rank: Rank, to: str) -> Program:
     """Write until the peer is lost; return the error, and whether the memory settles."""
-    buffer = rank.device.allocate(8 << 20)
-    mine = rank.endpoint.register(buffer, "source")
-    rank.channel.send(to, rank.endpoint.address())
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
-    batch = Batch(mine, peer.regions["sink"], [0], [0], [8 << 20])
+    peer, batch = yield from _connect(rank, to, 8 << 20)
     while True:
         transfer = rank.endpoint.write(peer, batch, timeout=20)
         try:
@@ -297,33 +320,5 @@ def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
 
 
 def wait_for_death(rank: Rank, by: str) -> Program:
-    rank.endpoint.register(rank.device.allocate(8 << 20), "sink")
-    address = (yield rank.channel.receive()).payload
-    rank.channel.send(by, rank.endpoint.address())
-    rank.endpoint.connect(address)
+    yield from _offer(rank, by, 8 << 20)
     yield rank.clock.timeout(60)
-
-
-def fork(rank: Rank) -> Program:
-    """Use the endpoint in a forked child; return whether it was refused there."""
-    yield rank.clock.timeout(0)
-    buffer = rank.device.allocate(64)
-    child = os.fork()
-    if not child:
-        try:
-            rank.endpoint.register(buffer, "mine")
-        except RegistrationError as error:
-            os._exit(42 if "do not survive a fork" in str(error) else 1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def tell_network(rank: Rank, others: list[str]) -> Program:
-    """Return this process's namespace and its devices, once all *others* have been heard from over the channel."""
-    for name in others:
-        rank.channel.send(name, b"here")
-    for _ in others:
-        yield rank.channel.receive()
-    devices = sorted(path.name for path in Path("/sys/class/net").iterdir())
-    return [str(Path("/proc/self/ns/net").readlink()), rank.channel.uri, devices]

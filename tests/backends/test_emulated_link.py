@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from backends.emulation.guest import engines, machine, mori
 from backends.emulation.link.emulated_link import Lateness, joined, missing_requirements
 from backends.emulation.link.namespaces import DEVICE
 from backends.jobs.launcher import Processes
@@ -16,7 +17,7 @@ from pdsim.transfer.job import Place
 from tests.backends import programs
 from tests.support.engines import spec
 
-pytestmark = pytest.mark.skipif(
+needs_link = pytest.mark.skipif(
     bool(missing_requirements()), reason=f"needs network namespaces: {missing_requirements()}"
 )
 
@@ -28,9 +29,17 @@ def at(node, name, program, **arguments):
 
 
 def run(engine, *ranks, nodes=2, link=LINK):
-    outcome = Processes(engine, deadline=60, device_capacity=1 << 24, link=link, nodes=nodes).run(ranks)
+    target = Processes(engine, deadline=60, device_capacity=1 << 24, link=link, nodes=nodes)
+    return target.run(ranks), target
+
+
+def writing(count, one=0, other=1):
+    return at(one, "a", programs.write_many, to="b", count=count), at(other, "b", programs.be_written, by="a")
+
+
+def records(outcome):
     assert not [result.error for result in outcome.ranks.values() if result.error]
-    return outcome
+    return outcome.ranks["a"].transfers
 
 
 def state():
@@ -39,61 +48,57 @@ def state():
     return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
 
 
+@needs_link
 def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake):
-    names = ["a", "b", "c"]
     where = {"a": 0, "b": 1, "c": 1}
-    ranks = [
-        at(where[name], name, programs.tell_network, others=[one for one in names if one != name]) for name in names
-    ]
-    found = {name: rank.value for name, rank in run(mooncake, *ranks).ranks.items()}
-    inside = {name: value[0] for name, value in found.items()}
+    ranks = [at(node, name, programs.tell_network, others=[*where.keys() - {name}]) for name, node in where.items()]
+    told = {name: rank.value for name, rank in run(mooncake, *ranks)[0].ranks.items()}
+    inside = {name: namespace for name, (namespace, _, _) in told.items()}
     assert inside["b"] == inside["c"] != inside["a"]
     assert str(Path("/proc/self/ns/net").readlink()) not in inside.values()
-    for name, (_, uri, devices) in found.items():
+    for name, (_, uri, devices) in told.items():
         assert uri.startswith(f"tcp://10.78.0.{where[name] + 1}:")
         assert devices == [DEVICE, "lo"]
 
 
+@needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(0, 1), (2, 0)], ids=["one hop", "two hops back"])
 def test_transfers_between_nodes_arrive_whole(any_engine, ends):
     if any_engine.name == "nixl_shm":
         pytest.skip("memory is shared within a node only")
-    one, other = ends
-    ranks = at(one, "a", programs.write_many, to="b", count=10), at(other, "b", programs.be_written, by="a")
-    outcome = run(any_engine, *ranks, nodes=3)
-    assert len(outcome.ranks["a"].transfers) == 10
+    outcome, _ = run(any_engine, *writing(10, *ends), nodes=3)
+    assert len(records(outcome)) == 10
     assert "tcp" in outcome.ranks["a"].engine
 
 
+@needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "stall"])
 def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
     link = replace(LINK, changes=(LinkChange(kind=kind, start=0.02, end=0.3),))
-    ranks = at(0, "a", programs.write_many, to="b", count=200), at(1, "b", programs.be_written, by="a")
-    records = run(mooncake, *ranks, link=link).ranks["a"].transfers
-    assert len(records) == 200
-    assert max(record.seen for record in records) > 0.3
+    every = records(run(mooncake, *writing(200), link=link)[0])
+    assert len(every) == 200
+    assert max(record.seen for record in every) > 0.3
 
 
+@needs_link
 def test_a_rank_that_dies_is_proven_quiesced_on_another_node(any_engine):
     """Other connections between the same nodes, whose ends are alive, are not taken for its."""
     if any_engine.name == "nixl_shm":
         pytest.skip("memory is shared within a node only")
     ranks = [at(0, "a", programs.write_and_die, to="b"), at(1, "b", programs.outlive, writer="a", beside="c")]
-    target = Processes(any_engine, deadline=60, device_capacity=1 << 24, link=LINK, nodes=2)
-    outcome = target.run([*ranks, at(0, "c", programs.stay, by="b")])
-    assert (outcome.ranks["b"].error, outcome.ranks["b"].value) == ("", "proven")
+    survivor = run(any_engine, *ranks, at(0, "c", programs.stay, by="b"))[0].ranks["b"]
+    assert (survivor.error, survivor.value) == ("", "proven")
 
 
+@needs_link
 def test_a_link_says_how_many_packets_it_passed_on_too_late(mooncake):
-    target = Processes(mooncake, deadline=60, device_capacity=1 << 24, link=LINK, nodes=2)
-    ranks = at(0, "a", programs.write_many, to="b", count=10), at(1, "b", programs.be_written, by="a")
-    target.run(ranks)
-    (found,) = target.lateness
-    assert found.packets > 10
-    assert found.late <= found.packets
-    assert target.notes == ([found.complaint] if found.complaint else [])
+    _, target = run(mooncake, *writing(10))
+    (late,) = target.lateness
+    assert late.packets > 10
+    assert late.late <= late.packets
+    assert target.notes == ([late.complaint] if late.complaint else [])
 
 
 def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
@@ -103,6 +108,7 @@ def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
     )
 
 
+@needs_link
 def test_a_packet_forwarder_that_has_died_is_an_error():
     with joined(LINK, 2) as network:
         children = psutil.Process().children()
@@ -112,21 +118,19 @@ def test_a_packet_forwarder_that_has_died_is_an_error():
             network.lateness()
 
 
-def test_nothing_is_left_when_a_rank_fails(mooncake):
+@needs_link
+def test_nothing_is_left_when_a_rank_or_the_forwarder_fails(mooncake, monkeypatch):
     before = state()
     ranks = [at(0, "a", programs.say_and_die, code=1), at(1, "b", programs.sleep, seconds=600)]
     Processes(mooncake, deadline=1.5, link=LINK, nodes=2).run(ranks)
     assert state() == before
-
-
-def test_nothing_is_left_when_the_packet_forwarder_cannot_be_made(monkeypatch):
-    before = state()
     monkeypatch.setattr("backends.emulation.link.emulated_link.FORWARDER", Path("/nowhere.py"))
     with pytest.raises(BackendUnavailable, match="packet forwarder did not start: exit code 2"), joined(LINK, 2):
         pass
     assert state() == before
 
 
+@needs_link
 def test_who_may_not_make_namespaces_is_told_what_it_takes():
     reader, writer = os.pipe()
     child = os.fork()
@@ -138,3 +142,24 @@ def test_who_may_not_make_namespaces_is_told_what_it_takes():
     os.close(writer)
     with os.fdopen(reader) as said:
         assert "run as root with /dev/net/tun, or use hw=loopback" in said.read()
+
+
+# --- the emulated machine with an RDMA device, on a machine that lacks what it takes -------------------------------
+
+
+def test_everything_that_the_guest_needs_is_named_at_once(monkeypatch, tmp_path):
+    for name in ("PATH", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(machine, "PROVIDER", "no-such-library.so")
+    monkeypatch.setattr(mori, "_candidates", lambda: iter(()))
+    said = engines.missing_requirements("mori")
+    assert "apt-get install -y --no-install-recommends qemu-system-x86 util-linux iproute2 ibverbs-providers" in said
+    assert [word for word in ("gcc", "binutils", "Python 3.12") if word not in said] == []
+    with pytest.raises(BackendUnavailable, match=r"apt-get install .* qemu-system-x86"), machine.boot():
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_does_not_go_over_rdma_has_no_guest():
+    said = engines.missing_requirements("nixl_shm")
+    assert "backend=mooncake, mori, mori_inline, nixl; for backend=nixl_shm use hw=loopback" in said

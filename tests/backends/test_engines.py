@@ -1,64 +1,78 @@
 """What each engine is known to do on this machine, and how the wrapper makes up for it."""
 
+from __future__ import annotations
+
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pdsim.core.errors import ConfigError
+from backends import registry
+from backends.base.device import HostDevice
+from backends.base.processes import captured_stderr, prepare
+from backends.engines import mori
+from backends.jobs.launcher import Processes
+from experiments.transfer import TransferOptions, run
+from pdsim.core.clock import WallClock
+from pdsim.core.errors import BackendUnavailable, ConfigError, OutOfMemory
 from tests.backends import programs
+from tests.support.composed import composed
 from tests.support.engines import engine, make_target, spec
+
+THREADED = ("mooncake_tcp", "nixl_tcp")
+
+
+def only(name: str, program: Any, **arguments: Any) -> Any:
+    """Return how a job of one rank ended."""
+    return make_target(name).run([spec("a", program, **arguments)]).ranks["a"]
+
+
+def pair(name: str, one: Any, other: Any) -> list[Any]:
+    outcome = make_target(name).run([spec("a", one, to="b"), spec("b", other, by="a")])
+    return [outcome.ranks[rank].value for rank in "ab"]
 
 
 def test_everything_listens_on_loopback_only_except_mooncake(any_engine):
-    outcome = make_target(any_engine.name).run([spec("a", programs.list_listening)])
     # Mooncake binds its two ports to all interfaces and has no setting for it (backends/engines/mooncake.py)
     expected = ["0.0.0.0", "127.0.0.1", "::"] if any_engine.name == "mooncake_tcp" else ["127.0.0.1"]
-    assert outcome.ranks["a"].value == expected
+    assert only(any_engine.name, programs.list_listening).value == expected
 
 
-def test_an_idle_rank_leaves_the_processor_alone(any_engine):
-    outcome = make_target(any_engine.name).run([spec("a", programs.burn, seconds=1.0)])
-    assert outcome.ranks["a"].value < 0.25  # a progress thread of NIXL's would take 1.0
-
-
-def test_the_engine_says_what_moves_the_bytes(any_engine):
-    outcome = make_target(any_engine.name).run([spec("a", programs.sleep, seconds=0)])
+def test_an_idle_rank_leaves_the_processor_and_names_its_transport(any_engine):
+    idle = only(any_engine.name, programs.burn, seconds=1.0)
+    assert idle.value < 0.25  # a progress thread of NIXL's would take 1.0
     moves = {"mooncake_tcp": "tcp", "nixl_tcp": "ucx tcp", "nixl_shm": "ucx cma+posix"}[any_engine.name]
-    assert outcome.ranks["a"].engine.endswith(moves)
+    assert idle.engine.endswith(moves)
 
 
 def test_freed_memory_is_held_until_its_writers_have_returned_it(any_engine):
-    outcome = make_target(any_engine.name).run(
-        [spec("a", programs.write_lent_memory, to="b"), spec("b", programs.keep_lent_memory, by="a")]
-    )
-    assert outcome.ranks["b"].value == {"lent": 1 << 20, "returned": 0}
+    _, held = pair(any_engine.name, programs.write_lent_memory, programs.keep_lent_memory)
+    assert held == {"lent": 1 << 20, "returned": 0}
 
 
 def test_an_address_older_than_a_withdrawal_does_not_reach_the_memory(any_engine):
-    outcome = make_target(any_engine.name).run(
-        [
-            spec("a", programs.connect_with_stale_address, to="b"),
-            spec("b", programs.give_stale_address, by="a"),
-        ]
-    )
-    assert outcome.ranks["a"].value == "TransferFailed"
-    assert outcome.ranks["b"].value is True
+    stale = programs.connect_with_stale_address, programs.give_stale_address
+    assert pair(any_engine.name, *stale) == ["TransferFailed", True]
 
 
 def test_an_endpoint_refuses_to_work_in_a_forked_child(any_engine):
-    assert make_target(any_engine.name).run([spec("a", programs.fork)]).ranks["a"].value == 42
+    assert only(any_engine.name, programs.fork).value == 42
 
 
-def settled(name: str, program: Any, **arguments: Any) -> Any:
+def settled(name: str, program: Any, threads: int = 1, **arguments: Any) -> Any:
     """Return what *program* says of a write to a rank that is killed."""
-    writer = spec("a", program, to="b", **arguments)
-    ranks = [writer, spec("b", programs.wait_for_death, by="a")]
-    return make_target(name).run(ranks, kill={"b": 2.0}).ranks["a"].value
+    ranks = [spec("a", program, to="b", **arguments), spec("b", programs.wait_for_death, by="a")]
+    return with_threads(name, threads).run(ranks, kill={"b": 2.0}).ranks["a"].value
 
 
-def test_a_write_to_a_dead_process_settles():
-    assert settled("mooncake_tcp", programs.settle_after_loss) == ["PeerLost", True, 0]
+def with_threads(name: str, threads: int) -> Any:
+    return make_target(name).using(replace(engine(name), threads=threads))
+
+
+@pytest.mark.parametrize(("name", "threads"), [("mooncake_tcp", 1), ("mooncake_tcp", 2), ("nixl_tcp", 2)])
+def test_a_write_to_a_dead_process_settles(name, threads):
+    assert settled(name, programs.settle_after_loss, threads) == ["PeerLost", True, 0]
 
 
 def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine():
@@ -68,16 +82,96 @@ def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine():
 
 def test_a_write_settles_when_its_target_dies_after_completion():
     """A process's connections are closed before it is dead, and then the engine comes first."""
-    found = settled("mooncake_tcp", programs.settle_once_death_is_proven, late=3)
-    assert found == ["PeerLost", True, 0]
+    assert settled("mooncake_tcp", programs.settle_once_death_is_proven, late=3) == ["PeerLost", True, 0]
 
 
-@pytest.mark.nixl
+@pytest.mark.parametrize("name", THREADED)
+def test_transfers_of_several_threads_arrive_whole(name):
+    config = composed("hw=loopback", f"backend={name}", "target=real", "experiment=transfer")
+    options = TransferOptions(
+        patterns=("fanout:2",),
+        size=(65536,),
+        blocks=(1, 16),
+        concurrency=(4,),
+        schedule=("free",),
+        repeat=10,
+        warmup=1,
+    )
+    result = run(replace(config, experiment=options), with_threads(name, 3), lambda *_: None)
+    assert not result.failures
+    assert {record.status for record in result.transfers} == {"ok"}
+    heads = list(result.tables[0].columns)
+    verified, status = heads.index("verified"), heads.index("status")
+    assert [(row[verified], row[status]) for row in result.tables[0].rows] == [("8/8", "ok")] * 2
+
+
+def test_engines_that_post_from_one_thread_say_so():
+    (problem,) = registry.check(replace(engine("nvlink"), threads=2))
+    assert problem.startswith("backend.threads=2: real ranks of backend=nvlink post from one thread; use 1, or a")
+    assert [line for name in THREADED for line in registry.check(replace(engine(name), threads=2))] == []
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "rule"),
-    [("progress_thread", "yes", "true or false"), ("num_threads", "four", "a whole number, 0 for none")],
+    ("name", "option", "value", "rule"),
+    [
+        pytest.param("nixl_tcp", "progress_thread", "yes", "true or false", marks=pytest.mark.nixl),
+        pytest.param("nixl_tcp", "num_threads", "four", "a whole number, 0 for none", marks=pytest.mark.nixl),
+        ("mori", "transport", "fax", r"one of rdma, xgmi, rdma\+xgmi, got 'fax'"),
+    ],
 )
-def test_a_wrong_option_of_nixl_is_refused(option: str, value: str, rule: str):
-    target = make_target("nixl_tcp").using(replace(engine("nixl_tcp"), options={option: value}))
+def test_a_wrong_option_of_an_engine_is_refused(name, option, value, rule):
+    odd = replace(engine(name), options={option: value})
     with pytest.raises(ConfigError, match=rf"backend\.options\.{option} must be {rule}"):
-        target.run([spec("a", programs.sleep, seconds=0)])
+        Processes(odd, deadline=60).run([spec("a", programs.sleep, seconds=0)])
+
+
+@pytest.mark.parametrize("name", ["mori", "mori_inline"])
+def test_an_endpoint_of_mori_says_everything_that_is_missing(name):
+    if not (lacks := mori.missing()):
+        pytest.skip("this machine has all that MORI needs")
+    with pytest.raises(BackendUnavailable) as raised:
+        Processes(engine(name), deadline=60).run([spec("a", programs.sleep, seconds=0)])
+    assert [fact for fact in [*lacks, "pip install 'pdsim[mori]'"] if fact not in str(raised.value)] == []
+
+
+def test_a_c_library_that_is_too_old_for_mori_is_named(monkeypatch):
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
+    assert "glibc is 2.36, not >= 2.38" in mori.missing()
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.38")
+    assert not any(fact.startswith("glibc") for fact in mori.missing())
+
+
+# --- variables and memory ------------------------------------------------------------------------------------------
+
+
+def test_the_users_variables_win_over_defaults_and_contradict_needs(monkeypatch):
+    for name in ("PDSIM_TEST_A", "PDSIM_TEST_B"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PDSIM_TEST_A", "mine")
+    prepare("engine", {"PDSIM_TEST_B": "1"}, {"PDSIM_TEST_A": "default"})
+    assert (os.environ["PDSIM_TEST_A"], os.environ["PDSIM_TEST_B"]) == ("mine", "1")
+    with pytest.raises(ConfigError, match="'engine' needs PDSIM_TEST_A=1, but the environment has PDSIM_TEST_A=m"):
+        prepare("engine", {"PDSIM_TEST_A": "1"}, {})
+
+
+def test_native_output_is_copied_and_still_printed(capfd):
+    with captured_stderr() as log:
+        os.write(2, b"native\n")
+    assert (log(), capfd.readouterr().err) == ("native\n", "native\n")
+
+
+def test_host_memory_is_limited_over_all_pools_and_held_ones():
+    device = HostDevice(WallClock(), capacity=1 << 16)
+    first, _ = device.allocate(1 << 15, "default"), device.allocate(1 << 15, "nvlink")
+    with pytest.raises(OutOfMemory, match="1 bytes asked for, 0 of 65536 left"):
+        device.allocate(1)
+    device.hold(first)
+    device.free(first)
+    assert device.used == 1 << 16
+    device.release(first)
+    assert device.used == 1 << 15
+    device.allocate(1000)
+    assert device.peak == {"default": 1 << 15, "symmetric": 0, "nvlink": 1 << 15}
+    with pytest.raises(ValueError, match="pool must be one of default, symmetric, nvlink, got 'swimming'"):
+        device.allocate(1, "swimming")

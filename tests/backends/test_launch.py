@@ -1,56 +1,68 @@
-"""The supervisor: how ranks end, and what it says of them."""
+"""The supervisor and its ranks: how they start, where they run, how they end, and what is said of them."""
 
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
 from dataclasses import replace
 
 import pytest
 
+from backends.jobs import supervision
+from backends.jobs.affinity import EVERY, QuickProcessor, shares
+from backends.jobs.child_process import spawn
 from backends.jobs.launcher import Processes
-from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
-from pdsim.transfer.job import RankSpec
+from backends.jobs.warm_start import WarmStart
+from pdsim.core.errors import BackendUnavailable, ConfigError, MessageError, TransferError
+from pdsim.transfer.job import Place, RankSpec
 from tests.backends import programs
 from tests.support.engines import spec
 
-pytestmark = pytest.mark.mooncake
+
+def only(target, program, **arguments):
+    return target.run([spec("a", program, **arguments)]).ranks["a"]
 
 
-def test_a_value_that_is_not_plain_data_is_an_error(processes):
-    outcome = processes.run([spec("a", programs.return_object)])
-    assert outcome.ranks["a"].error.startswith("TypeError: ")
-    assert outcome.ranks["a"].value is None
+@pytest.mark.parametrize(
+    ("program", "arguments", "error"),
+    [
+        (programs.return_object, {}, "TypeError: "),
+        (programs.say_and_raise, {}, "LookupError: on purpose\n(?s:.*)in say_and_raise"),  # with its traceback
+        (programs.say_and_die, {"code": 7}, "exit code 7(?s:.*)\nlast words$"),
+        (programs.take_memory, {"size": 1 << 25}, "OutOfMemory: cpu: 33554432 bytes asked for"),
+    ],
+)
+def test_a_rank_that_fails_says_why(processes, program, arguments, error):
+    rank = only(processes, program, **arguments)
+    assert re.match(error, rank.error)
+    assert rank.value is None
 
 
-def test_ranks_agree_on_the_origin_of_time(processes):
-    outcome = processes.run([spec("a", programs.tell_time), spec("b", programs.tell_time)])
-    assert outcome.ranks["a"].value == outcome.ranks["b"].value
-
-
-def test_an_exception_comes_with_its_traceback(processes):
-    error = processes.run([spec("a", programs.say_and_raise)]).ranks["a"].error
-    assert error.startswith("LookupError: on purpose\n")
-    assert "say_and_raise" in error
-
-
-def test_an_exited_rank_is_an_error_with_its_output(processes):
-    error = processes.run([spec("a", programs.say_and_die, code=7)]).ranks["a"].error
-    assert error.startswith("exit code 7")
-    assert error.endswith("last words")
-
-
-def test_memory_is_limited(processes):
-    outcome = processes.run([spec("a", programs.take_memory, size=1 << 25)])
-    assert outcome.ranks["a"].error.startswith("OutOfMemory: cpu: 33554432 bytes asked for")
+def test_ranks_agree_on_the_origin_and_are_children(processes):
+    ranks = processes.run([spec("a", programs.identify), spec("b", programs.identify)]).ranks
+    (one, parent, origin), (other, *same) = ranks["a"].value, ranks["b"].value
+    assert one != other
+    assert [parent, origin] == same
 
 
 def test_memory_that_a_rank_has_freed_stays_with_it(processes):
-    outcome = processes.run([spec("a", programs.use_memory_again, rounds=20)])
-    assert outcome.ranks["a"].value < 20
+    assert only(processes, programs.use_memory_again, rounds=20).value < 20
 
 
 def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
-    target = Processes(mooncake, deadline=1.0)
-    outcome = target.run([spec("a", programs.sleep, seconds=0.01), spec("b", programs.sleep, seconds=60)])
+    ranks = [spec("a", programs.sleep, seconds=0.01), spec("b", programs.sleep, seconds=60)]
+    outcome = Processes(mooncake, deadline=1.0).run(ranks)
     assert outcome.ranks["a"].value == "slept"
     assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
+
+
+def test_kill_ends_a_rank_at_its_time(processes):
+    outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
+    assert outcome.ranks["a"].error == "killed by signal 9, as was asked for"
+    assert 0.1 <= outcome.seconds < 30
 
 
 @pytest.mark.slow
@@ -68,51 +80,183 @@ def test_ranks_restarted_at_once_can_send_to_each_other(processes):
     ranks = [spec("a", programs.call, other="b"), spec("b", programs.call, other="a")]
     ranks.append(spec("c", programs.sleep, seconds=1.0))  # the job goes on while both are gone
     outcome = processes.run(ranks, kill={"a": 0.05, "b": 0.05}, restart={"a": 0.1, "b": 0.1})
-    assert [outcome.ranks[name].error for name in "ab"] == ["", ""]
-    assert [outcome.ranks[name].value for name in "ab"] == ["b", "a"]
+    assert [(outcome.ranks[name].error, outcome.ranks[name].value) for name in "ab"] == [("", "b"), ("", "a")]
 
 
-def test_kill_ends_a_rank_at_its_time(processes):
-    outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
-    assert outcome.ranks["a"].error == "killed by signal 9, as was asked for"
-    assert 0.1 <= outcome.seconds < 30
+def test_a_rank_is_stopped_for_a_time_and_not_lost(mooncake):
+    spans = [(0.5, 1.0), (1.2, 2.2)]
+    target = Processes(mooncake, deadline=60, silence=5.0)
+    gaps = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": spans}).ranks["a"].value
+    # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate
+    for start, end in spans:
+        assert any(last - first > 0.9 * (end - start) and last >= end for first, last in gaps)
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_long_is_not_silent(mooncake):
+    assert only(Processes(mooncake, deadline=60, silence=2.0), programs.sleep, seconds=5.0).value == "slept"
+
+
+def test_a_rank_whose_clock_hangs_is_ended(mooncake):
+    outcome = Processes(mooncake, deadline=60, silence=1.0).run([spec("a", programs.hang)])
+    assert outcome.ranks["a"].error.startswith("PeerLost: silent for 1 s")
+    assert outcome.seconds < 30
+
+
+def test_what_a_rank_counts_is_said_while_it_runs(mooncake):
+    said = []
+    target = Processes(mooncake, deadline=60, progress=lambda *counted: said.append(counted[1:]))
+    target.run([spec("a", programs.count, seconds=1.5)])
+    assert set(said) == {(3, 7)}
+
+
+@pytest.mark.parametrize(
+    ("change", "program", "error", "message"),
+    [
+        ({}, "tests.backends.programs:nothing", ConfigError, "has no 'nothing'"),
+        ({"implementation": "carrier_pigeon"}, "", ConfigError, "nothing is registered as 'carrier_pigeon'"),
+        ({"name": "mooncake_nvlink"}, "", BackendUnavailable, "needs Mooncake built with CUDA, and"),
+    ],
+)
+def test_what_cannot_start_is_named(mooncake, change, program, error, message):
+    target = Processes(replace(mooncake, **change), deadline=60)
+    with pytest.raises(error, match=message):
+        target.run([RankSpec("a", program or "tests.backends.programs:identify")])
 
 
 def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
-    target = Processes(mooncake, startup=0.001)
     with pytest.raises(TransferError, match=r"not ready after 0\.001 s: a; give Processes a longer startup"):
-        target.run([spec("a", programs.sleep, seconds=1)])
-
-
-def test_a_program_that_does_not_exist_is_a_configuration_error(processes):
-    with pytest.raises(ConfigError, match="has no 'nothing'"):
-        processes.run([RankSpec("a", "tests.backends.programs:nothing")])
-
-
-def test_an_engine_that_does_not_exist_is_a_configuration_error(mooncake):
-    with pytest.raises(ConfigError, match="nothing is registered as 'carrier_pigeon'"):
-        Processes(replace(mooncake, implementation="carrier_pigeon")).run([spec("a", programs.sleep, seconds=1)])
-
-
-def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
-    with pytest.raises(BackendUnavailable, match="needs Mooncake built with CUDA, and"):
-        Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
+        only(Processes(mooncake, startup=0.001), programs.sleep, seconds=1)
 
 
 def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, monkeypatch):
     monkeypatch.setenv("MC_FORCE_TCP", "0")
-    outcome = processes.run([spec("a", programs.sleep, seconds=0.01)])
-    assert outcome.ranks["a"].error == ""
+    assert only(processes, programs.identify).error == ""
 
 
-def test_a_rank_is_stopped_for_a_time_and_not_lost(mooncake):
-    target = Processes(mooncake, deadline=60, silence=5.0)
-    outcome = target.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": [(0.5, 1.0), (1.2, 2.2)]})
-    # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate
-    assert [span for span in ((0.5, 1.0), (1.2, 2.2)) if not holds(outcome.ranks["a"].value, span)] == []
+# --- messages between supervisor and workers -----------------------------------------------------------------------
 
 
-def holds(gaps: list[list[float]], span: tuple[float, float]) -> bool:
-    """Return whether one of *gaps* is about as long as *span*, and ends when it does or later."""
-    start, end = span
-    return any(last - first > 0.9 * (end - start) and last >= end for first, last in gaps)
+def encoded(message):
+    here, there = socket.socketpair()
+    with here, there:
+        supervision.send(here, message)
+        return there.recv(1 << 16)
+
+
+def test_pieces_of_messages_are_put_together():
+    messages = [supervision.WorkerReady(f"tcp://127.0.0.1:{port}") for port in range(5)]
+    data = b"".join(encoded(message) for message in messages)
+    decoder = supervision.Decoder()
+    assert [one for index in range(len(data)) for one in decoder.feed(data[index : index + 1])] == messages
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, b"\x03" + b"\0" * 7 + b"\x93\xa1\x93", b"\x01" + b"\0" * 7 + b"\xc1"])
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(MessageError):
+        supervision.Decoder().feed(data)
+
+
+def test_what_follows_a_message_stays_on_the_connection():
+    """A rank that was told of a move with the word to go did not know where the other one was, for ever."""
+    here, there = socket.socketpair()
+    with here, there:
+        go, moved = supervision.Go(0.0, {"a": ""}, 1.0, True), supervision.Moved("a", "tcp://127.0.0.1:1")
+        here.sendall(encoded(go) + encoded(moved))
+        assert supervision.receive(there, supervision.Go) == go
+        assert supervision.Decoder().feed(there.recv(1 << 16)) == [moved]
+
+
+# --- ranks that are forks of one process ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(mooncake):
+    """A target whose ranks are forks, and the process that forks them."""
+    with WarmStart(["numpy"]) as start:
+        yield Processes(mooncake, deadline=60, device_capacity=1 << 24, spawn=start), start
+
+
+def test_a_forked_rank_has_what_a_start_of_python_would_have(warm, monkeypatch, tmp_path):
+    """Though the process that forks it was started before: what this process has now."""
+    target, _ = warm
+    only(target, programs.surroundings)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PDSIM_TESTED", "1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forked = only(target, programs.surroundings).value
+    assert forked == only(replace(target, spawn=spawn), programs.surroundings).value
+    assert (forked["folder"], forked["environ"]["PDSIM_TESTED"]) == (str(tmp_path), "1")
+
+
+def test_a_forked_rank_ends_with_its_job(warm):
+    ranks = (
+        warm[0].run([spec("a", programs.sleep, seconds=30.0), spec("b", programs.identify)], kill={"a": 0.1}).ranks
+    )
+    assert ranks["a"].error.startswith("killed by signal 9, as was asked for")
+    pid, parent, _ = ranks["b"].value
+    assert (ranks["b"].error, parent) == ("", os.getpid())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_dead_forker_is_reported_and_restarted_and_ends(warm):
+    target, start = warm
+    only(target, programs.identify)
+    os.kill(start.process.pid, signal.SIGKILL)
+    start.process.wait()
+    with pytest.raises(TransferError, match="the process that forks ranks has ended; start the job again"):
+        only(target, programs.identify)
+    assert only(target, programs.identify).error == ""
+    start.__exit__()
+    assert start.process.returncode == 0
+
+
+# --- processors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ((0, 1, None), {f"rank{n}": list(range(100 + 5 * n, 105 + 5 * n)) for n in range(3)}),
+        ((None, None), {}),  # none drives a GPU
+        ((0, 1, 2, 3, 0), {}),  # too few each
+    ],
+)
+def test_ranks_that_drive_gpus_have_runs_of_processors(monkeypatch, gpus, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(100, 116)))
+    ranks = [RankSpec(f"rank{index}", "a:b", Place(gpu=gpu)) for index, gpu in enumerate(gpus)]
+    assert shares(ranks) == expected
+
+
+@pytest.fixture
+def roaming():
+    """Leave this thread with the processors that it had."""
+    before = os.sched_getaffinity(0)
+    yield sorted(before)
+    os.sched_setaffinity(0, before)
+
+
+def test_an_idle_thread_moves_to_a_quick_processor(roaming):
+    if len(roaming) < 2:
+        pytest.skip("one processor is all there is")
+    first, second, *_ = roaming
+    where, waits = [], []
+
+    def measure():
+        where.append(ctypes.CDLL(None).sched_getcpu())
+        return 2.0 if where[-1] == first else 1.0
+
+    quick = QuickProcessor([first, second], measure)
+    assert where == [first, second]
+    os.sched_setaffinity(0, {first})
+    while where[-1] == first or not waits:  # the kernel may take a thread back that may use all
+        waits.append(quick.look())
+    assert (where[2], where[-1], waits[0], waits[-1]) == (first, second, 0.0, EVERY)
+    assert os.sched_getaffinity(0) == {first, second}
+
+
+def test_with_all_processors_slower_it_tries_each_once(roaming):
+    measured = iter([1.0, 1.1] + [2.0] * 6)
+    quick = QuickProcessor((roaming * 2)[:2], lambda: next(measured))
+    assert [quick.look() for _ in range(6)] == [0.0, 0.0, EVERY, 0.0, 0.0, EVERY]
