@@ -65,13 +65,6 @@ def test_help_explains_a_key(capfd):
     assert capfd.readouterr().err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
 
 
-def test_help_says_each_exit_status(capfd):
-    main(["help"])
-    out = capfd.readouterr().out
-    assert [line.split()[0] for line in out.partition("Exit status:\n")[2].splitlines()] == ["0", "1", "2", "130,"]
-    assert "NO_COLOR" in out
-
-
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
 def test_a_terminal_has_colours_unless_told_otherwise(tmp_path, variables):
     ours, theirs = pty.openpty()

@@ -143,11 +143,6 @@ def test_a_machines_file_scales_its_experiments(name):
     assert {key: getattr(found, key) for key in said} == said
 
 
-def test_the_command_line_wins_over_that():
-    words = ("experiment=seed_nixl_staging", "hw=loopback", "backend=nixl_tcp", "experiment.tokens=[64]")
-    assert composed(*words).experiment.tokens == (64,)
-
-
 @pytest.mark.parametrize("workload", options("workload"))
 def test_every_workload_can_be_served(workload):
     rules.check(composed(f"workload={workload}"))
@@ -191,11 +186,6 @@ def test_the_machine_decides_what_is_not_said(hw, backend, prefill, decode):
         prefill,
         decode,
     )
-
-
-def test_the_command_line_wins_over_the_machine():
-    config = composed("hw=2x8xh20", "backend=nixl", "parallel=tp4", "model=qwen3-8b")
-    assert (config.backend.name, config.parallel.prefill.tp, config.model.name) == ("nixl", 4, "qwen3-8b")
 
 
 def test_by_default_a_trace_is_served_on_8xh20():
@@ -270,14 +260,6 @@ def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, bl
     assert modelled(composed("hw=2xh200", f"backend={backend}", "calibration=none"), blocks, size) == pytest.approx(
         measured, rel=within
     )
-
-
-@pytest.mark.parametrize(
-    ("blocks", "size", "seconds"),
-    [(1, 2**10, 26.25e-6), (72, 2**16, 518.1e-6), (188, 2**20, 5.5678e-3)],
-)
-def test_mooncake_over_rdma_moves_at_87_percent_of_the_line(blocks, size, seconds):
-    assert modelled(composed("hw=2x8xh100", "backend=mooncake"), blocks, size) == pytest.approx(seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import Rate, Seconds, Size
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine, Nic
-from pdsim.models.parallel import Parallel
 from pdsim.serving.settings import Kv, Workload
 from tools.fuzz_inputs import CONFIG, ENGINE, MACHINE
 
@@ -199,12 +198,6 @@ def test_the_defaults_are_those_of_the_dataclasses():
     assert "hw" not in plain
 
 
-def test_what_is_stored_of_a_configuration_builds_it_again():
-    config = load(CONFIG)
-    assert build(Parallel, asdict(config.parallel), "parallel") == config.parallel
-    assert build(Machine, asdict(config.hw), "hw") == config.hw
-
-
 # --- where numbers come from
 
 
@@ -223,12 +216,6 @@ def test_typed_values_are_assumed_the_rest_keeps_its_source():
     assert sources["gpu"] == "datasheet: G"
     assert sources["gpu.memory"] == ON_THE_COMMAND_LINE
     assert "name" not in sources
-
-
-def test_setting_a_whole_part_covers_the_sources_below_it():
-    sources = load(CONFIG, ["hw.nic"]).hw.sources
-    assert sources["nic"] == ON_THE_COMMAND_LINE
-    assert "nic.rate" not in sources
 
 
 def test_a_source_of_no_known_kind_is_refused():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdsim.core.progress import within
 from pdsim.results import terminal
 from pdsim.results.terminal import Progress
 from pdsim.run import Meter
@@ -92,15 +91,6 @@ def test_the_time_left_is_told_from_what_was_done_since_the_first_call(clock):
     ]
 
 
-def test_nothing_done_has_no_time_left(clock):
-    file = io.StringIO()
-    with Progress("validate", file) as bar:
-        bar(0.0, "predicting")
-        clock.now += 60.0
-        bar(0.0, "predicting")
-    assert file.getvalue() == "validate predicting: 0%, 1 min so far\n"
-
-
 def test_what_ranks_count_moves_the_bar_within_its_step():
     said = []
     meter = Meter(lambda share, text: said.append((share, text)))
@@ -118,11 +108,3 @@ def test_what_ranks_count_moves_the_bar_within_its_step():
         (0.9, "written"),
         (0.9, "written, 1 of 2"),
     ]
-
-
-def test_a_part_has_its_share_of_the_whole():
-    said = []
-    part = within(lambda *words: said.append(words), 0.5, 0.75, "job 3 of 4,")
-    part(0.0, "45 points", 1.0)
-    part(0.5, "half")
-    assert said == [(0.5, "job 3 of 4, 45 points", 0.75), (0.625, "job 3 of 4, half", None)]

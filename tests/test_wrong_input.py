@@ -201,14 +201,6 @@ def test_what_was_meant_is_taken(capfd, words):
     assert capfd.readouterr().err == ""
 
 
-def test_a_kept_configuration_has_bare_numbers_and_runs_again(capfd, tmp_path):
-    main(["run", *QUICK, "--quiet", "output=first"])
-    (folder,) = (tmp_path / "first").iterdir()
-    assert "timeout: 30.0" in (folder / "config.yaml").read_text(encoding="utf-8")
-    again = ("--config-path", str(folder), "--config-name", "config", "output=second", "--quiet")
-    assert (main(["run", *again]), capfd.readouterr().err) == (0, "")
-
-
 def test_ignored_options_of_the_engine_are_named(capfd):
     main(["run", *QUICK, "backend.options.threads=4"])
     note = "backend.options.threads has no effect on target=model: only the real engine reads options (target=real)"

@@ -44,11 +44,6 @@ def test_there_is_no_multiple_of_nothing(tmp_path, values):
     assert (found["values"], found["multiples"]) == (list(values), [None])
 
 
-def test_a_metric_that_one_run_lacks_is_none_there(tmp_path):
-    a, b = kept(tmp_path, rate(1.0)), kept(tmp_path, rate(1.0), rate(2.0, "other"))
-    assert as_dict([a, b])["metrics"]["other"]["values"] == [None, 2.0]
-
-
 def test_of_a_run_without_evidence_no_number_is_given(tmp_path):
     unproven = {"hw": replace(MACHINE, sources={}), "backend": replace(ENGINE, sources={})}
     a, b = kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)
@@ -80,8 +75,3 @@ def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
         "ttft_p50_s": ["2.5 ms", "5 ms"],
         "kv_bytes": ["64 KiB", "0 B"],
     }
-
-
-def test_between_nodes_nothing_matters_to_runs_on_one(tmp_path):
-    inter = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma", call=1.0))
-    assert as_dict([kept(tmp_path), kept(tmp_path / "b", backend=inter)])["differences"] == {}

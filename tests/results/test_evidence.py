@@ -18,18 +18,6 @@ def test_the_weakest_kind_is_that_of_the_weakest_number(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("kinds", "weakest"),
-    [
-        (["measured"], "measured"),
-        (["published", "measured"], "published"),
-        (["datasheet", "published"], "datasheet"),
-    ],
-)
-def test_kinds_are_ordered_from_measured_to_assumed(kinds, weakest):
-    assert Evidence({str(n): f"{kind}: x" for n, kind in enumerate(kinds)}).weakest == weakest
-
-
 def test_a_measured_run_is_its_own_evidence(tmp_path):
     proof = gather(make_config(tmp_path, target="real"), serving=False)
     assert (proof.weakest, list(proof.sources)) == ("measured", ["transfers"])
@@ -55,11 +43,6 @@ def test_a_model_without_sources_is_no_evidence_at_all(tmp_path, changes):
 def test_one_text_may_stand_for_several_numbers(tmp_path):
     hw = replace(MACHINE, sources={"nodes, gpus": "assumed: as asked"})
     assert {"hw.nodes", "hw.gpus"} <= set(gather(make_config(tmp_path, hw=hw), serving=False).sources)
-
-
-def test_the_text_of_all_others_has_the_name_of_their_owner(tmp_path):
-    hw = replace(MACHINE, sources={"": "assumed: as asked"})
-    assert "hw" in gather(make_config(tmp_path, hw=hw), serving=False).sources
 
 
 def test_a_source_of_no_kind_is_refused():

@@ -28,18 +28,6 @@ def test_stages_of_transfers_are_their_means(tmp_path):
     assert "request" not in found
 
 
-def test_two_runs_differ_by_what_was_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    runs = [pdsim.simulate("workload.count=4", **{"compute.scale": scale}) for scale in (1.0, 2.0)]
-    first, second = (causes(run.folder)["request"] for run in runs)
-    for run, means in zip(runs, (first, second), strict=True):
-        e2e = run.requests["e2e"].to_pylist()
-        assert sum(means.values()) == pytest.approx(sum(e2e) / len(e2e), rel=1e-9)
-    assert second["compute"] == pytest.approx(2 * first["compute"], rel=0.01)
-    assert main(["explain", *(str(run.folder) for run in runs)]) == 0
-    assert "slower, most of it by compute" in capsys.readouterr().out
-
-
 def test_a_run_that_kept_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="kept no requests and no transfers that ended"):
         causes(kept(tmp_path, record(status="PeerLost")))

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.calibration.definition import widening
 from pdsim.results.evidence import extrapolations
 from pdsim.transfer import TransferRecord
 from tests.support.composed import composed
@@ -16,14 +15,6 @@ RECORD = TransferRecord("nvlink", "write", "a", "b", 1 << 20, 16, 0.0, 0.0, 0.0,
 
 def moved(nbytes=1 << 20, descriptors=16):
     return RECORD._replace(nbytes=nbytes, descriptors=descriptors)
-
-
-def test_a_number_measured_on_this_machine_stays_measured():
-    assert (
-        composed("hw=2xh200", "backend=nvlink")
-        .backend.sources["intra.rate"]
-        .startswith("measured: nvlink on 2xh200")
-    )
 
 
 def test_a_number_measured_elsewhere_is_assumed_and_names_the_machine():
@@ -36,12 +27,6 @@ def test_the_rate_of_an_engine_is_a_share_of_the_line_rate(backend):
     slow = composed("hw=8xh200", f"backend={backend}").backend.intra.rate
     fast = composed("hw=8xh200", f"backend={backend}", "hw.interconnect.rate=788GB/s").backend.intra.rate
     assert fast == 2 * slow
-
-
-def test_a_configuration_that_is_loaded_again_is_not_scaled_again():
-    model = composed("hw=8xh20", "backend=mooncake_nvlink").backend.intra
-    assert model.line == 371e9
-    assert model.on_line(371e9) is model
 
 
 def test_a_borrowed_rate_that_is_the_narrowest_is_a_warning():
@@ -75,13 +60,6 @@ def test_more_gpus_than_were_calibrated_are_a_warning_with_the_factor():
         "warning: 8 GPUs take part, and samples of calibration=nvlink-2xh200 have 2: extrapolated, by a factor of "
         "4; take its error there, 3 % at 95 of 100 held-out points, 3 times as large"
     )
-
-
-@pytest.mark.parametrize(
-    ("factor", "wide"), [(0.5, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.584962500721156), (8.0, 4.0)]
-)
-def test_errors_grow_once_more_with_each_doubling(factor, wide):
-    assert widening(factor) == wide
 
 
 def test_a_real_run_is_never_extrapolated():

@@ -104,16 +104,6 @@ def test_files_of_a_validation_alone_are_no_run(validation, capsys, command):
     assert f"without its run; see pdsim report {validation}" in refused(capsys, command, validation)
 
 
-@pytest.mark.parametrize("command", ["report", "timeline", "explain"])
-@pytest.mark.parametrize("name", ["requests", "transfers"])
-def test_a_table_that_was_cut_short_is_named(run, capsys, command, name):
-    with (run / f"{name}.parquet").open("r+b") as file:
-        file.truncate(20)
-    line = refused(capsys, command, run, *(["--fast"] if command == "explain" else []))
-    assert f"{name}.parquet is not a table: " in line
-    assert "it was changed since, so run it again" in line
-
-
 def test_profile_without_pytorch_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "profile needs PyTorch; pip install" in refused(capsys, "profile", "--to", tmp_path / "new", "hw=8xh100")

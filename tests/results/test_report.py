@@ -38,12 +38,6 @@ def test_every_number_has_its_definition_beside_or_below_it(folder):
     assert "  pattern: who sends to whom" in lines
 
 
-def test_what_was_not_measured_is_a_dash(folder):
-    lines = [line.split() for line in printed(folder).splitlines()]
-    assert ["incast", "-"] in lines
-    assert ["lat_p99_us", "-", "99th", "percentile"] in lines
-
-
 def test_the_weakest_evidence_is_named_with_what_it_rests_on(folder):
     text = printed(folder)
     assert "evidence: measured for backend.intra.call" in text
@@ -63,11 +57,6 @@ def test_notes_failures_and_the_folder_are_printed_as_they_are(config):
     assert "note: the load [offered] is above capacity" in text
     assert "failed: rank1: PeerLost: gone" in text
     assert text.endswith(f"results: {folder}\n")
-
-
-def test_the_headline_names_the_engine_that_moved_the_bytes(folder):
-    first = printed(folder).splitlines()[0]
-    assert first == "transfer on toy with fast (model, bytes moved by toy-engine), seed 0"
 
 
 def test_what_is_not_a_terminal_gets_plain_text_in_whole_lines(config):
@@ -118,20 +107,6 @@ def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
 )
 def test_numbers_are_printed_with_four_digits_and_counts_in_full(value, text):
     assert report.cell(value) == text
-
-
-def test_a_table_without_rows_is_a_table():
-    file = io.StringIO()
-    report.show_table(Table("Points", {"a": "first"}, []), file)
-    assert file.getvalue().split() == ["Points", "a", "a:", "first"]
-
-
-def test_a_number_that_a_table_shows_is_printed_once(config):
-    metrics = [Metric("e2e_avg_s", 4.25, "mean", tabled=True), Metric("requests", 7, "all of them")]
-    folder = Run(config).finish(make_result(summary=metrics))
-    assert "requests" in printed(folder)
-    assert "e2e_avg_s" not in printed(folder)
-    assert json.loads(report.as_json(folder))["metrics"]["e2e_avg_s"]["value"] == 4.25
 
 
 # --- the dozen lines
@@ -188,16 +163,3 @@ def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):
     assert lines[1:4] == ["Points", "pattern    B/W", "   pair      0"]
     assert "... and 5 more: -v" in lines
     assert lines[lines.index("failed: a") :][:4] == ["failed: a", "failed: b", "failed: c", "... and 1 more: -v"]
-
-
-def test_the_dozen_lines_have_no_number_without_evidence(tmp_path):
-    config = make_config(tmp_path, hw=replace(MACHINE, sources={}))
-    text = printed(Run(config).finish(make_result(summary=served())), verbose=False)
-    assert "evidence: none, so no number is printed" in text
-    assert "75" not in text.partition("results: ")[0]  # the folder's name ends with the time of day
-
-
-def test_links_that_are_alike_are_one_row_with_the_least_and_the_most(config):
-    use = Table("Busiest links", {"name": "where", "utilisation": "bytes"}, [["n0/gpu1", 0.25], ["n0/gpu0", 0.5]])
-    lines = printed(Run(config).finish(make_result(tables=[use]))).splitlines()
-    assert [line.split() for line in lines if line.startswith("n*")] == [["n*/gpu*", "2", "25.0", "%", "50.0", "%"]]

@@ -7,16 +7,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, image, plotly_panel
+from pdsim.results.drawing import Figure, Marks, Panel, Scale, image, plotly_panel
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, page
-from pdsim.results.report.request_figures import mean_level
 from pdsim.sweep import pareto as of_sweep
 from pdsim.validation import agreement as of_validation
 from tests.support.browser import CHROMIUM, Browser
@@ -155,10 +153,6 @@ class TestInChromium:
         assert browser.complaints == []
         assert browser.requests == []
 
-    def test_an_axis_begins_where_its_scale_does(self, browser, pages):
-        browser.open(pages["sweep"])
-        assert browser.evaluate("document.querySelector('.plot')._fullLayout.yaxis.range[0]") == 0
-
     def test_every_label_of_a_logarithmic_axis_has_its_unit(self, browser, pages):
         browser.open(pages["run"])
         labels = browser.evaluate(
@@ -186,14 +180,6 @@ class TestInChromium:
 
 
 # --- figures as files ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "begin"), [("svg", b"<?xml"), ("pdf", b"%PDF-"), ("png", b"\x89PNG")])
-def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
-    path = tmp_path / f"figure.{form}"
-    assert main(["report", str(folders["run"]), "--figure", "phases", "--format", form, "-o", str(path)]) == 0
-    assert path.read_bytes().startswith(begin)
 
 
 @pytest.mark.slow
@@ -254,27 +240,6 @@ def test_a_missing_library_says_what_to_install(folders, capsys, monkeypatch, li
 
 
 # --- what figures are made of --------------------------------------------------------------------------------------
-
-
-def test_the_share_that_is_not_above_a_value_is_exact():
-    marks = cumulative([3.0, 1.0, 2.0, 2.0], "", 0)
-    assert (marks.x, marks.y) == ([1.0, 2.0, 2.0, 3.0], [25.0, 50.0, 75.0, 100.0])
-    marks = cumulative(np.arange(10_000.0), "", 0)
-    assert (marks.x[0], marks.x[-1], marks.y[-1], len(marks.x)) == (0.0, 9999.0, 100.0, 400)
-
-
-def test_the_mean_number_under_way_is_exact():
-    edges, level = mean_level(np.array([0.0, 1.0]), np.array([2.0, 4.0]), 4.0, bins=4)
-    assert (edges, level) == ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 1.0, 1.0])
-    _, weighted = mean_level(np.array([0.5]), np.array([1.5]), 2.0, [10.0], bins=2)
-    assert weighted == [5.0, 5.0]
-
-
-def test_marks_of_unlike_lengths_or_kinds_are_refused():
-    with pytest.raises(ValueError, match="2 x and 1 y"):
-        Marks("line", [1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="kind must be one of"):
-        Marks("pie", [1.0], [1.0])
 
 
 def test_a_value_that_is_not_finite_is_a_gap():

@@ -7,7 +7,6 @@ import pytest
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
-from pdsim.sweep.collect import short
 from pdsim.sweep.pareto import content
 
 
@@ -52,10 +51,6 @@ def test_an_slo_that_cannot_be_meant_is_refused(text, message):
         parse_slo(text)
 
 
-def test_an_slo_has_a_limit_for_each_latency_that_it_names():
-    assert parse_slo("ttft=2s,tpot=.03s").limits == {"ttft": 2.0, "tpot": 0.03}
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """Return the folder of a sweep over two machines and two loads."""
@@ -95,8 +90,3 @@ def test_the_command_prints_ranks_and_the_front(swept, capsys):
     assert "# is the Pareto front" in out
     assert main(["best", str(swept.parent)]) == 2
     assert main(["best", str(swept), "--slo"]) == 2
-
-
-def test_headings_are_the_shortest_ends_that_tell_keys_apart():
-    keys = ["parallel.prefill.tp", "parallel.decode.tp", "workload.load", "hw"]
-    assert short(keys) == ["prefill.tp", "decode.tp", "load", "hw"]

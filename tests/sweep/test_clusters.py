@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.core.errors import ConfigError
-from pdsim.sweep.clusters import Ray, Slurm
+from pdsim.sweep.clusters import Ray
 from pdsim.sweep.points import Point
 from tests.sweep.test_executors import POINTS, by_name, square
 from tests.test_cli import QUICK
@@ -41,10 +40,6 @@ def test_ray_runs_every_point_once_in_chunks(ray):
     rows = list(Ray(chunk=2).run(square, POINTS))
     assert sorted(row["value"] for row in rows) == [0, 1, 4, 9, 16, 25]
     assert os.getpid() not in {row["pid"] for row in rows}
-
-
-def test_ray_runs_points_where_the_resource_is(ray):
-    assert len(list(Ray(resources={"h200": 1.0}).run(square, POINTS))) == 6
 
 
 def test_a_worker_of_ray_that_is_killed_costs_nothing(ray, tmp_path):
@@ -79,9 +74,3 @@ def test_a_sweep_has_the_same_table_whatever_runs_it(executor, tmp_path, request
     first, second = (pq.read_table(next(tmp_path.glob(f"{name}/results/*/points.parquet"))) for name in "ab")
     assert first.num_rows == 6
     assert second.equals(first)
-
-
-def test_slurm_that_is_not_there_is_refused(tmp_path):
-    pytest.importorskip("submitit", reason="needs submitit")
-    with pytest.raises(ConfigError, match=r"executor=slurm: .*set executor\.cluster=local"):
-        list(Slurm().run(square, POINTS))

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.core.errors import ConfigError
-from pdsim.sweep.collect import LEDGER, POINTS, Ledger, points, show, table, write
+from pdsim.sweep.collect import LEDGER, Ledger, points, show, table, write
 
 DEFINITIONS = {"bw_gbs": "bytes over time"}
 
@@ -25,22 +25,6 @@ def test_a_row_has_the_overrides_seed_and_metrics(tmp_path):
         "backend": "fast", "target": "model", "seed": 7, "gpus": 2, "evidence": "assumed", "workload.rate": 2.5,
         "bw_gbs": 2.5,
     }  # fmt: skip
-
-
-def test_writing_again_gives_the_same_file(tmp_path):
-    first = write(tmp_path, [row("a1", 1)], DEFINITIONS).read_bytes()
-    assert write(tmp_path, [row("a1", 1)], DEFINITIONS).read_bytes() == first
-    assert [path.name for path in tmp_path.iterdir()] == [POINTS]
-
-
-def test_values_of_several_kinds_become_text(tmp_path):
-    write(tmp_path, [row("a1", 1), row("a2", "fast")], DEFINITIONS)
-    assert points(tmp_path)["workload.rate"].to_pylist() == ["1", "fast"]
-
-
-def test_metrics_keep_their_definitions(tmp_path):
-    field = pq.read_schema(write(tmp_path, [row("a1", 1)], DEFINITIONS)).field("bw_gbs")
-    assert field.metadata[b"definition"] == b"bytes over time"
 
 
 def test_the_table_begins_with_the_swept_keys(tmp_path):

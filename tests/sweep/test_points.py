@@ -46,10 +46,6 @@ def test_zipped_keys_change_together():
     ]
 
 
-def test_seeds_are_the_last_axis():
-    assert choices("hw=8xh20,8xh200", "--seeds", "2")[:2] == [("8xh20", "0"), ("8xh20", "1")]
-
-
 def test_points_of_equal_content_are_one():
     assert [point.choice["kv.pool"] for point in swept("kv.pool=1GiB,1024MiB,2GiB")] == ["1GiB", "2GiB"]
 

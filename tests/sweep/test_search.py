@@ -1,7 +1,5 @@
 """`pdsim sweep --search optuna`: the real library chooses the points; seeded, resumed, and refused in one line."""
 
-import json
-
 import pytest
 
 from pdsim.cli.main import main
@@ -45,15 +43,6 @@ def test_a_search_is_seeded_goes_on_and_gets_better(tmp_path, in_this_process):
     assert all(0.5 <= float(row["overrides"]["host_factor"]) <= 2.0 for row in more)
 
 
-@pytest.mark.slow
-def test_points_that_are_kept_are_told_and_not_run(tmp_path, in_this_process):
-    _, rows = searched(4, tmp_path / "a")
-    (folder,) = (tmp_path / "a").glob("sweep-*")
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/run.json")}
-    assert searched(4, tmp_path / "a") == (0, rows)
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/run.json")} == before
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -87,9 +76,3 @@ def test_a_metric_that_there_is_none_of_is_refused_with_the_nearest():
     assert OptunaSearch().of(row | {"status": "infeasible", "metrics": {}}) is None
     with pytest.raises(ConfigError, match=r"no metric 'ttft_p5_s'; did you mean ttft_p50_s\?"):
         OptunaSearch(metric="ttft_p5_s").of(row)
-
-
-@pytest.mark.slow
-def test_json_has_the_rows_of_a_search(in_this_process, capfd):
-    assert main(["sweep", *QUICK, *SPACE, "--trials", "2", "--json"]) == 0
-    assert len(json.loads(capfd.readouterr().out)["rows"]) == 2

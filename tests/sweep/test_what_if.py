@@ -60,11 +60,6 @@ def _keys(value, at):
     return {at}
 
 
-def test_a_cause_that_costs_nothing_cannot_be_changed(config):
-    free = replace(config, engine=replace(config.engine, decode=replace(config.engine.decode, idle=0.0)))
-    assert changed(free, BY_CAUSE["polling"]) is None
-
-
 def test_a_relief_is_simulated_as_a_run_of_those_numbers(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = try_what_ifs(config, ["compute"], silent)
