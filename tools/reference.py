@@ -246,11 +246,9 @@ def _row(key: Key) -> str:
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:
-    yield "| column (unit) | definition |"
-    yield "|---|---|"
     for column in of:
         unit = f" ({column.unit})" if column.unit else ""
-        yield f"| `{column.name}`{unit} | {column.definition} |"
+        yield f"- `{column.name}`{unit}: {column.definition}"
     yield ""
 
 

@@ -79,26 +79,26 @@ class Column(NamedTuple):
 
 
 TRANSFERS = (
-    Column("engine", "string", "", "transport, as the engine reports it"),
+    Column("engine", "string", "", "transport"),
     Column("operation", "string", "", "write, read, all_gather or reserve"),
-    Column("source", "string", "", "rank that the bytes came from"),
-    Column("target", "string", "", "rank that the bytes went to"),
+    Column("source", "string", "", "rank that sent"),
+    Column("target", "string", "", "rank that received"),
     Column("label", "string", "", "its point or request"),
-    Column("status", "string", "", "ok, or the class of its error"),
+    Column("status", "string", "", "ok, or its error's class"),
     Column("nbytes", "int64", "B", "bytes of all descriptors"),
-    Column("batch_size", "int64", "", "descriptors of the transfer"),
-    Column("block_size", "float64", "B", "mean bytes of a descriptor: nbytes / batch_size"),
-    Column("submitted", "float64", "s", "when the program called, on the initiator's clock"),
-    Column("prepared", "float64", "s", "when the engine's descriptor lists were built"),
-    Column("posted", "float64", "s", "when all descriptors were posted"),
-    Column("completed", "float64", "s", "when the bytes were at the target, by the engine"),
-    Column("seen", "float64", "s", "when the initiator saw the completion"),
+    Column("batch_size", "int64", "", "descriptors"),
+    Column("block_size", "float64", "B", "nbytes / batch_size"),
+    Column("submitted", "float64", "s", "the program called, on the initiator's clock"),
+    Column("prepared", "float64", "s", "descriptor lists were built"),
+    Column("posted", "float64", "s", "all descriptors were posted"),
+    Column("completed", "float64", "s", "the bytes had arrived, by the engine"),
+    Column("seen", "float64", "s", "the initiator saw the completion"),
     Column("prep_us", "float64", "us", "prepared - submitted"),
     Column("post_us", "float64", "us", "posted - prepared"),
     Column("tx_us", "float64", "us", "seen - posted, polling included"),
     Column("poll_us", "float64", "us", "seen - completed"),
-    Column("latency_us", "float64", "us", "seen - submitted, of the whole batch"),
-    Column("bw_gbs", "float64", "GB/s", "nbytes / latency; null unless status is ok"),
+    Column("latency_us", "float64", "us", "seen - submitted"),
+    Column("bw_gbs", "float64", "GB/s", "nbytes / latency, if ok"),
 )
 
 REQUESTS = (
@@ -106,21 +106,19 @@ REQUESTS = (
     Column("arrival", "float64", "s", "since the start of the workload"),
     Column("input", "int64", "tokens", "length of the prompt"),
     Column("output", "int64", "tokens", "tokens wanted"),
-    Column("patience", "float64", "s", "arrival until its user leaves (workload.aborts); null: stays"),
+    Column("patience", "float64", "s", "until its user leaves; null: stays"),
     Column("prefill", "string", "", "prefill instance"),
     Column("decode", "string", "", "decode instance"),
-    Column("nbytes", "int64", "B", "KV and metadata transferred to all decode ranks"),
+    Column("nbytes", "int64", "B", "KV and metadata transferred"),
     Column("status", "string", "", "ok, or why tokens are missing"),
     Column("path", "string", "", "grouped, sliced, staged, joined by +"),
     Column("ttft", "float64", "s", "arrival to first token at decode"),
-    Column("tpot", "float64", "s", "first token to last, over output - 1; null for one token"),
+    Column("tpot", "float64", "s", "first token to last, over output - 1"),
     Column("e2e", "float64", "s", "arrival to last token"),
-    Column(
-        "queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"
-    ),
-    Column("compute", "float64", "s", "first prefill forward to the end of the last, and in the decode batch"),
-    Column("handshake", "float64", "s", "decode pages reserved until the prefill scheduler has their numbers"),
-    Column("transfer", "float64", "s", "end of the last prefill forward until KV and metadata are in place"),
+    Column("queueing", "float64", "s", "waiting for decode pages, prefill, a place in the decode batch"),
+    Column("compute", "float64", "s", "prefill forwards, and in the decode batch"),
+    Column("handshake", "float64", "s", "decode pages reserved until prefill knows them"),
+    Column("transfer", "float64", "s", "end of prefill until KV and metadata are in place"),
     Column("polling", "float64", "s", "from there until the decode scheduler looks"),
 )
 
@@ -129,7 +127,7 @@ INSTANTS = (
     Column("noticed_at", "float64", "s", "prefill has their numbers"),
     Column("started_at", "float64", "s", "its first prefill forward begins"),
     Column("prefilled_at", "float64", "s", "its last prefill forward ends"),
-    Column("asked_at", "float64", "s", "decode hears of it; null where it hears at once"),
+    Column("asked_at", "float64", "s", "decode hears of it, if later"),
     Column("arrived_at", "float64", "s", "all its KV and metadata are at decode"),
     Column("polled_at", "float64", "s", "the decode scheduler looks"),
     Column("joined_at", "float64", "s", "it joins the decode batch"),
@@ -148,8 +146,8 @@ LIVE = (
     Column("sent", "float64", "s", "the client sends it"),
     Column("tokens", "int64", "tokens", "output tokens received"),
     Column("prefilled", "float64", "s", "arrival to the prefill server's answer"),
-    Column("handoff", "float64", "s", "prefill server's answer to first token from decode"),
-    Column("itl_p50", "float64", "s", "median time between streamed chunks with tokens"),
+    Column("handoff", "float64", "s", "from there to the first token"),
+    Column("itl_p50", "float64", "s", "median time between streamed chunks"),
     Column("itl_p99", "float64", "s", "99th percentile of that; needs 100 chunks"),
     Column("itl_max", "float64", "s", "longest of that"),
     Column("finish", "string", "", "why generation ended"),
@@ -159,12 +157,10 @@ LIVE = (
 
 
 SAMPLES = (
-    Column(
-        "kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"
-    ),
+    Column("kind", "string", "", "link, pool (memory), pages (KV, of an instance) or ring (staging)"),
     Column("name", "string", "", "its name"),
-    Column("time", "float64", "s", "since the start of the job (`start` in summary.json: of the workload)"),
-    Column("value", "float64", "", "share in use, 0 to 1; for a link the mean since the last sample"),
+    Column("time", "float64", "s", "since the start of the job (workload: `start` in summary.json)"),
+    Column("value", "float64", "", "share in use; of a link the mean since the last sample"),
 )
 """Columns of ``samples.parquet``, which only a modelled run with ``samples`` has."""
 
