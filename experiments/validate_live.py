@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from experiments.serve import ServeOptions, check_fits, job, live_run, result, specs
 from pdsim.config import Config, ExperimentOptions, as_written
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
+from pdsim.core.units import Positive, PositiveInt
 from pdsim.results import schema
 from pdsim.results.record import Metric, Result, commit
 from pdsim.serving.workload import Request, draw
@@ -79,27 +80,21 @@ class ValidateLiveOptions(ExperimentOptions):
     """
 
     name: str = "validate_live"
-    lengths: tuple[int, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
-    single_output: int = 16  # tokens that a single request generates
-    singles: int = 5  # requests of each length
-    loads: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
-    runs: int = 2  # of every load: their difference is the floor
-    predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
+    lengths: tuple[PositiveInt, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
+    single_output: PositiveInt = 16  # tokens that a single request generates
+    singles: PositiveInt = 5  # requests of each length
+    loads: tuple[Positive, ...] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
+    runs: PositiveInt = 2  # of every load: their difference is the floor
+    # only: nothing is measured; now: what is stored is predicted anew
+    predict: Annotated[str, "one of before, only, now"] = "before"
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
     stored: str = ""  # a folder of an earlier run, or of target=live or observe, which is compared instead
     router: str = "least_tokens"  # among servers of one role
     bounds: Mapping[str, float] = field(default_factory=dict)  # of mean errors by metric, beyond which the run fails
 
     def __post_init__(self) -> None:
-        if self.predict not in ("before", "only", "now"):
-            raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
-        if not self.loads or min(self.loads) <= 0:
-            raise ValueError(f"experiment.loads must be shares > 0 of the workload's rate, got {list(self.loads)}")
-        if min(self.runs, self.singles, self.single_output, *self.lengths) < 1:
-            raise ValueError(
-                f"experiment.runs, singles, single_output and lengths must be >= 1, got {self.runs}, "
-                f"{self.singles}, {self.single_output} and {list(self.lengths)}"
-            )
+        if not self.loads:
+            raise ValueError("experiment.loads must have a share of the workload's rate, got none")
         if unknown := sorted(set(self.bounds) - set(BOUNDS)):
             raise ValueError(f"experiment.bounds must be of {', '.join(BOUNDS)}, got {unknown[0]!r}")
         if self.stored and self.expected:

@@ -76,7 +76,7 @@ def points() -> list[GatherSample]:
             times.setdefault((run, library, label), []).append(seconds)
     every = []
     for (run, library, label), seconds_of in times.items():
-        # as `experiments.allgather.rows.GatherSample.label` says it
+        # as `experiments.allgather.GatherPoint.label` says it
         ranks, _, size, pool, *more = label.split(" ")
         about = int(ranks), int(size), "plain" if pool == "default" else "symmetric"
         batch = more[1] if "batch" in more else ""

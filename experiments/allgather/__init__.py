@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather over groups of ranks: plain and symmetric memory, equal and padded pieces, pools reserved or grown.
 
-The points of one number of ranks are one job, so that real ranks meet once; those whose pool grows
-are another.
-
-Padded pieces are what context parallelism gathers: sequences split in a zigzag over the ranks, each
-rank padded to the longest (`pdsim.kv.allgather.zigzag`).
+The points of one number of ranks are one job; those whose pool grows are another.  Padded pieces are what context
+parallelism gathers: sequences split in a zigzag over the ranks, each rank padded to the longest.  Times are of the
+group: an all-gather begins when the last rank calls and is over when the last rank sees its end.  Bandwidths have
+the names and the definitions of nccl-tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
-from experiments.allgather.rows import GatherPoint, GatherRow, metrics, padded_size, rows, table
-from experiments.jobs import merged, unverified
+from experiments.jobs import ended_by, merged, unverified
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Size, format_size
-from pdsim.kv.allgather import MEMORIES
-from pdsim.results.record import Result
+from pdsim.kv.allgather import MEMORIES, zigzag
+from pdsim.results.record import Metric, Result, Table, percentile
+from pdsim.transfer import TransferRecord
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
@@ -36,22 +35,12 @@ class AllgatherOptions(ExperimentOptions):
 
     name: str = "allgather"
     ranks: tuple[PositiveInt, ...] = (2, 4, 8)  # that gather, a GPU each
-    size: tuple[Annotated[Size, "> 0"], ...] = (
-        4096,
-        65536,
-        1 << 20,
-        16 << 20,
-        256 << 20,
-    )  # bytes of each rank's piece
+    # bytes of each rank's piece
+    size: tuple[Annotated[Size, "> 0"], ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)
     # symmetric: of the output, as SGLang; both: the input's, too
     pools: tuple[Annotated[str, "one of default, symmetric, both"], ...] = ("default", SYMMETRIC)
-    batches: tuple[
-        tuple[PositiveInt, ...], ...
-    ] = (  # tokens of sequences, split over the ranks in a zigzag and padded
-        (9, 9),
-        (8192,),
-        (4096, 77, 1000),
-    )
+    # tokens of sequences, split over the ranks in a zigzag and padded
+    batches: tuple[tuple[PositiveInt, ...], ...] = ((9, 9), (8192,), (4096, 77, 1000))
     row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     growth: bool = True  # also with a symmetric pool that grows at run time
     repeat: PositiveInt = 20  # measured all-gathers of each point
@@ -72,7 +61,7 @@ class AllgatherOptions(ExperimentOptions):
             pools = self.pools if reserved else [pool for pool in self.pools if pool == SYMMETRIC]
             equal = [GatherPoint(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
             padded = [
-                GatherPoint(ranks, padded_size(batch, ranks, self.row), pool, tuple(batch), reserved)
+                GatherPoint(ranks, zigzag(batch, ranks).longest * self.row, pool, tuple(batch), reserved)
                 for batch, pool in product(self.batches, pools)
             ]
             if equal or padded:
@@ -124,7 +113,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
         progress(number / len(jobs), name, (number + 1) / len(jobs))
         outcomes[name] = target.run(_specs(config, options, points))
-        gathers += rows(points, options.row, outcomes[name], device=config.collective.timing == "device")
+        device = config.collective.timing == "device"
+        gathers += [_row(point, at, options.row, outcomes[name], device) for at, point in enumerate(points)]
     progress(1.0, "")
     whole = merged(outcomes)
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
@@ -134,8 +124,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         if row.right < row.checked
     ]
     return Result(
-        summary=metrics(gathers),
-        tables=[table(gathers)],
+        summary=_metrics(gathers),
+        tables=[_table(gathers)],
         transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
         failures=failures,
         notes=unverified(config) if options.verify else [],
@@ -160,3 +150,145 @@ def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint])
     gpus = config.hw.gpus
     places = [Place(index // gpus, index % gpus) if gpus else Place() for index in range(len(names))]
     return [RankSpec(name, program, where, arguments) for name, where in zip(names, places, strict=True)]
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+class GatherPoint(NamedTuple):
+    """One combination of what is swept over; *size* is what each rank gathers, padding included."""
+
+    ranks: int
+    size: int
+    pool: str
+    batch: tuple[int, ...]  # tokens of each sequence; none: equal pieces
+    reserved: bool  # whether the symmetric pool was reserved before, not grown
+
+    @property
+    def label(self) -> str:
+        """Such as ``"2 x 65536 default"``; the label of the point's records."""
+        batch = f" batch {'+'.join(map(str, self.batch))}" if self.batch else ""
+        return f"{self.ranks} x {self.size} {self.pool}{batch}{'' if self.reserved else ' grown'}"
+
+
+@dataclass(frozen=True)
+class GatherRow:
+    """What one point gave: times of each all-gather, contents that were checked, growth of pools.
+
+    *seconds* and *wire* have one number for each measured all-gather.  *engine* names library and
+    kind of memory.  *growths* and *growth_seconds* are those of the rank with the most: growing is
+    collective, and all wait for it.  *status* is "ok", "corrupt", or the class of the error that
+    ended the job.
+    """
+
+    point: GatherPoint
+    row: int  # bytes of a token
+    seconds: Sequence[float]  # of each all-gather, from the call of the last rank to its being seen by the last
+    wire: Sequence[float]  # of each, from being begun to its end, of the rank that waited least
+    engine: str
+    checked: int
+    right: int
+    growths: int
+    growth_seconds: float  # of the rank that waited longest
+    status: str
+
+    @property
+    def payload(self) -> int:
+        """Bytes that each rank has in the end, padding not counted."""
+        return sum(self.point.batch) * self.row if self.point.batch else self.point.ranks * self.point.size
+
+    @property
+    def algorithmic(self) -> float | None:
+        """GB/s: `payload` over the median time."""
+        median = percentile(self.seconds, 50.0)
+        return self.payload / median / 1e9 if median else None
+
+    @property
+    def bus(self) -> float | None:
+        """GB/s that each rank's port carried each way: as nccl-tests, padding counted."""
+        median, point = percentile(self.seconds, 50.0), self.point
+        return point.size * (point.ranks - 1) / median / 1e9 if median else None
+
+
+def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, device: bool) -> GatherRow:
+    # The records of all ranks are put side by side, gather by gather; what some rank has no record of is left out.
+    ranks = outcome.ranks.values()
+    records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
+    together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
+    points = [rank.value["points"][number] for rank in ranks if rank.value]
+    checked, right = (sum(one[key] for one in points) for key in ("checked", "right"))
+    return GatherRow(
+        point=point,
+        row=row,
+        seconds=[_seconds(each, device) for each in together],
+        wire=[min(record.completed - record.posted for record in each) for each in together],
+        engine=together[0][0].engine if together else "",
+        checked=checked,
+        right=right,
+        growths=max((one["growths"] for one in points), default=0),
+        growth_seconds=max((one["growth_seconds"] for one in points), default=0.0),
+        status=ended_by(outcome) or ("corrupt" if right < checked else "ok"),
+    )
+
+
+def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
+    # With *device* their times are the device's, and those of the rank that did not wait for others
+    # count.
+    if device:  # of the rank that did not wait for others
+        return min(record.seen - record.submitted for record in each)
+    return max(record.seen for record in each) - max(record.submitted for record in each)
+
+
+def _table(gathers: Sequence[GatherRow]) -> Table:
+    columns = {
+        "ranks": "ranks of the group",
+        "piece": "bytes that each rank gives, padding included",
+        "batch": "tokens of the sequences that were split in a zigzag and padded; -: equal pieces",
+        "pool": "symmetric: targets are registered with all ranks (both: sources, too); default: plain memory",
+        "med us": "median time of an all-gather, from the last rank's call until the last rank sees the end",
+        "q1": "first quartile of that",
+        "q3": "third quartile of that",
+        "wire us": "median time from begin to end on the rank that waited least, without host time",
+        "alg GB/s": "algorithmic bandwidth: bytes that each rank has in the end (padding not counted) / median time",
+        "bus GB/s": "bus bandwidth: bytes that each rank's port carries each way / median time, as in nccl-tests",
+        "growths": "times that the symmetric pool grew during the point",
+        "growth ms": "longest stall of a rank by growth",
+        "verified": "pieces or tokens with the right contents / those checked, on all ranks",
+        "status": "ok, corrupt, or the error that ended the job",
+    }
+    return Table("All-gathers", columns, [_cells(row) for row in gathers])
+
+
+def _cells(row: GatherRow) -> list[Any]:
+    times = [_us(row.seconds, q) for q in (50.0, 25.0, 75.0)]
+    return [
+        row.point.ranks,
+        format_size(row.point.size),
+        "+".join(map(str, row.point.batch)) or "-",
+        row.point.pool if row.point.reserved else f"{row.point.pool}, grown",
+        *times,
+        _us(row.wire, 50.0),
+        row.algorithmic,
+        row.bus,
+        row.growths,
+        row.growth_seconds * 1e3,
+        f"{row.right}/{row.checked}" if row.checked else "-",
+        row.status,
+    ]
+
+
+def _us(seconds: Sequence[float], q: float) -> float | None:
+    value = percentile(seconds, q)
+    return None if value is None else value * 1e6
+
+
+def _metrics(gathers: Sequence[GatherRow]) -> list[Metric]:
+    return [
+        Metric("points", len(gathers), "points that were run"),
+        Metric("points_failed", sum(row.status != "ok" for row in gathers), "points whose status is not ok"),
+        Metric("gathers", sum(len(row.seconds) for row in gathers), "measured all-gathers"),
+        Metric("checked", sum(row.checked for row in gathers), "pieces and tokens whose contents were checked"),
+        Metric("right", sum(row.right for row in gathers), "of them, those with the right contents"),
+        Metric("growths", sum(row.growths for row in gathers), "growths of symmetric pools at run time"),
+        Metric("growth_s", sum(row.growth_seconds for row in gathers), "for how long ranks were stalled by them"),
+    ]

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand KV over, one request at a time: token counts x tensor parallelism on both sides x path x metadata.
 
-The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing
-over is a job, in which the shapes follow one another, `warmup` requests of each and then `repeat`.
-
-One request at a time means that what is measured is the protocol and the engine alone: no queue, no
-other transfer, no batch.  Stages are in `experiments.handoff.rows`.
+The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing over is a job, in
+which the shapes follow one another.  What is measured is the protocol and the engine alone: no queue, no other
+transfer, no batch.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
-from experiments.handoff.rows import HandoffRow, HandoffShape, metrics, rows, tables
 from experiments.jobs import attempt, merged
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
@@ -24,9 +21,10 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
-from pdsim.results.record import Result
+from pdsim.results.record import Metric, Result, Table, percentile
 from pdsim.serving.deployment import ROUTER, index_of
 from pdsim.serving.workload import Request
+from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
 __all__ = ["HandoffOptions", "Way", "check", "run"]
@@ -69,12 +67,11 @@ class HandoffOptions(ExperimentOptions):
 
     def ways(self) -> list[Way]:
         """Return the ways to hand over; ranks that keep equal heads have no second path."""
-        sides = [(*map(int, tp.split("to")), path, meta) for tp, path, meta in self._product()]
-        ways = [Way._make(side) for side in sides]
-        return list(dict.fromkeys(way._replace(path="whole") if way.prefill == way.decode else way for way in ways))
-
-    def _product(self) -> Iterator[tuple[str, str, str]]:
-        return product(self.tp, self.paths, self.metadata)
+        ways: dict[Way, None] = {}
+        for tp, path, metadata in product(self.tp, self.paths, self.metadata):
+            prefill, decode = map(int, tp.split("to"))
+            ways[Way(prefill, decode, "whole" if prefill == decode else path, metadata)] = None
+        return list(ways)
 
     def requests(self) -> list[Request]:
         """Return one job's requests: first those that are compared, then those that are measured, by shape."""
@@ -98,10 +95,7 @@ class Way(NamedTuple):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be, a line each.
-
-    That is a model that cannot be divided, too few GPUs, pools that are too small, no staged path.
-    """
+    """Yield what cannot be: a model that cannot be divided, too few GPUs, small pools, no staged path."""
     options = HandoffOptions.of(config)
     longest = max(options.tokens)
     if longest + 1 > config.model.context:
@@ -134,11 +128,11 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     for number, way in enumerate(options.ways()):
         progress(number / len(options.ways()), way.label, (number + 1) / len(options.ways()))
         outcomes[way.label] = attempt(target, specs(config, options, way), ROUTER, first=not outcomes)
-        handoffs += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
+        handoffs += _rows(options, way, outcomes[way.label])
     progress(1.0, "")
     return Result(
-        summary=metrics(handoffs),
-        tables=tables(handoffs),
+        summary=_metrics(handoffs),
+        tables=_tables(handoffs),
         transfers=[
             record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers
         ],
@@ -200,17 +194,120 @@ def _warm(options: HandoffOptions) -> int:
     return len(options.tokens) * options.warmup
 
 
-def _shapes(options: HandoffOptions, way: Way) -> list[HandoffShape]:
-    return [HandoffShape(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
-
-
 def _failures(handoffs: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
-    yield from (f"{row.handoff.label}: {row.status}" for row in handoffs if row.status != "ok")
+    yield from (f"{row.way} {row.tokens} tokens: {row.status}" for row in handoffs if row.status != "ok")
 
 
 def _notes(config: Config, options: HandoffOptions) -> list[str]:
     if config.target == "model" and config.memory == "timing":
         return ["no bytes were compared: the model keeps sizes only; set memory=tracked to check contents"]
     return [f"contents of the first {_warm(options)} requests of each job, its warm-up, were compared"]
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+STAGES = {
+    "handoff": "from the end of the prefill forward to success at decode: KV and metadata on all ranks",
+    "reserve": "before the handoff: from decode pages reserved until prefill has their numbers",
+    "plan": "until the first write is posted: descriptors built or, if staged, the first chunk gathered",
+    "wire": "from the first post to the last completion that a prefill rank sees",
+    "finish": "from then to success: notification, scatter if staged, count of the decode scheduler",
+}
+
+
+@dataclass(frozen=True)
+class HandoffRow:
+    """The measured handoffs of one shape, in one way."""
+
+    way: str
+    tokens: int
+    nbytes: int  # of all writes of one handoff, KV and metadata
+    descriptors: int  # likewise
+    times: dict[str, list[float]]  # seconds of each of `STAGES`, one for each handoff
+    path: str  # that the bytes took
+    status: str  # "ok", or why the first of them failed
+
+    @property
+    def rate(self) -> float | None:
+        """GB/s of the median handoff."""
+        median = percentile(self.times["handoff"], 50.0)
+        return self.nbytes / median / 1e9 if median else None
+
+
+def _rows(options: HandoffOptions, way: Way, outcome: Outcome) -> Iterator[HandoffRow]:
+    # Requests are told apart by their number of tokens.  A job without a router's result has rows with its error.
+    router, requests = outcome.ranks[ROUTER], options.requests()
+    value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
+    records: dict[int, list[TransferRecord]] = {}
+    for rank in outcome.ranks.values():
+        for record in rank.transfers:
+            number = (int(record.label.partition("/")[0]) - 1) % len(requests)
+            records.setdefault(number, []).append(record)
+    for tokens in dict.fromkeys(options.tokens):
+        mine = [number for number, request in enumerate(requests) if request.input == tokens]
+        ends = {number: value["rows"][number] for number in mine}
+        errors = [str(end[3]) for end in ends.values() if end[3] != "ok"]
+        times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        for number in (number for number in mine if number >= _warm(options) and ends[number][3] == "ok"):
+            for stage, seconds in _stages(ends[number][4:], records[number]):
+                times[stage].append(seconds)
+        last = records.get(mine[-1], [])
+        paths = {record.label.rpartition("/")[2] for record in last}
+        nbytes, descriptors = (sum(getattr(record, part) for record in last) for part in ("nbytes", "descriptors"))
+        path = "+".join(sorted(paths - {"metadata"} or paths))
+        yield HandoffRow(way.label, tokens, nbytes, descriptors, times, path, errors[0] if errors else "ok")
+
+
+def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
+    reserved, noticed, started, _, arrived = (float(stamp) for stamp in stamps[:5])  # type: ignore[arg-type]
+    first = min(record.submitted for record in records)
+    last = min(arrived, max(record.seen for record in records))  # the target may be told before the source
+    yield from (("handoff", arrived - started), ("reserve", noticed - reserved), ("plan", first - started))
+    yield from (("wire", last - first), ("finish", arrived - last))
+
+
+def _tables(handoffs: Sequence[HandoffRow]) -> tuple[Table, ...]:
+    who = {
+        "way": "ranks of prefill to ranks of decode, and the path between other heads",
+        "tokens": "of the request",
+    }
+    whole = who | {
+        "path": "path of the KV",
+        "bytes": "KV and metadata",
+        "descriptors": "of all writes",
+        "n": "handoffs measured",
+        "p25 us": f"first quartile of the time {STAGES['handoff']}",
+        "p50": "median of that",
+        "p75": "third quartile of that",
+        "GB/s": "bytes / median, 1 GB = 1e9 bytes",
+        "status": "ok, or why a handoff failed",
+    }
+    stages = who | {f"{stage} us": f"median of: {text}" for stage, text in STAGES.items()}
+    medians = [[row.way, row.tokens, *(_us(row, stage, 50.0) for stage in STAGES)] for row in handoffs]
+    return (
+        Table("Handoffs", whole, [_whole(row) for row in handoffs]),
+        Table("Stages of a handoff", stages, medians),
+    )
+
+
+def _whole(row: HandoffRow) -> list[object]:
+    times = [_us(row, "handoff", q) for q in (25.0, 50.0, 75.0)]
+    measured = len(row.times["handoff"])
+    return [row.way, row.tokens, row.path, row.nbytes, row.descriptors, measured, *times, row.rate, row.status]
+
+
+def _us(row: HandoffRow, stage: str, q: float) -> float | None:
+    value = percentile(row.times[stage], q)
+    return None if value is None else value * 1e6
+
+
+def _metrics(handoffs: Sequence[HandoffRow]) -> list[Metric]:
+    rates = [row.rate for row in handoffs if row.rate is not None]
+    return [
+        Metric("shapes", len(handoffs), "token counts x ways of transfer"),
+        Metric("shapes_failed", sum(row.status != "ok" for row in handoffs), "shapes with a failed handoff"),
+        Metric("handoffs", sum(len(row.times["handoff"]) for row in handoffs), "measured handoffs that succeeded"),
+        Metric("rate_max_gbs", max(rates, default=None), "highest rate of a median handoff, 1 GB = 1e9 bytes"),
+    ]

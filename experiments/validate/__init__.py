@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from experiments.validate.design import CLASSES, Design, DesignPart, parts
+from experiments.validate.design import Design, DesignPart, parts
 from experiments.validate.steps import adopt, ahead, check_same, design_of, expect, measure, take
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
-from pdsim.core.units import Seconds, Size, not_negative, positive
+from pdsim.core.units import Positive, Seconds, Size
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
@@ -57,15 +57,11 @@ class Bounds:
     transfer is much of a short one.
     """
 
-    pair: float = 0.05  # median of the errors of a pair's transfers
-    pair_p95: float = 0.15  # 95th percentile of the same
-    other: float = 0.1  # median of every other class
-    small: Seconds = 3e-4  # median of pairs of less than `large` bytes, in seconds
+    pair: Positive = 0.05  # median of the errors of a pair's transfers
+    pair_p95: Positive = 0.15  # 95th percentile of the same
+    other: Positive = 0.1  # median of every other class
+    small: Annotated[Seconds, "> 0"] = 3e-4  # median of pairs of less than `large` bytes, in seconds
     large: Size = 0  # bytes of a transfer, below which `small` bounds it
-
-    def __post_init__(self) -> None:
-        positive("experiment.bounds", pair=self.pair, pair_p95=self.pair_p95, other=self.other, small=self.small)
-        not_negative("experiment.bounds", large=self.large)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +70,12 @@ class ValidateOptions(Design):
 
     name: str = "validate"
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
-    predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
+    # only: nothing is measured; now: what is stored is predicted anew
+    predict: Annotated[str, "one of before, only, now"] = "before"
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
     bounds: Bounds = field(default_factory=Bounds)
 
     def __post_init__(self) -> None:
-        for name in self.classes:
-            if name not in CLASSES:
-                raise ValueError(f"experiment.classes must be of {', '.join(CLASSES)}, got {name!r}")
-        if self.predict not in ("before", "only", "now"):
-            raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
         if self.expected and (self.stored or self.predict != "before"):
             raise ValueError(
                 "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it "

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.exchange import region_bytes
@@ -28,6 +28,7 @@ from pdsim.transfer.job import Target
 
 __all__ = ["CLASSES", "POINTS", "Design", "DesignPart", "parts"]
 
+ErrorClass = Annotated[str, "one of pair, read, contention, handoff, metadata, allgather, serve"]
 CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
 POINTS = "points.csv"
 """The file of a validation that its transfers are read from."""
@@ -47,7 +48,10 @@ class Design(ExperimentOptions):
     What the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
     """
 
-    classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
+    # those that cannot be run are left out, with a note
+    classes: tuple[Annotated[str, "one of pair, read, contention, handoff, metadata, allgather, serve"], ...] = (
+        CLASSES
+    )
     # bytes of a block, none on a calibration's grid
     size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
     blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)  # of a pair; fewer than 20 points have no 95th percentile

@@ -13,8 +13,8 @@ import pytest
 
 from experiments import transfer
 from experiments.validate import Bounds, ValidateOptions, run
-from experiments.validate.values import values
-from pdsim.config import Config
+from experiments.validate.steps import values
+from pdsim.config import Config, build
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
@@ -245,7 +245,8 @@ def test_a_model_alone_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": ("speed",)}, "experiment.classes must be of pair, .*, got 'speed'"),
+        ({"classes": ["speed"]}, r"experiment.classes\[0\] must be one of pair, .*, got 'speed'"),
+        ({"bounds": {"pair": 0}}, r"experiment\.bounds\.pair must be > 0, got 0"),
         ({"predict": "later"}, "experiment.predict must be one of before, only, now, got 'later'"),
         ({"ranks": 1}, "experiment.ranks must be >= 2, or 0 for a rank a GPU, got 1"),
         ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
@@ -257,13 +258,8 @@ def test_a_model_alone_is_refused(tmp_path: Path):
     ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        ValidateOptions(**options)
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"experiment\.bounds\.pair must be > 0, got 0"):
-        Bounds(pair=0)
+    with pytest.raises(ConfigError, match=message):
+        build(ValidateOptions, options, "experiment")
 
 
 # --- rates ---------------------------------------------------------------------------------------------------------

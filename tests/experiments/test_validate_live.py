@@ -9,6 +9,8 @@ import pytest
 
 from experiments.validate_live import REST, ValidateLiveOptions, in_turn, single_requests
 from pdsim.cli.main import main
+from pdsim.config import build
+from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
 from pdsim.validation.loads import compare, errors, floor, quantiles, tables, within
 from tests.backends.live.conftest import llama  # noqa: F401 a fixture
@@ -69,15 +71,15 @@ def test_parts_follow_one_another_on_one_deployment():
     ("options", "message"),
     [
         ({"predict": "never"}, "must be one of before, only, now, got 'never'"),
-        ({"loads": (0.0,)}, "must be shares > 0 of the workload's rate"),
-        ({"runs": 0}, "must be >= 1, got 0"),
+        ({"loads": [0.0]}, r"loads\[0\] must be > 0, got 0"),
+        ({"runs": 0}, "must be > 0, got 0"),
         ({"bounds": {"ttft": 0.1}}, "must be of ttft_p50, .*, got 'ttft'"),
         ({"stored": "a", "expected": "b"}, "must be left out with experiment.stored"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        ValidateLiveOptions(**options)
+    with pytest.raises(ConfigError, match=message):
+        build(ValidateLiveOptions, options, "experiment")
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
