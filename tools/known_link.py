@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit and check engines over TCP on links of known rate and delay: `conf/calibration/*_tcp-link.yaml`.
 
-    python -m tools.known_link measure FILE          # both engines over the links that are fitted; needs root
     python -m tools.known_link fit FILE              # parameters and their intervals
     python -m tools.known_link validated FILE        # errors of those predictions, and of the model of today
 
-The fitted samples are `data/calibration/*_tcp-link.csv`.  `data/benchmarks/known_link_validate.csv` has predictions
-of ``pdsim validate target=real hw=link`` over other links, and what was measured then.
-A link is what `conf/hw/link.yaml` is changed by: ``"rate=200Mbps delay=1ms"``.  A point is *blocks* of *size* bytes,
-*gap* seconds after the one before.  Steady points have short gaps or none, and follow two that are not counted;
-those after a long gap begin with the window to which TCP has shrunk by then.  Medians of the repeats count.
+The fitted samples are `data/calibration/*_tcp-link.csv`; the program that measured them is in the history.
+`data/benchmarks/known_link_validate.csv` has predictions of ``pdsim validate target=real hw=link`` over other links,
+and what was measured then.  A link is what `conf/hw/link.yaml` is changed by: ``"rate=200Mbps delay=1ms"``.  A point
+is *blocks* of *size* bytes, *gap* seconds after the one before.  Steady points have short gaps, and follow two
+that are not counted; those after a long gap begin with the window to which TCP has shrunk by then.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +22,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,36 +35,17 @@ from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Place, Rank, RankSpec
 
 BACKENDS = ("mooncake_tcp", "nixl_tcp")
-FITTED = [
-    "rate=100Mbps delay=3ms",
-    "rate=150Mbps delay=8ms",
-    "rate=400Mbps delay=1.5ms",
-    "rate=600Mbps delay=0.3ms",
-]
-STEADY = [(1, 4 << 10 << shift) for shift in range(0, 14, 2)]  # 4 KiB to 16 MiB
-BLOCKS = [(4, 4 << 10), (16, 4 << 10), (64, 4 << 10), (16, 64 << 10), (16, 256 << 10)]
-COLD = [(1, 256 << 10), (1, 1 << 20), (1, 4 << 20)]
-GAPS, LONG = (5e-3, 0.0), 1.5  # seconds between
+LONG = 1.5  # seconds between transfers that begin with a shrunk window
 AT = 1.0  # second of the job at which the first transfer begins
 LARGE = 1 << 20
 START = {"latency": 6e-4, "descriptor": 1e-4}
 """What is fitted, and where the search begins: seconds of an answer, and of a block beside the bytes."""
-COLUMNS = (
-    "backend", "link", "flow", "blocks", "size", "gap", "seconds", "low", "high", "repeats", "load", "late",
-)  # fmt: skip
 Point = tuple[int, int, float, int]  # blocks, size, gap, transfers
 Rows = list[dict[str, str]]
 Pairs = list[tuple[Mapping[str, str], float]]
 
 
 # --- transfers -----------------------------------------------------------------------------------------------------
-
-
-def points() -> list[Point]:
-    """Return what is measured on each link of `FITTED`."""
-    each = [(gap, count, size) for gap in GAPS for count, size in [*STEADY, *BLOCKS]]
-    steady = [(count, size, gap, 17 if count * size < LARGE else 11) for gap, count, size in each]
-    return [*steady, *((count, size, LONG, 5) for count, size in COLD)]
 
 
 def write(rank: Rank, points: Sequence[Point], taker: str) -> Program:
@@ -95,10 +73,9 @@ def take(rank: Rank) -> Program:
     yield rank.channel.receive()
 
 
-def times(config: Config, every: Sequence[Point]) -> tuple[list[list[float]], float]:
-    """Return the seconds of each transfer of each point, and the share of packets that a real link delayed."""
-    target = _target(config)
-    outcome = target.run(
+def times(config: Config, every: Sequence[Point]) -> list[list[float]]:
+    """Return the seconds of each transfer of each point on the model."""
+    outcome = Model(config.hw, config.backend).run(
         [
             RankSpec("writer", f"{__spec__.name}:write", Place(0), {"points": every, "taker": "taker"}),
             RankSpec("taker", f"{__spec__.name}:take", Place(1), {}),
@@ -109,59 +86,16 @@ def times(config: Config, every: Sequence[Point]) -> tuple[list[list[float]], fl
     seconds: list[list[float]] = [[] for _ in every]
     for record in outcome.ranks["writer"].transfers:
         seconds[int(record.label)].append(record.seen - record.submitted)
-    late = target.lateness[-1] if config.target == "real" else None
-    return seconds, late.late / max(1, late.packets) if late else 0.0
-
-
-def _target(config: Config) -> Any:
-    if config.target == "model":
-        return Model(config.hw, config.backend)
-    from backends.jobs.launcher import Processes
-
-    return Processes(config.backend, deadline=600, link=config.hw.link, nodes=config.hw.nodes)
+    return seconds
 
 
 def _counted(point: Point, seconds: Sequence[float]) -> Sequence[float]:
     return seconds[2:] if point[2] < LONG else seconds
 
 
-def _words(backend: str, link: str) -> list[str]:
-    return [f"backend={backend}", "hw=link", *(f"hw.link.{word}" for word in link.split())]
-
-
 @cache
 def _modelled(backend: str, link: str) -> Config:
-    return compose(["target=model", *_words(backend, link)])
-
-
-# --- measurements --------------------------------------------------------------------------------------------------
-
-
-def measure(path: Path) -> None:
-    """Add to *path* what the engines take on each link of `FITTED`."""
-    have = {(row["backend"], row["link"]) for row in read(path)}
-    for link in FITTED:
-        for backend in BACKENDS:
-            if (backend, link) not in have:
-                every = points()
-                seconds, late = times(compose(["target=real", *_words(backend, link)]), every)
-                _append(path, [[*row, f"{late:.4f}"] for row in _rows(backend, link, every, seconds)], COLUMNS)
-
-
-def _rows(backend: str, link: str, every: Sequence[Point], times: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
-    for point, seconds in zip(every, times, strict=True):
-        own = _counted(point, seconds)
-        numbers = [f"{value:.6g}" for value in (statistics.median(own), min(own), max(own))]
-        yield [backend, link, "0>1", *point[:3], *numbers, len(own), f"{os.getloadavg()[0]:.1f}"]
-
-
-def _append(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if fresh:
-            writer.writerow(columns)
-        writer.writerows(rows)
+    return compose(["target=model", f"backend={backend}", "hw=link", *(f"hw.link.{word}" for word in link.split())])
 
 
 def read(path: Path) -> Rows:
@@ -180,7 +114,7 @@ def pairs(rows: Iterable[dict[str, str]], change: Callable[[Config], Config] = l
     for (backend, link), own in _by_link(rows):
         ends = [(int(row["blocks"]), int(row["size"]), float(row["gap"])) for row in own]
         every = [(*point, 1 if point[2] == LONG else 3) for point in ends]
-        modelled, _ = times(change(_modelled(backend, link)), every)
+        modelled = times(change(_modelled(backend, link)), every)
         seconds = (min(_counted(point, own)) for point, own in zip(every, modelled, strict=True))
         paired += zip(own, seconds, strict=True)
     return paired
@@ -241,4 +175,4 @@ def _large_and_small(own: Pairs) -> list[float]:
 
 
 if __name__ == "__main__":
-    {"measure": measure, "fit": fit, "validated": validated}[sys.argv[1]](Path(sys.argv[2]))
+    {"fit": fit, "validated": validated}[sys.argv[1]](Path(sys.argv[2]))

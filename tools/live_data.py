@@ -3,7 +3,6 @@
 
     python -m tools.live_data compare SEALED FOLDER      # each load and metric
     python -m tools.live_data again SEALED FOLDER [HW]   # the same by the model of today
-    python -m tools.live_data floor FOLDER FOLDER ...    # errors between repeats and hosts
 
 SEALED is a prediction with its hash, FOLDER the measurement: `requests.parquet`, `singles.parquet` and
 `loads.parquet`; `data/live/about.parquet` has its machine, versions and command.  *again* runs the words of SEALED
@@ -229,24 +228,10 @@ def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
     yield Table("Single requests, medians", heads, lines)
 
 
-def floor(folders: Sequence[Path]) -> Iterator[Table]:
-    """Yield how far each folder's loads are from the first's: what repeats and hosts differ by."""
-    first, *others = ((folder.name, loads(folder)) for folder in folders)
-    rows = []
-    for other, found in others:
-        for name, each in errors({"loads": found}, first[1]).items():
-            apart = [abs(error) for _, error in each]
-            rows.append([name, other, len(apart), 100 * median(apart), 100 * max(apart)])
-    columns = dict.fromkeys(("metric", "run", "loads", "median %", "worst %"), "")
-    yield Table(f"Against {first[0]}", columns, rows)
-
-
 def main(words: Sequence[str]) -> int:
     """Print the tables that *words* ask for; return the exit status."""
     what, *names = words or [""]
-    if what == "floor" and len(names) > 1:
-        tables = floor([Path(name) for name in names])
-    elif what in ("compare", "again") and len(names) in (2, 3):
+    if what in ("compare", "again") and len(names) in (2, 3):
         expected, folder = sealed(Path(names[0])), Path(names[1])
         tables = compare(again(expected, folder, *names[2:]) if what == "again" else expected, folder)
     else:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.capacity import CapacityOptions, run
-from experiments.capacity.ranking import front
+from experiments.capacity import CapacityOptions, front, run
 from experiments.capacity.search import Capacity, Probe, Shape, bisect, configured, feasible
 from pdsim.config import build
 from pdsim.core.errors import ConfigError
