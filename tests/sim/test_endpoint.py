@@ -22,7 +22,7 @@ from pdsim.sim.memory import DeviceMemory, SimDevice
 from pdsim.sim.network import Network
 from pdsim.sim.posting import Fabric
 from pdsim.sim.topology import Topology
-from pdsim.transfer import Batch, Notification
+from pdsim.transfer import Batch
 from pdsim.transfer.job import Place
 from tests.support.machines import cost, engine, machine
 
@@ -71,6 +71,8 @@ class Bench:
         )
         self.log = []
 
+        self.connect()
+
     def connect(self):
         self.peer = self.a.endpoint.connect(self.b.endpoint.address())
         return self.peer
@@ -94,10 +96,14 @@ class Bench:
 
     def at(self, when, action):
         self.clock.call_at(when, lambda _: action(), None)
+        return self
 
     def run(self, until=None):
         self.clock.run(until)
         return self.log
+
+    def notified(self):
+        self.b.endpoint.notifications.listen(lambda note: self.log.append((self.clock.now, note.payload)))
 
 
 def verdict(event):
@@ -106,295 +112,245 @@ def verdict(event):
 
 @pytest.fixture
 def bench():
-    bench = Bench()
-    bench.connect()
-    return bench
+    return Bench()
 
 
-class TestTransfer:
-    def test_succeeds_with_its_record(self, bench):
-        transfer = bench.write(label="chunk 0")
-        bench.run()
-        route, times = ("write", "a", "b", 100, 1), (0.0, 0.0, 1.25, 2.75, 2.75)
-        assert transfer.value == ("model:test", *route, *times, "ok", "chunk 0")
-        assert bench.a.records.transfers == [transfer.value]
-
-    def test_settles_together_with_success(self, bench):
-        bench.write()
-        assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
-
-    def test_carries_the_bytes_at_the_instant_of_completion(self, bench):
-        bench.a.buffer.write(0, b"old")
-        bench.write(size=3)
-        bench.at(1.75, lambda: bench.a.buffer.write(0, b"new"))  # too early: the engine may still read
-        bench.at(1.75, lambda: bench.log.append(bench.b.buffer.read(0, 3)))
-        bench.run()
-        assert bench.log[0] == b"\0\0\0"
-        assert bench.b.buffer.read(0, 3) == b"new"
-
-    def test_carries_the_bytes_of_a_read_the_other_way(self, bench):
-        bench.b.buffer.write(0, b"theirs")
-        transfer = bench.read(size=6)
-        bench.run()
-        assert bench.a.buffer.read(0, 6) == b"theirs"
-        assert transfer.value[1:4] == ("read", "b", "a")
-
-    def test_resumes_its_process_and_costs_four_events(self, bench):
-        def program():
-            for _ in range(100):
-                yield bench.a.endpoint.write(bench.peer, bench.batch())
-
-        process = bench.a.clock.process(program())
-        bench.run(process)
-        assert bench.clock.now == 275.0
-        assert bench.clock.scheduled() <= 4 * 100 + 4  # and the deadline's alarm, and the process
-
-    def test_meets_others_on_the_port(self, bench):
-        bench.write(target=0)
-        bench.write(target=100)
-        assert [at for at, what in bench.run() if what == "ok"] == [2.75, 4.0]
+# --- transfers -----------------------------------------------------------------------------------------------------
 
 
-class TestNotification:
-    def test_arrives_with_the_bytes(self, bench):
-        def receive():
-            notification = yield bench.b.endpoint.notifications.get()
-            bench.log.append((bench.clock.now, notification, bench.b.buffer.read(0, 2)))
-
-        bench.b.clock.process(receive())
-        bench.a.buffer.write(0, b"kv")
-        bench.write(notify=b"chunk 0")
-        assert bench.run()[0] == (2.75, Notification("a", b"chunk 0"), b"kv")
-
-    def test_is_acted_upon_when_the_receiver_has_woken_up_if_it_is_there_by_then(self):
-        for killed, notified in ((3.5, [(3.25, b"x")]), (3.0, [])):
-            bench = Bench(wake=0.5)
-            bench.connect()
-
-            def receive(bench=bench):
-                notification = yield bench.b.endpoint.notifications.get()
-                bench.log.append((bench.clock.now, notification.payload))
-
-            bench.b.clock.process(receive())
-            bench.write(notify=b"x")
-            bench.at(killed, bench.b.endpoint.kill)
-            assert bench.run() == [(2.75, "settled"), (2.75, "ok"), *notified]
+def test_a_transfer_succeeds_with_its_record_and_settles(bench):
+    transfer = bench.write(label="chunk 0")
+    assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
+    route, times = ("write", "a", "b", 100, 1), (0.0, 0.0, 1.25, 2.75, 2.75)
+    assert transfer.value == ("model:test", *route, *times, "ok", "chunk 0")
+    assert bench.a.records.transfers == [transfer.value]
 
 
-class TestTimeout:
-    def test_fails_at_the_deadline_and_settles_when_the_bytes_have_landed(self, bench):
-        bench.a.buffer.write(0, b"late")
-        bench.write(timeout=2.0)
-        bench.run(until=2.5)
-        assert bench.log == [(2.0, "TransferTimeout")]
-        assert bench.a.endpoint.quarantined == 1
-        assert bench.run() == [(2.0, "TransferTimeout"), (2.75, "settled")]
-        assert bench.a.endpoint.quarantined == 0
-        assert bench.b.buffer.read(0, 4) == b"late"
+def test_bytes_are_read_and_land_at_the_instant_of_completion(bench):
+    bench.a.buffer.write(0, b"old")
+    bench.write(size=3)
+    bench.at(1.75, lambda: bench.a.buffer.write(0, b"new"))  # too early: the engine may still read
+    bench.at(1.75, lambda: bench.log.append(bench.b.buffer.read(0, 3)))
+    assert bench.run()[0] == b"\0\0\0"
+    assert bench.b.buffer.read(0, 3) == b"new"
 
-    def test_keeps_the_region_registered_until_it_settles(self, bench):
-        bench.write(timeout=2.0)
-        bench.run(until=2.5)
-        with pytest.raises(RegistrationError, match="1 transfers over region 'kv' have not settled"):
-            bench.a.endpoint.deregister(bench.a.region)
-        bench.run()
+
+def test_a_read_moves_bytes_the_other_way(bench):
+    bench.b.buffer.write(0, b"theirs")
+    transfer = bench.read(size=6)
+    bench.run()
+    assert bench.a.buffer.read(0, 6) == b"theirs"
+    assert transfer.value[1:4] == ("read", "b", "a")
+
+
+def test_a_transfer_in_a_process_costs_four_events(bench):
+    def program():
+        for _ in range(100):
+            yield bench.a.endpoint.write(bench.peer, bench.batch())
+
+    bench.run(bench.a.clock.process(program()))
+    assert bench.clock.now == 275.0
+    assert bench.clock.scheduled() <= 4 * 100 + 4  # and the deadline's alarm, and the process
+
+
+def test_transfers_meet_others_on_the_port(bench):
+    bench.write(target=0)
+    bench.write(target=100)
+    assert [at for at, what in bench.run() if what == "ok"] == [2.75, 4.0]
+
+
+@pytest.mark.parametrize(("wake", "killed", "notified"), [(0.0, 9.0, [2.75]), (0.5, 3.5, [3.25]), (0.5, 3.0, [])])
+def test_a_notification_arrives_with_the_bytes_and_is_acted_upon(wake, killed, notified):
+    bench = Bench(wake=wake).at(killed, lambda: bench.b.endpoint.kill())
+    bench.notified()
+    bench.a.buffer.write(0, b"kv")
+    bench.write(notify=b"x")
+    assert [note for note in bench.run() if note[1] == b"x"] == [(at, b"x") for at in notified]
+    assert bench.b.buffer.read(0, 2) == b"kv"
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_past_its_deadline_is_quarantined_until_it_lands(bench):
+    bench.a.buffer.write(0, b"late")
+    bench.write(timeout=2.0)
+    bench.run(until=2.5)
+    assert (bench.log, bench.a.endpoint.quarantined) == ([(2.0, "TransferTimeout")], 1)
+    with pytest.raises(RegistrationError, match="1 transfers over region 'kv' have not settled"):
         bench.a.endpoint.deregister(bench.a.region)
+    assert bench.run() == [(2.0, "TransferTimeout"), (2.75, "settled")]
+    assert bench.a.endpoint.quarantined == 0
+    assert bench.b.buffer.read(0, 4) == b"late"
+    bench.a.endpoint.deregister(bench.a.region)
 
-    def test_keeps_the_target_s_memory_from_being_handed_out(self, bench):
-        bench.write(timeout=2.0)
 
-        def withdraw():
-            bench.b.endpoint.deregister(bench.b.region)
-            bench.b.device.free(bench.b.buffer)
-            bench.log.append(bench.b.device.used)
+def test_the_target_s_memory_is_not_handed_out_before_it_settles(bench):
+    bench.write(timeout=2.0)
 
-        bench.at(2.25, withdraw)
-        bench.run()
-        assert bench.log == [(2.0, "TransferTimeout"), 1000, (2.75, "settled")]
-        assert bench.b.device.used == 0
+    def withdraw():
+        bench.b.endpoint.deregister(bench.b.region)
+        bench.b.device.free(bench.b.buffer)
+        bench.log.append(bench.b.device.used)
 
-    def test_of_the_engine_holds_unless_another_is_given(self):
-        bench = Bench(timeout=2.0)
-        bench.connect()
-        bench.write()
-        bench.write(timeout=10.0)
-        log = bench.run()
-        assert (2.0, "TransferTimeout") in log
-        assert log[-1] == (4.0, "ok")
+    assert bench.at(2.25, withdraw).run() == [(2.0, "TransferTimeout"), 1000, (2.75, "settled")]
+    assert bench.b.device.used == 0
 
-    def test_of_a_later_transfer_may_come_first(self, bench):
-        bench.write(timeout=2.5)
-        bench.write(timeout=1.5)
-        assert bench.run()[:2] == [(1.5, "TransferTimeout"), (2.5, "TransferTimeout")]
 
-    def test_withdraws_what_waits_in_the_send_queue(self):
-        bench = Bench(cost(depth=1))
-        bench.connect()
+def test_deadlines_are_the_engine_s_unless_others_are_given():
+    bench = Bench(timeout=2.0)
+    bench.write()
+    bench.write(timeout=10.0)
+    assert [what for what in bench.run() if what[1] != "settled"] == [(2.0, "TransferTimeout"), (4.0, "ok")]
+
+
+def test_the_deadline_of_a_later_transfer_may_come_first(bench):
+    bench.write(timeout=2.5)
+    bench.write(timeout=1.5)
+    assert bench.run()[:2] == [(1.5, "TransferTimeout"), (2.5, "TransferTimeout")]
+
+
+def test_a_deadline_withdraws_what_waits_in_the_send_queue():
+    bench = Bench(cost(depth=1))
+    bench.a.buffer.write(0, b"x" * 100)
+    bench.write(target=0)
+    bench.write(target=100, timeout=2.0)
+    assert bench.run() == [(2.0, "settled"), (2.0, "TransferTimeout"), (2.75, "settled"), (2.75, "ok")]
+    assert bench.b.buffer.read(100, 100) == bytes(100)
+
+
+def test_completed_transfers_leave_no_deadline_behind(bench):
+    for _ in range(50):
         bench.write(target=0)
-        bench.write(target=100, timeout=2.0)
-        bench.a.buffer.write(0, b"x" * 100)
-        assert bench.run() == [(2.0, "settled"), (2.0, "TransferTimeout"), (2.75, "settled"), (2.75, "ok")]
-        assert bench.b.buffer.read(100, 100) == bytes(100)
-
-    def test_leaves_no_event_behind_for_transfers_that_complete(self, bench):
-        for _ in range(50):
-            bench.write(target=0)
-        bench.run()
-        assert bench.clock.now <= 1000.0
-        assert len(bench.a.endpoint.posted.deadlines._ahead) == 0
+    bench.run()
+    assert bench.clock.now <= 1000.0
+    assert len(bench.a.endpoint.posted.deadlines._ahead) == 0
 
 
-class TestLostPeer:
-    @pytest.mark.parametrize("at", [0.5, 1.75, 2.5])  # while posting, on the wire, on the way back
-    @pytest.mark.parametrize("operation", ["write", "read"])
-    def test_is_noticed_after_the_detection_delay(self, bench, at, operation):
-        getattr(bench, operation)()
-        bench.at(at, bench.b.endpoint.kill)
-        assert bench.run() == [(at + DETECTION, "settled"), (at + DETECTION, "PeerLost")]
-        assert bench.a.endpoint.quarantined == 0
+# --- lost peers ----------------------------------------------------------------------------------------------------
 
-    def test_gets_no_more_bytes(self, bench):
-        bench.a.buffer.write(0, b"kv")
-        bench.write(notify=b"x")
-        bench.at(1.75, bench.b.endpoint.kill)
-        bench.run()
-        assert bench.b.buffer.read(0, 2) == b"\0\0"
-        assert len(bench.b.endpoint.notifications) == 0
 
-    def test_takes_no_more_of_the_links(self, bench):
+@pytest.mark.parametrize("at", [0.5, 1.75, 2.5])  # while posting, on the wire, on the way back
+@pytest.mark.parametrize("operation", ["write", "read"])
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_a_lost_peer_is_noticed_after_the_detection_delay(bench, at, operation, end):
+    getattr(bench, operation)()
+    bench.at(at, getattr(bench.b.endpoint, end))
+    assert bench.run() == [(at + DETECTION, "settled"), (at + DETECTION, "PeerLost")]
+    assert bench.a.endpoint.quarantined == 0
+
+
+def test_a_lost_peer_gets_no_more_bytes_and_takes_no_links(bench):
+    bench.a.buffer.write(0, b"kv")
+    bench.write(notify=b"x")
+    bench.at(1.75, bench.b.endpoint.kill).run()
+    assert bench.b.buffer.read(0, 2) == b"\0\0"
+    assert len(bench.b.endpoint.notifications) == 0
+    carried = {link.name: link.carried for link in bench.fabric.network.links if link.carried}
+    names = ("gpu0/memory", "gpu0/nvlink.out", "gpu1/nvlink.in", "gpu1/memory")
+    assert carried == {f"node0/{name}": 50.0 for name in names}
+
+
+def test_a_peer_is_lost_to_what_is_posted_before_it_is_noticed(bench):
+    bench.b.endpoint.kill()
+    assert bench.at(DETECTION / 2, bench.write).run()[-1] == (DETECTION, "PeerLost")
+
+
+def test_a_peer_may_be_noticed_only_after_the_deadline(bench):
+    bench.write(timeout=1.75 + DETECTION / 2)
+    bench.at(1.75, bench.b.endpoint.kill)
+    assert bench.run() == [(1.75 + DETECTION / 2, "TransferTimeout"), (1.75 + DETECTION, "settled")]
+
+
+def test_a_lost_peer_leaves_other_transfers_alone(bench):
+    c = Side(bench.fabric, "c", Place(0, 2))
+    other = bench.a.endpoint.connect(c.endpoint.address())
+    bench.write()
+    bench.watch(bench.a.endpoint.write(other, Batch(bench.a.region, other.regions["kv"], [0], [0], [100])))
+    assert bench.at(0.5, bench.b.endpoint.kill).run()[-1] == (4.0, "ok")
+
+
+def test_closing_fails_and_settles_what_is_under_way_and_ends_all_use(bench):
+    transfer = bench.write()
+    bench.at(1.75, bench.a.endpoint.close)
+    assert sorted(bench.run()) == [(1.75, "TransferFailed"), (1.75, "settled")]
+    assert str(transfer.value) == "a closed its endpoint during the transfer"
+    assert [record.status for record in bench.a.records.transfers] == ["TransferFailed"]
+    for call in (bench.a.endpoint.address, lambda: bench.a.endpoint.connect(b"")):
+        with pytest.raises(TransferFailed, match="the endpoint of a is closed"):
+            call()
+    with pytest.raises(RegistrationError, match="a has closed its endpoint"):
+        bench.a.endpoint.register(bench.a.buffer, "again")
+    with pytest.raises(RegistrationError, match="region a/kv is not registered"):
         bench.write()
-        bench.at(1.75, bench.b.endpoint.kill)
-        bench.run()
-        assert {link.name: link.carried for link in bench.fabric.network.links if link.carried} == {
-            "node0/gpu0/memory": 50.0,
-            "node0/gpu0/nvlink.out": 50.0,
-            "node0/gpu1/nvlink.in": 50.0,
-            "node0/gpu1/memory": 50.0,
-        }
-
-    def test_is_lost_to_what_is_posted_before_it_is_noticed(self, bench):
-        bench.b.endpoint.kill()
-        bench.at(DETECTION / 2, bench.write)
-        assert bench.run()[-1] == (DETECTION, "PeerLost")
-
-    def test_may_be_noticed_only_after_the_deadline(self, bench):
-        bench.write(timeout=1.75 + DETECTION / 2)
-        bench.at(1.75, bench.b.endpoint.kill)
-        assert bench.run() == [(1.75 + DETECTION / 2, "TransferTimeout"), (1.75 + DETECTION, "settled")]
-
-    def test_leaves_other_transfers_alone(self, bench):
-        c = Side(bench.fabric, "c", Place(0, 2))
-        other = bench.a.endpoint.connect(c.endpoint.address())
-        bench.write()
-        bench.watch(bench.a.endpoint.write(other, Batch(bench.a.region, other.regions["kv"], [0], [0], [100])))
-        bench.at(0.5, bench.b.endpoint.kill)
-        assert bench.run()[-1] == (4.0, "ok")
 
 
-class TestClose:
-    def test_fails_and_settles_what_is_under_way(self, bench):
-        transfer = bench.write()
-        bench.at(1.75, bench.a.endpoint.close)
-        assert sorted(bench.run()) == [(1.75, "TransferFailed"), (1.75, "settled")]
-        assert str(transfer.value) == "a closed its endpoint during the transfer"
-        assert [record.status for record in bench.a.records.transfers] == ["TransferFailed"]
-
-    def test_ends_all_use(self, bench):
-        bench.a.endpoint.close()
-        for call in (bench.a.endpoint.address, lambda: bench.a.endpoint.connect(b"")):
-            with pytest.raises(TransferFailed, match="the endpoint of a is closed"):
-                call()
-        with pytest.raises(RegistrationError, match="a has closed its endpoint"):
-            bench.a.endpoint.register(bench.a.buffer, "again")
-        with pytest.raises(RegistrationError, match="region a/kv is not registered"):
-            bench.write()
-
-    def test_is_a_lost_peer_for_the_other_side(self, bench):
-        bench.write()
-        bench.at(1.75, bench.b.endpoint.close)
-        assert bench.run()[-1] == (1.75 + DETECTION, "PeerLost")
+# --- regions and peers ---------------------------------------------------------------------------------------------
 
 
-class TestRegions:
-    def test_withdrawn_by_the_peer_fail_the_transfer(self, bench):
-        transfer = bench.write(notify=b"x")
-        bench.at(1.75, lambda: bench.b.endpoint.deregister(bench.b.region))
-        assert bench.run() == [(2.75, "settled"), (2.75, "TransferFailed")]
-        assert "region b/kv is no longer registered" in str(transfer.value)
-        assert len(bench.b.endpoint.notifications) == 0
+def test_a_region_withdrawn_by_the_peer_fails_the_transfer(bench):
+    transfer = bench.write(notify=b"x")
+    bench.at(1.75, lambda: bench.b.endpoint.deregister(bench.b.region))
+    assert bench.run() == [(2.75, "settled"), (2.75, "TransferFailed")]
+    assert "region b/kv is no longer registered" in str(transfer.value)
+    assert len(bench.b.endpoint.notifications) == 0
 
-    def test_of_another_device_cannot_be_registered(self, bench):
-        with pytest.raises(RegistrationError, match="is not allocated on node0/gpu0"):
-            bench.a.endpoint.register(bench.b.buffer, "theirs")
 
-    def test_cannot_be_freed_while_they_are_registered(self, bench):
-        with pytest.raises(RegistrationError, match="is registered as 'kv'; deregister it first"):
-            bench.a.device.free(bench.a.buffer)
+def test_a_buffer_of_another_device_cannot_be_registered(bench):
+    with pytest.raises(RegistrationError, match="is not allocated on node0/gpu0"):
+        bench.a.endpoint.register(bench.b.buffer, "theirs")
+    with pytest.raises(RegistrationError, match="is registered as 'kv'; deregister it first"):
+        bench.a.device.free(bench.a.buffer)
 
-    @pytest.mark.parametrize(
-        ("other", "message"),
-        [("local", "must be a region of a, got one of b"), ("remote", "region a/kv is not in the address of b")],
-    )
-    def test_of_the_wrong_side_are_refused(self, bench, other, message):
-        mine, theirs = bench.a.region, bench.peer.regions["kv"]
-        batch = Batch(theirs, theirs, [0], [0], [8]) if other == "local" else Batch(mine, mine, [0], [0], [8])
+
+def test_regions_of_the_wrong_side_are_refused(bench):
+    mine, theirs = bench.a.region, bench.peer.regions["kv"]
+    for region, message in (
+        (theirs, "must be a region of a, got one of b"),
+        (mine, "region a/kv is not in the address of b, which has kv; connect again"),
+    ):
         with pytest.raises(InvalidBatch, match=message):
-            bench.a.endpoint.write(bench.peer, batch)
+            bench.a.endpoint.write(bench.peer, Batch(region, region, [0], [0], [8]))
 
 
-class TestConnect:
-    def test_again_learns_of_later_regions(self, bench):
-        late = bench.b.endpoint.register(bench.b.device.allocate(8), "late")
-        assert "late" not in bench.peer.regions
-        with pytest.raises(InvalidBatch, match="is not in the address of b, which has kv; connect again"):
-            bench.a.endpoint.write(bench.peer, Batch(bench.a.region, late, [0], [0], [8]))
-        assert bench.connect().regions["late"] == late
-
-    def test_of_another_endpoint_is_of_no_use(self, bench):
-        peer = bench.b.endpoint.connect(bench.a.endpoint.address())
-        with pytest.raises(InvalidBatch, match="peer a is not connected to a"):
-            bench.a.endpoint.write(peer, bench.batch())
-
-    def test_loses_a_rank_that_never_was(self, bench):
-        address = msgspec.json.encode({"rank": "z", "engine": "model:test", "regions": []})
-        with pytest.raises(PeerLost, match="z is gone"):
-            bench.a.endpoint.connect(address)
-
-    def test_to_itself_is_allowed(self, bench):
-        peer = bench.a.endpoint.connect(bench.a.endpoint.address())
-        bench.a.buffer.write(0, b"kv")
-        bench.watch(bench.a.endpoint.write(peer, Batch(bench.a.region, peer.regions["kv"], [0], [500], [2])))
-        bench.run()
-        assert bench.a.buffer.read(500, 2) == b"kv"
-
-    def test_across_nodes_takes_the_other_model(self):
-        inter = cost("rdma", call=0.0, descriptor=0.0, latency=0.0)
-        bench = Bench(places=(Place(0, 0), Place(1, 0)), inter=inter)
-        bench.connect()
-        bench.write()
-        assert bench.run()[-1] == (5.0, "ok")  # 100 bytes at the card's 20 bytes/s
-
-    def test_across_nodes_is_refused_by_an_engine_that_cannot(self):
-        bench = Bench(places=(Place(0, 0), Place(1, 0)))
-        with pytest.raises(BackendUnavailable, match=r"backend 'test' does not work across nodes \(inter: null\)"):
-            bench.connect()
+def test_a_peer_of_another_endpoint_is_of_no_use(bench):
+    peer = bench.b.endpoint.connect(bench.a.endpoint.address())
+    with pytest.raises(InvalidBatch, match="peer a is not connected to a"):
+        bench.a.endpoint.write(peer, bench.batch())
+    address = msgspec.json.encode({"rank": "z", "engine": "model:test", "regions": []})
+    with pytest.raises(PeerLost, match="z is gone"):
+        bench.a.endpoint.connect(address)
 
 
-class TestSendQueue:
-    def test_refusal_fails_the_transfer_and_settles_it(self):
-        bench = Bench(cost(depth=1, full="refuse"))
-        bench.connect()
-        bench.write(target=0)
-        refused = bench.write(target=100)
-        log = bench.run()
-        assert isinstance(refused.value, SendQueueFull)
-        assert sorted(log[:2]) == [(0.0, "SendQueueFull"), (0.0, "settled")]
-        assert [record.status for record in bench.a.records.transfers] == ["SendQueueFull", "ok"]
+def test_an_endpoint_may_connect_to_itself(bench):
+    peer = bench.a.endpoint.connect(bench.a.endpoint.address())
+    bench.a.buffer.write(0, b"kv")
+    bench.watch(bench.a.endpoint.write(peer, Batch(bench.a.region, peer.regions["kv"], [0], [500], [2])))
+    bench.run()
+    assert bench.a.buffer.read(500, 2) == b"kv"
 
-    def test_waiting_shows_in_the_post_time(self):
-        bench = Bench(cost(depth=1))
-        bench.connect()
-        bench.write(target=0)
-        transfer = bench.write(target=100)
-        bench.run()
-        assert (transfer.value.submitted, transfer.value.posted, transfer.value.completed) == (0.0, 4.0, 5.5)
+
+def test_across_nodes_another_model_counts_or_none():
+    places = (Place(0, 0), Place(1, 0))
+    bench = Bench(places=places, inter=cost("rdma", call=0.0, descriptor=0.0, latency=0.0))
+    bench.write()
+    assert bench.run()[-1] == (5.0, "ok")  # 100 bytes at the card's 20 bytes/s
+    with pytest.raises(BackendUnavailable, match=r"backend 'test' does not work across nodes \(inter: null\)"):
+        Bench(places=places)
+
+
+def test_a_send_queue_that_refuses_fails_the_transfer_and_settles_it():
+    bench = Bench(cost(depth=1, full="refuse"))
+    bench.write(target=0)
+    refused = bench.write(target=100)
+    assert sorted(bench.run()[:2]) == [(0.0, "SendQueueFull"), (0.0, "settled")]
+    assert isinstance(refused.value, SendQueueFull)
+    assert [record.status for record in bench.a.records.transfers] == ["SendQueueFull", "ok"]
+
+
+def test_waiting_in_the_send_queue_shows_in_the_post_time():
+    bench = Bench(cost(depth=1))
+    bench.write(target=0)
+    transfer = bench.write(target=100)
+    bench.run()
+    assert (transfer.value.submitted, transfer.value.posted, transfer.value.completed) == (0.0, 4.0, 5.5)

@@ -9,113 +9,69 @@ from pdsim.sim.topology import Site, Topology
 from pdsim.transfer.job import Place
 from tests.support.machines import machine
 
+HOST, OTHER = Site(0, None, 0), Site(1, None, 1)
+
 
 def topology(**changes):
     return Topology(machine(**changes), Network(Clock()))
-
-
-def names(route):
-    return [link.name for link in route.links]
 
 
 def gpu(index, node=0, card=0):
     return Site(node, index, card)
 
 
-HOST = Site(0, None, 0)
+GPU, PEER = "gpu0/memory", "gpu3/memory"
+ROUTES = {
+    "switch": ({}, "nvlink", gpu(0), gpu(3), [GPU, "gpu0/nvlink.out", "gpu3/nvlink.in", PEER]),
+    "mesh": ({"kind": "mesh", "vendor": "amd"}, "nvlink", gpu(0), gpu(3), [GPU, "gpu0/xgmi.gpu3", PEER]),
+    "mesh back": ({"kind": "mesh", "vendor": "amd"}, "nvlink", gpu(3), gpu(0), [PEER, "gpu3/xgmi.gpu0", GPU]),
+    "within a GPU twice": ({}, "nvlink", gpu(0), gpu(0), [GPU] * 2),
+    "within a GPU without a switch": ({"kind": "none"}, "nvlink", gpu(0), gpu(0), [GPU] * 2),
+    "cards even within a node": (
+        {},
+        "rdma",
+        gpu(0, card=0),
+        gpu(3, card=1),
+        [GPU, "gpu0/pcie.out", "nic0/tx", "nic1/rx", "gpu3/pcie.in", PEER],
+    ),
+    "cards of hosts": ({}, "rdma", HOST, OTHER, ["host/memory", "nic0/tx", "node1/nic1/rx", "node1/host/memory"]),
+    "tcp": ({}, "tcp", HOST, OTHER, ["host/memory", "tcp.out", "node1/tcp.in", "node1/host/memory"]),
+    "loopback": ({}, "tcp", HOST, HOST, ["host/memory", "tcp.loopback", "host/memory"]),
+    # the host's memory is written by the copy and read by the socket
+    "staged": (
+        {},
+        "tcp",
+        gpu(0),
+        HOST,
+        [GPU, "gpu0/pcie.out", "host/memory", "host/memory", "tcp.loopback", "host/memory"],
+    ),
+    "staged back": (
+        {},
+        "tcp",
+        HOST,
+        gpu(3),
+        ["host/memory", "tcp.loopback", "host/memory", "host/memory", "gpu3/pcie.in", PEER],
+    ),
+    "shared memory": ({}, "shm", HOST, HOST, ["host/memory"] * 2),
+}
 
 
-def test_a_switch_has_a_port_out_and_a_port_in_for_each_gpu():
-    route = topology().route("nvlink", gpu(0), gpu(3))
-    assert names(route) == [
-        "node0/gpu0/memory",
-        "node0/gpu0/nvlink.out",
-        "node0/gpu3/nvlink.in",
-        "node0/gpu3/memory",
-    ]
-
-
-def test_a_mesh_has_one_link_for_each_ordered_pair():
-    mesh = topology(kind="mesh", vendor="amd")
-    assert names(mesh.route("nvlink", gpu(0), gpu(3))) == [
-        "node0/gpu0/memory",
-        "node0/gpu0/xgmi.gpu3",
-        "node0/gpu3/memory",
-    ]
-    assert mesh.route("nvlink", gpu(3), gpu(0)).links[1].name == "node0/gpu3/xgmi.gpu0"
-
-
-@pytest.mark.parametrize("kind", ["switch", "mesh", "none"])
-def test_within_a_gpu_every_byte_passes_its_memory_twice(kind):
-    assert names(topology(kind=kind).route("nvlink", gpu(2), gpu(2))) == ["node0/gpu2/memory"] * 2
-
-
-def test_rdma_goes_from_card_to_card_even_within_a_node():
-    route = topology().route("rdma", gpu(0, card=0), gpu(3, card=1))
-    assert names(route) == [
-        "node0/gpu0/memory",
-        "node0/gpu0/pcie.out",
-        "node0/nic0/tx",
-        "node0/nic1/rx",
-        "node0/gpu3/pcie.in",
-        "node0/gpu3/memory",
-    ]
-
-
-def test_rdma_of_host_memory_needs_no_gpu():
-    route = topology().route("rdma", HOST, Site(1, None, 1))
-    assert names(route) == ["node0/host/memory", "node0/nic0/tx", "node1/nic1/rx", "node1/host/memory"]
-
-
-def test_tcp_has_a_link_in_each_direction_and_one_for_all_loopback():
-    links = topology()
-    assert names(links.route("tcp", HOST, Site(1, None, 0))) == [
-        "node0/host/memory",
-        "node0/tcp.out",
-        "node1/tcp.in",
-        "node1/host/memory",
-    ]
-    assert names(links.route("tcp", HOST, HOST)) == ["node0/host/memory", "node0/tcp.loopback", "node0/host/memory"]
-
-
-def test_tcp_stages_gpu_memory_through_the_host():
-    assert names(topology().route("tcp", gpu(0), HOST)) == [
-        "node0/gpu0/memory",
-        "node0/gpu0/pcie.out",
-        "node0/host/memory",  # written by the copy
-        "node0/host/memory",  # read by the socket
-        "node0/tcp.loopback",
-        "node0/host/memory",
-    ]
-    assert names(topology().route("tcp", HOST, gpu(1)))[-4:] == [
-        "node0/host/memory",
-        "node0/host/memory",
-        "node0/gpu1/pcie.in",
-        "node0/gpu1/memory",
-    ]
-
-
-def test_shared_memory_is_read_and_written():
-    assert names(topology().route("shm", HOST, HOST)) == ["node0/host/memory"] * 2
+@pytest.mark.parametrize(("changes", "kind", "source", "target", "expected"), ROUTES.values(), ids=ROUTES)
+def test_a_route_passes(changes, kind, source, target, expected):
+    links = topology(**changes).route(kind, source, target).links
+    assert [link.name for link in links] == [name if "node1" in name else f"node0/{name}" for name in expected]
 
 
 def test_the_latency_is_that_of_the_switch_or_the_cards():
     links = topology(latency=0.125)
-    assert links.route("nvlink", gpu(0), gpu(1)).latency == 0.125
-    assert links.route("nvlink", gpu(0), gpu(0)).latency == 0.0
-    assert links.route("rdma", gpu(0), gpu(1)).latency == 0.125
-    assert links.route("shm", HOST, HOST).latency == 0.0
+    ways = [("nvlink", gpu(0), gpu(1)), ("nvlink", gpu(0), gpu(0)), ("rdma", gpu(0), gpu(1)), ("shm", HOST, HOST)]
+    assert [links.route(*way).latency for way in ways] == [0.125, 0.0, 0.125, 0.0]
 
 
-def test_gpus_are_spread_over_the_cards_in_order():
+def test_gpus_are_spread_over_cards_that_hosts_take_in_turn():
     links = topology(gpus=8, cards=4)
     assert [links.site(Place(0, index)).card for index in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_hosts_take_the_cards_of_their_node_in_turn():
-    links = topology(cards=2)
-    assert [links.site(Place(0)).card for _ in range(3)] == [0, 1, 0]
-    assert links.site(Place(1)).card == 0
+    assert [links.site(Place(node)).card for node in (0, 0, 1, 0, 0, 0)] == [0, 1, 0, 2, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +95,7 @@ def test_a_place_that_is_not_there_is_refused(changes, place, message):
         ({}, "nvlink", gpu(0), gpu(0, node=1), "it ends at the node; take a backend over rdma or tcp"),
         ({"kind": "none"}, "nvlink", gpu(0), gpu(1), "nothing joins the GPUs of test"),
         ({"cards": 0}, "rdma", gpu(0, card=None), gpu(1, card=None), "test has no cards"),
-        ({}, "shm", HOST, Site(1, None, 0), "memory is shared within a node only"),
+        ({}, "shm", HOST, OTHER, "memory is shared within a node only"),
     ],
 )
 def test_a_way_that_is_not_there_is_refused(changes, kind, source, target, message):
