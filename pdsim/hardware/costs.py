@@ -131,11 +131,12 @@ class EngineModel:
     """What one engine costs on one kind of path.
 
     A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
-    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path
-    at a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined*
-    too, it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its
-    posting. The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a
-    maximum for UCX and verbs: LogGP with g = *descriptor*.)
+    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * r`` bytes over the path at a
+    fair share, capped at *rate*, where *r* is what one transfer alone gets of path and queues, and starts when
+    posting ends or, if *overlap*, when it starts.  If *pipelined* too, it starts when the first descriptor is
+    posted, and ends no earlier than the last one's bytes can after its posting. The transfer is complete *latency*
+    after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for UCX and verbs: LogGP with g =
+    *descriptor*.)
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
@@ -252,12 +253,9 @@ class EngineModel:
         return min(self.rate, self.read_rate) if read else self.rate
 
     def wire_overhead(self, narrowest: Rate, *, read: bool) -> float:
-        """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
-
-        Without a rate of its own, the engine holds up what the narrowest link would have carried.
-        """
-        seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
-        return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
+        """Return the bytes that a transfer alone on links of *narrowest* carries while a descriptor holds it up."""
+        seconds = self.wire_descriptor + (self.read_descriptor if read else 0.0)
+        return seconds * min(self.fastest(read=read), narrowest) if seconds else 0.0
 
     def stages(self, descriptors: Any, nbytes: Any, narrowest: Rate = math.inf, *, read: bool = False) -> Any:
         """Return the seconds of posting, of the first descriptor's posting, of the wire, and of latency.

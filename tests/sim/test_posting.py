@@ -88,6 +88,11 @@ TIMES = {
     "a rate caps": ({"rate": 50.0}, [post()], [(4.5, "a")]),
     "a descriptor occupies: 100 bytes": ({"rate": 50.0, "wire_descriptor": 0.5}, [post()], [(6.5, "a")]),
     "without a rate at the narrowest: 200 bytes": ({"wire_descriptor": 0.5}, [post()], [(5.5, "a")]),
+    "a descriptor holds up slow queues as long": (
+        {**QUEUES, "rate": 80.0, "wire_descriptor": 0.5},
+        [post()],
+        [(4.0, "a")],
+    ),
     "queues cap both directions": (QUEUES, [post(), post("b", inward=True)], [(4.0, "a"), (4.0, "b")]),
     "queues of peers are apart": (QUEUES, [post(), post("b", peer="c")], [(2.0, "a"), (2.0, "b")]),
     "the way adds its latency": ({"way": 2.0}, [post()], [(5.5, "a")]),
