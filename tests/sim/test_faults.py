@@ -16,14 +16,14 @@ from tests.support.machines import engine, machine, run
 # --- programs ------------------------------------------------------------------------------------------------------
 
 
-def one(rank, count=20):
-    for index in range(count):
+def one(rank):
+    for index in range(20):
         rank.channel.send("ear", b"%d" % index)
         yield rank.clock.timeout(0.1)
 
 
-def two(rank, count=20):
-    yield from one(rank, count)
+def two(rank):
+    yield from one(rank)
 
 
 def ear(rank, count=40):
@@ -86,17 +86,13 @@ def computer(rank):
 
 
 def first(rank):
-    yield from _steps(rank)
-
-
-def second(rank):
-    yield from _steps(rank)
-
-
-def _steps(rank):
     for _ in range(30):
         yield rank.clock.timeout(1.0)
         rank.channel.send("arbiter", b"x")
+
+
+def second(rank):
+    yield from first(rank)
 
 
 def arbiter(rank):
@@ -135,15 +131,6 @@ def friend(rank):
     return collected
 
 
-def patient(rank):
-    yield rank.channel.receive()
-
-
-def restless(rank):
-    while True:
-        yield rank.clock.timeout(1.0)
-
-
 # --- messages ------------------------------------------------------------------------------------------------------
 
 HELD = Faults(delayed=0.5, delay=1.0)
@@ -157,20 +144,24 @@ def heard(faults, seed=0):
     return run(one, two, ear, model=model(faults, seed)).ranks["ear"].value
 
 
-def test_messages_of_one_socket_keep_their_order():
-    found = heard(HELD)
+def of(sender, found):
+    return [(number, at) for name, number, at in found if name == sender]
+
+
+def written(faults, seed=0, whole=False, **how):
+    """Return what `writer` and `reader` say under *faults*."""
+    ranks = run((writer, how), (reader, {"whole": whole}), model=model(faults, seed)).ranks
+    return ranks["writer"].value, ranks["reader"].value
+
+
+def test_one_seed_holds_up_messages_in_the_order_of_their_sockets():
+    found = heard(HELD, seed=7)
     for sender in ("one", "two"):
-        assert [number for name, number, _ in found if name == sender] == list(range(20))
+        assert [number for number, _ in of(sender, found)] == list(range(20))
     assert [number for _, number, _ in found] != sorted(number for _, number, _ in found)
-
-
-def test_one_seed_gives_one_run_and_another_seed_another():
-    assert heard(HELD, seed=7) == heard(HELD, seed=7)
-    assert heard(HELD, seed=7) != heard(HELD, seed=8)
-
-
-def test_a_plan_of_nothing_changes_nothing():
-    assert heard(Faults(), seed=3) == heard(None)
+    assert found == heard(HELD, seed=7)
+    assert found != heard(HELD, seed=8)
+    assert heard(Faults(), seed=3) == heard(None)  # a plan of nothing changes nothing
 
 
 def test_nothing_is_delayed_after_the_end_of_the_plan():
@@ -178,54 +169,40 @@ def test_nothing_is_delayed_after_the_end_of_the_plan():
     assert heard(HELD)[-6:] != without[-6:]
     # the first of each is long there by then
     assert heard(dataclasses.replace(HELD, until=0.05))[-6:] == without[-6:]
-    late = dataclasses.replace(Faults(late=1.0, lateness=5.0), until=1e-9)  # before the write
-    assert run((writer, {"timeout": 3.0}), reader, model=model(late, seed=2)).ranks["writer"].value == ["ok", 2.75]
+    late = Faults(late=1.0, lateness=5.0, until=1e-9)  # before the write
+    assert written(late, seed=2, timeout=3.0)[0] == ["ok", 2.75]
 
 
-def test_a_silent_rank_hears_and_says_nothing_until_it_is_back():
-    def of(sender, found):
-        return [(number, at) for name, number, at in found if name == sender]
-
-    plain, quiet = heard(None), heard(Faults(silences=(Silence("one", 0.45, 1.25),)))
-    assert of("two", quiet) == of("two", plain)
-    before, held = of("one", plain), of("one", quiet)
-    assert [number for number, _ in held] == list(range(20))
-    expected = [was if not 0.45 <= was < 1.25 else 1.25 for _, was in before]
-    assert [at for _, at in held] == pytest.approx(expected)
+ABSENT = {
+    "silent": (Faults(silences=(Silence("one", 0.45, 1.25),)), ("one",)),
+    "paused": (Faults(pauses=(Pause("ear", 0.45, 1.25),)), ("one", "two")),
+    "paused in any order": (Faults(pauses=(Pause("ear", 0.45, 1.25),), shuffle=True), ("one", "two")),
+}
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_paused_rank_gets_its_messages_afterwards_in_order(shuffle):
-    paused = Faults(pauses=(Pause("ear", 0.45, 1.25),), shuffle=shuffle)
-    plain, found = heard(None), heard(paused)
+@pytest.mark.parametrize(("faults", "senders"), ABSENT.values(), ids=ABSENT)
+def test_an_absent_rank_gets_and_sends_messages_afterwards_in_order(faults, senders):
+    plain, found = heard(None), heard(faults)
     for sender in ("one", "two"):
-        before = [at for name, _, at in plain if name == sender]
-        assert [number for name, number, _ in found if name == sender] == list(range(20))
-        expected = [was if not 0.45 <= was < 1.25 else 1.25 for was in before]
-        assert [at for name, _, at in found if name == sender] == pytest.approx(expected)
+        assert [number for number, _ in of(sender, found)] == list(range(20))
+        held = sender in senders
+        expected = [1.25 if held and 0.45 <= was < 1.25 else was for _, was in of(sender, plain)]
+        assert [at for _, at in of(sender, found)] == pytest.approx(expected)
 
 
 def test_a_paused_rank_resumes_while_its_hardware_went_on():
     paused = Faults(pauses=(Pause("computer", 0.5, 2.5),))
     assert run(computer, model=model(paused)).ranks["computer"].value == [2.5, 3.5, 4.5]  # the first ended at 1
-    outcome = run(writer, reader, model=model(Faults(pauses=(Pause("writer", 1.0, 9.0),))))
-    how, seconds = outcome.ranks["writer"].value
+    (how, seconds), seen = written(Faults(pauses=(Pause("writer", 1.0, 9.0),)))
     landed = 9.0 - seconds + 2.75  # as without the pause, at whose end it is seen
-    assert how == "ok"
-    name, seen = outcome.ranks["reader"].value[-1]
-    assert name == "a"
-    assert landed <= seen < landed + 0.125
+    assert (how, seen[-1][0]) == ("ok", "a")
+    assert landed <= seen[-1][1] < landed + 0.125
 
 
 def test_a_rank_killed_in_a_pause_does_not_resume():
-    outcome = run(
-        one,
-        two,
-        (ear, {"count": 20 + 5}),
-        model=model(Faults(pauses=(Pause("one", 0.45, 1.25),))),
-        kill={"one": 1.0},
-    )
-    assert [number for name, number, _ in outcome.ranks["ear"].value if name == "one"] == list(range(5))
+    paused = model(Faults(pauses=(Pause("one", 0.45, 1.25),)))
+    found = run(one, two, (ear, {"count": 20 + 5}), model=paused, kill={"one": 1.0}).ranks["ear"].value
+    assert [number for number, _ in of("one", found)] == list(range(5))
 
 
 # --- transfers -----------------------------------------------------------------------------------------------------
@@ -234,36 +211,23 @@ def test_a_rank_killed_in_a_pause_does_not_resume():
 def test_bytes_land_at_any_time_between_call_and_completion():
     read, landed = set(), set()
     for seed in range(12):
-        ranks = run((writer, {"change_at": 1.5}), reader, model=model(Faults(stray=True), seed)).ranks
-        assert ranks["writer"].value == ["ok", 2.75]
-        what, when = ranks["reader"].value[-1]
-        read.add(what)
-        landed.add(when)
+        ended, seen = written(Faults(stray=True), seed, change_at=1.5)
+        assert ended == ["ok", 2.75]
+        read.add(seen[-1][0])
+        landed.add(seen[-1][1])
     assert read == {"a", "b"}  # before and after the writer changed them
     assert len(landed) > 4
 
 
 def test_a_torn_transfer_is_part_old_and_part_new():
-    found = set()
-    for seed in range(12):
-        plan = model(Faults(torn=True), seed)
-        ranks = run((writer, {"change_at": 1.5}), (reader, {"whole": True}), model=plan).ranks
-        assert ranks["writer"].value == ["ok", 2.75]
-        found.add(ranks["reader"].value)
-    assert all(set(what) <= {"a", "b"} for what in found)
-    assert sum(set(what) == {"a", "b"} for what in found) > 4
-
-
-def test_a_torn_transfer_that_timed_out_takes_later_contents():
+    found = [written(Faults(torn=True), seed, whole=True, change_at=1.5) for seed in range(12)]
+    assert all(ended == ["ok", 2.75] and set(there) <= {"a", "b"} for ended, there in found)
+    assert sum(set(there) == {"a", "b"} for _, there in found) > 4
     # the caller has given up after 2 s; half of the bytes are what it stored after that
-    faults = Faults(torn=True, late=1.0, lateness=5.0)
-    ends = set()
-    for seed in range(12):
-        given_up = (writer, {"change_at": 2.5, "timeout": 2.0})
-        ranks = run(given_up, (reader, {"whole": True}), model=model(faults, seed)).ranks
-        assert ranks["writer"].value[0] == "TransferTimeout"
-        ends.add("".join(sorted(set(ranks["reader"].value))))
-    assert "ab" in ends
+    late = Faults(torn=True, late=1.0, lateness=5.0)
+    found = [written(late, seed, whole=True, change_at=2.5, timeout=2.0) for seed in range(12)]
+    assert {ended[0] for ended, _ in found} == {"TransferTimeout"}
+    assert any(set(there) == {"a", "b"} for _, there in found)
 
 
 def test_the_parts_of_a_batch_are_all_of_it_once():
@@ -281,9 +245,8 @@ def test_the_parts_of_a_batch_are_all_of_it_once():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_transfer_reported_as_failed_may_have_moved_in_part(seed):
-    outcome = run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed))
-    assert outcome.ranks["writer"].value == ["TransferFailed", 2.75]  # settled at once
-    there = outcome.ranks["reader"].value
+    ended, there = written(Faults(broken=1.0), seed, whole=True)
+    assert ended == ["TransferFailed", 2.75]  # settled at once
     landed = there.count("a")
     assert there == "a" * landed + "\0" * (100 - landed)
 
@@ -294,13 +257,11 @@ def test_a_transfer_reported_as_failed_may_have_moved_in_part(seed):
 def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
     slow = Faults(slow=(Slow("computer", 0.5, 2.5, 3.0),))
     assert run(computer, model=model(slow)).ranks["computer"].value == [1.0, 4.0, 5.0]
-    posting = Faults(slow=(Slow("writer", 0.0, 9.0, 2.0),))
-    assert run(writer, reader, model=model(posting)).ranks["writer"].value == ["ok", 4.0]  # 2 * 1.25 + 1 + 0.5
+    assert written(Faults(slow=(Slow("writer", 0.0, 9.0, 2.0),)))[0] == ["ok", 4.0]  # 2 * 1.25 + 1 + 0.5
 
 
 def test_a_link_that_is_cut_carries_on_when_it_is_mended():
-    names = ("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0)
-    how, took = run(writer, reader, model=model(Faults(squeezes=(Squeeze(*names),)))).ranks["writer"].value
+    (how, took), _ = written(Faults(squeezes=(Squeeze("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0),)))
     assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
 
 
@@ -322,12 +283,6 @@ def test_a_restarted_rank_is_another_one_to_its_peers():
     ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
     assert ranks["friend"].value == ["gone", "lost", "ok"]
     assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
-
-
-def test_the_limit_ends_ranks_that_wait_forever():
-    ranks = run(patient, restless, computer, model=model(limit=50.0)).ranks
-    assert ranks["patient"].error == "Overrun: patient, restless still run after 50 s, the limit of the model"
-    assert ranks["computer"].error == ""
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
