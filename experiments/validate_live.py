@@ -67,6 +67,7 @@ APART = 5.0
 REQUESTS, OBSERVED = "requests.parquet", "observed"
 """The file of a run whose requests are one load, and the name of that."""
 
+_DEPLOYMENTS = {"pair": "disaggregated", "colocated": "colocated"}
 _CONTENTS = 1_000_000
 """First block number of prompts, beyond those that traces have."""
 
@@ -289,7 +290,7 @@ def predicted(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each of *parts* on the model of *config*, that serves one after the other."""
     requests = in_turn(parts)
-    what = job(config, ServeOptions())
+    what = job(config, ServeOptions(deployment=_DEPLOYMENTS[config.live.layout]))
     check_fits(what, requests)
     target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
     progress(0.0, f"predicting {len(requests)} requests")
