@@ -22,6 +22,8 @@ __all__ = ["Lookup"]
 
 _FARTHEST = 2.5
 """Sum of the logarithms of ratios between an expert's shape and the nearest measured one, up to which it counts."""
+_LAUNCHED = 2.0
+"""How many times as long as without block scales a product of one row takes that was measured with its launches."""
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
 """Tokens of context at which a decode step's attention is made a line in the context."""
 
@@ -58,11 +60,18 @@ class Lookup:
         return curve(rows)
 
     def _gemm(self, n: int, k: int, narrow: bool) -> Curve:
-        kinds = [f"gemm.{each}" for each in (("fp8_block", "fp8") if narrow else ()) + ("bfloat16",)]
-        kind = next((each for each in kinds if each in self.table), kinds[-1])
+        if not narrow:
+            return self._product("bfloat16", n, k)
+        kinds = [each for each in ("fp8_block", "fp8") if f"gemm.{each}" in self.table] or ["bfloat16"]
+        curves = [self._product(each, n, k) for each in kinds]
+        # vLLM's block-scaled products were measured with the launches of their quantisation, 60 to 300 us a product
+        return curves[-1] if curves[0](1) > _LAUNCHED * curves[-1](1) else curves[0]
+
+    def _product(self, dtype: str, n: int, k: int) -> Curve:
+        kind = f"gemm.{dtype}"
         sizes = self.table.grid(kind).axes["n"]
         parts = math.ceil(n / sizes[-1])  # a wider matrix is multiplied in parts of equal width
-        curve = self.table.curve(kind, (kind[5:],), "tokens", splits=True, n=n / parts, k=k)
+        curve = self.table.curve(kind, (dtype,), "tokens", splits=True, n=n / parts, k=k)
         return curve if parts == 1 else curve.times(parts)
 
     def experts(self, tokens: float, width: int) -> float:

@@ -219,3 +219,13 @@ def test_shipped_tables_time_forwards_that_grow(name: str, model: str):
     assert prompts == sorted(prompts)
     assert steps == sorted(steps)
     assert 1e-3 < steps[0] < 0.05
+
+
+@pytest.mark.parametrize(("block", "expected"), [(1.5e-5, 1.5e-5), (3e-5, 1e-5)])
+def test_block_scaled_products_count_unless_measured_with_their_launches(block, expected):
+    def products(dtype: str, seconds: float) -> Grid:
+        sizes = {"n": [32, 256], "k": [32, 256], "tokens": [1.0, 100.0]}
+        return grid(f"gemm.{dtype}", ("dtype",), (dtype,), np.full((2, 2, 2), seconds), **sizes)
+
+    both = {f"gemm.{dtype}": products(dtype, seconds) for dtype, seconds in (("fp8_block", block), ("fp8", 1e-5))}
+    assert Lookup(table(**both), DENSE, 4, 2).gemm(1, 64, 64, narrow=True) == pytest.approx(expected)
