@@ -210,9 +210,14 @@ class Lookup:
             return kind, next((key for key in tried if key in keys), tried[-1])
         grid = self.table.grid(side)
         kv_heads = 0 if self.kv_heads == self.heads else self.kv_heads
+        by = "tokens" if side == "prefill" else "context"
+
+        def unknown(key: Key) -> bool:  # for this number of heads: at most one size was measured
+            return int(grid.slice(key, by, heads=self.heads, batch=1)[2].sum()) < 2
+
         near = [
-            (abs(math.log(float(key[2]) / model.head_dim)), key[1] != kv, (not kv_heads) != (not key[4]),
-             abs(math.log((float(key[4]) or self.heads) / self.kv_heads)), key)
+            (unknown(key), abs(math.log(float(key[2]) / model.head_dim)), key[1] != kv,
+             (not kv_heads) != (not key[4]), abs(math.log((float(key[4]) or self.heads) / self.kv_heads)), key)
             for key in grid.keys if key[0] == "bfloat16" and not key[3]
         ]  # fmt: skip
         if not near:

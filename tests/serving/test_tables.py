@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,18 @@ def test_block_scaled_products_count_unless_measured_with_their_launches(block, 
 
     both = {f"gemm.{dtype}": products(dtype, seconds) for dtype, seconds in (("fp8_block", block), ("fp8", 1e-5))}
     assert Lookup(table(**both), DENSE, 4, 2).gemm(1, 64, 64, narrow=True) == pytest.approx(expected)
+
+
+def test_attention_nobody_measured_at_these_heads_counts_as_its_neighbour():
+    known = table().grid("prefill")
+    lengths, (key,) = known.axes["tokens"], known.keys
+    both = replace(
+        known,
+        keys={key: 0, ("bfloat16", "fp8", *key[2:]): 1},
+        values=np.concatenate([known.values, known.values + 9]),
+        measured=np.concatenate([known.measured, np.broadcast_to(lengths == 1.0, known.measured.shape)]),
+    )
+    with pytest.warns(RangeWarning, match="bfloat16, the nearest measured"):
+        assert Lookup(table(prefill=both), replace(DENSE, dtype_bytes=1), 4, 2).prefill([(0, 100)]) == pytest.approx(
+            1e-2
+        )
