@@ -37,11 +37,6 @@ def said(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    return tmp_path / "kept"
-
-
 def value(found: dict, metric: str) -> float:
     return found["metrics"][metric]["value"]
 
@@ -71,9 +66,9 @@ def test_the_commands_of_its_readme_run(said, command):
     assert "workload=smoke" not in words or value(found, "requests_ok") == 12
 
 
-def test_a_router_policy_is_one_class(said, kept):
+def test_a_router_policy_is_one_class(said, tmp_path: Path):
     two = ("parallel.prefill.tp=2", "parallel.prefill.instances=2", "parallel.decode.tp=2", "workload=smoke")
-    folder = said("experiment.router=pinned", *two, f"output={kept}")["folder"]
+    folder = said("experiment.router=pinned", *two, f"output={tmp_path}")["folder"]
     import pyarrow.parquet as parquet
 
     assert set(parquet.read_table(f"{folder}/requests.parquet")["prefill"].to_pylist()) == {"prefill0"}

@@ -15,19 +15,28 @@ from pdsim.serving.load import offered_load
 from pdsim.serving.settings import Cache, Kv, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
+from pdsim.transfer.job import Outcome
 from tests.support.configs import EIGHT
 from tests.support.serving import GENERATED, configured, rows, serve, values
 
 TOGETHER = {"deployment": "colocated"}
+TIGHT = [Request(0.0, 48, 40)] * 2
 
 
-def served(requests: list[Request], **changes: Any) -> tuple[list[dict[str, Any]], Deployment]:
-    """Return what becomes of *requests* on one engine, and the deployment."""
+def served(
+    requests: list[Request], job_changes: dict[str, Any] | None = None, **changes: Any
+) -> tuple[list[dict[str, Any]], Deployment, Outcome]:
+    """Return what becomes of *requests* on one engine, whose job has *job_changes*, the job, and its outcome."""
     config = configured(options=TOGETHER, kv=Kv(page_size=16), **changes)
-    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1)
+    one = {"prefill_instances": 1, "decode_instances": 1} | (job_changes or {})
+    what = replace(job(config, ServeOptions(**TOGETHER)), **one)
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     assert not [rank.error for rank in outcome.ranks.values() if rank.error]
-    return rows(result(config, what, requests, outcome)), what
+    return rows(result(config, what, requests, outcome)), what, outcome
+
+
+def growing(preemption: str, **changes: Any) -> ServingEngine:
+    return ServingEngine(name="bare", memory="grow", preemption=preemption, **changes)
 
 
 def decode(what: Deployment, contexts: list[int]) -> float:
@@ -42,7 +51,7 @@ def mixed(what: Deployment, pieces: list[tuple[int, int]], contexts: list[int]) 
 
 
 def test_one_request_alone_takes_its_chunks_and_its_steps():
-    ((row,), what) = served([Request(0.0, 600, 10)])
+    (row,), what, _ = served([Request(0.0, 600, 10)])
     chunks = [(0, 256), (256, 256), (512, 88)]
     first = sum(mixed(what, [chunk], []) for chunk in chunks)
     assert row["ttft"] == pytest.approx(first, rel=1e-12)
@@ -53,9 +62,9 @@ def test_one_request_alone_takes_its_chunks_and_its_steps():
 
 
 def test_a_prompt_that_comes_while_another_decodes_shares_its_steps():
-    first, what = served([Request(0.0, 100, 20)])
+    first, what, _ = served([Request(0.0, 100, 20)])
     begun = first[0]["ttft"] + decode(what, [101]) + 0.5 * decode(what, [102])  # within the second step of decode
-    (one, other), what = served([Request(0.0, 100, 20), Request(begun, 400, 2)])
+    (one, other), what, _ = served([Request(0.0, 100, 20), Request(begun, 400, 2)])
     boundary = one["ttft"] + decode(what, [101]) + decode(what, [102])
     assert other["queueing"] == pytest.approx(boundary - begun, rel=1e-9)
     both = mixed(what, [(0, 255)], [103]) + mixed(what, [(255, 145)], [104])  # one token of 256 is the other's
@@ -68,10 +77,7 @@ def test_a_prompt_that_comes_while_another_decodes_shares_its_steps():
 
 def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
-    config = configured(options=TOGETHER, kv=Kv(page_size=16))
-    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=15)
-    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
-    one, other = rows(result(config, what, requests, outcome))
+    (one, other), *_ = served(requests, {"decode_pages": 15})
     assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
 
 
@@ -111,20 +117,8 @@ def test_what_colocated_engines_do_not_do_is_refused():
 # --- growth, preemption, a prefix cache ----------------------------------------------------------------------------
 
 
-def tight(preemption: str, pages: int = 8, **changes: Any) -> Any:
-    """Serve two requests of 48 tokens that generate 40 within so many pages of 16 tokens."""
-    engine = ServingEngine(name="bare", memory="grow", preemption=preemption)
-    config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), **changes), engine=engine)
-    what = replace(
-        job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages
-    )
-    requests = [Request(0.0, 48, 40)] * 2
-    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
-    return rows(result(config, what, requests, outcome)), what
-
-
 def test_growth_ends_where_pages_do_and_the_last_computes_again():
-    (one, two), what = tight("recompute")
+    (one, two), what, _ = served(TIGHT, {"decode_pages": 8}, engine=growing("recompute"))
     # both have 4 pages until the first token of a fifth is stored: 16 tokens after the first
     now = mixed(what, [(0, 48), (0, 48)], []) + sum(decode(what, [n, n]) for n in range(49, 65))
     rest = sum(decode(what, [n]) for n in range(65, 88))
@@ -135,7 +129,7 @@ def test_growth_ends_where_pages_do_and_the_last_computes_again():
 
 
 def test_a_retracted_request_moves_to_host_memory_and_back():
-    (one, two), what = tight("retract")
+    (one, two), what, _ = served(TIGHT, {"decode_pages": 8}, engine=growing("retract"))
     move = 65 * what.shape.token_bytes(1) / what.engine.retract_rate
     now = mixed(what, [(0, 48), (0, 48)], []) + sum(decode(what, [n, n]) for n in range(49, 65)) + move
     rest = sum(decode(what, [n]) for n in range(65, 88))
@@ -143,58 +137,35 @@ def test_a_retracted_request_moves_to_host_memory_and_back():
     assert two["e2e"] == pytest.approx(now + 2 * rest + move, rel=1e-12)
 
 
-def test_retracted_kv_goes_as_fast_as_the_links_let_it():
-    slow = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=ServingEngine().retract_rate / 4))
-    (fast, what), (late, _) = tight("retract"), tight("retract", hw=slow)
-    move = 65 * what.shape.token_bytes(1) / what.engine.retract_rate
-    for before, after, moves in zip(fast, late, (1, 2), strict=True):
-        assert after["e2e"] - before["e2e"] == pytest.approx(3 * move * moves)
-
-
 def test_engines_share_the_memory_of_their_host():
-    engine = ServingEngine(name="bare", memory="grow", preemption="retract")
+    engine = growing("retract")
     narrow = replace(EIGHT, host=replace(EIGHT.host, memory_rate=engine.retract_rate))
-    move, ends = 0.0, []
-    for hw in (EIGHT, narrow):
-        config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), hw=hw), engine=engine)
-        what = replace(job(config, ServeOptions(**TOGETHER)), decode_pages=8)
-        requests = [Request(0.0, 48, 40)] * 4  # two for each engine
-        served = rows(result(config, what, requests, Model(hw, config.backend).run(specs(config, what, requests))))
-        move = 65 * what.shape.token_bytes(1) / engine.retract_rate
-        ends.append([row["e2e"] for row in served])
-    later = [after - before for before, after in zip(*ends, strict=True)]
+    two = {"prefill_instances": 2, "decode_instances": 2, "decode_pages": 8}
+    (before, what, _), (after, *_) = (served(TIGHT * 2, two, engine=engine, hw=hw) for hw in (EIGHT, narrow))
+    move = 65 * what.shape.token_bytes(1) / engine.retract_rate
+    later = [slow["e2e"] - fast["e2e"] for fast, slow in zip(before, after, strict=True)]
     assert later == pytest.approx([move, move, 2 * move, 2 * move])
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "retract"])
 def test_many_requests_in_few_pages_all_end(preemption: str):
-    engine = ServingEngine(name="bare", memory="grow", preemption=preemption, scheduler="priority")
-    config = replace(configured(options=TOGETHER, kv=Kv(page_size=16)), engine=engine)
-    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40)
     requests = [Request(0.01 * n, 50 + 37 * (n % 9), 20 + 31 * (n % 7), priority=n % 2) for n in range(60)]
-    table = rows(result(config, what, requests, Model(config.hw, config.backend).run(specs(config, what, requests))))
+    table, *_ = served(requests, {"decode_pages": 40}, engine=growing(preemption, scheduler="priority"))
     assert {row["status"] for row in table} == {"ok"}
 
 
 def test_a_cached_prefix_is_not_computed_again():
-    config = configured(options=TOGETHER, kv=Kv(page_size=16), cache=Cache(prefill=True))
-    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1)
     requests = [Request(0.0, 600, 2, None, (1, 2)), Request(1.0, 600, 2, None, (1, 2))]
-    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
-    one, two = rows(result(config, what, requests, outcome))
+    (one, two), what, _ = served(requests, cache=Cache(prefill=True))
     assert (one["cached_prefill"], two["cached_prefill"]) == (0, 592)
     assert two["ttft"] == pytest.approx(mixed(what, [(592, 8)], []), rel=1e-9)
 
 
 def test_a_prefix_comes_back_from_host_memory_in_the_exact_time():
     hw = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=1e9))
-    config = configured(options=TOGETHER, kv=Kv(page_size=16), cache=Cache(prefill=True, host=4096.0), hw=hw)
-    what = replace(
-        job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40, chunk=1024
-    )
     requests = [Request(float(n), 512, 2, None, (block,)) for n, block in enumerate([1, 2, 3, 1])]
-    outcome = Model(hw, config.backend).run(specs(config, what, requests))
-    *_, last = rows(result(config, what, requests, outcome))
+    cache = Cache(prefill=True, host=4096.0)
+    (*_, last), what, outcome = served(requests, {"decode_pages": 40, "chunk": 1024}, cache=cache, hw=hw)
     assert (last["cached_prefill"], last["cached_host"]) == (496, 496)
     load = 496 * what.shape.token_bytes(1) / 1e9
     assert last["ttft"] == pytest.approx(load + mixed(what, [(496, 16)], []), rel=1e-9)

@@ -12,7 +12,7 @@ from pdsim.calibration import kernels as fit
 from pdsim.calibration import published
 from pdsim.calibration.kernels import fit_roof, row_seconds
 from pdsim.cli.profile import read
-from pdsim.compute.forward import Compute, OperatorForward, forward, peaks
+from pdsim.compute.forward import OperatorForward, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.compute.operators import Operators
 from pdsim.compute.shapes import layer_shape, products
@@ -20,9 +20,7 @@ from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.repository import data
 from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
 from pdsim.results.evidence import gather
-from tests.support.machines import machine
 
 PEAKS = Peaks(flops=1e15, narrow=2e15, memory=4e12)
 DENSE = Llm(
@@ -132,12 +130,6 @@ def test_widths_come_from_the_configuration_or_from_the_parameters():
     mixed = replace(DENSE, experts=8, experts_per_token=2, parameters=2e6, active=2e6 - 2 * 6 * 3 * 64 * 32)
     assert layer_shape(mixed).expert == 32
     assert [each.name for each in products(mixed, 1)] == ["qkv", "out", "router"]
-
-
-def test_without_kernels_a_forward_is_the_roofline():
-    given = forward(DENSE, machine(), Compute(kernels=KERNELS), Side(tp=1))
-    assert isinstance(given, OperatorForward)
-    assert not isinstance(forward(DENSE, machine(), Compute(), Side(tp=1)), OperatorForward)
 
 
 def test_a_fit_finds_the_kernels_that_rows_were_made_with():

@@ -77,15 +77,6 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
     assert expected.max() > 3 * service(config, requests).mean()
 
 
-def test_the_engines_are_given_what_arrives_and_nothing_else():
-    result = serve(configured())
-    (instances,) = [table for table in result.tables if table.title == "Instances"]
-    for side, tokens in (("prefill", "input"), ("decode", "output")):
-        rows = [row for row in instances.rows if row[0].startswith(side)]
-        assert sum(row[1] for row in rows) == len(result.requests["id"])
-        assert sum(row[2] for row in rows) == sum(result.requests[tokens])
-
-
 # --- the closed form -----------------------------------------------------------------------------------------------
 
 
@@ -151,15 +142,6 @@ def test_requests_all_at_once_offer_no_rate():
 
 
 # --- scaled, cut and spread ----------------------------------------------------------------------------------------
-
-
-def test_scaling_by_time_keeps_order_and_proportions():
-    config = configured()
-    requests = load(config.workload, 0, config.model.context)
-    scaled_requests = scaled(replace(config.workload, load=0.3), job(config, ServeOptions()), requests, 0)
-    assert [request[1:] for request in scaled_requests] == [request[1:] for request in requests]
-    factors = [now.arrival / before.arrival for now, before in zip(scaled_requests, requests, strict=True)]
-    assert factors == pytest.approx([factors[0]] * len(factors), rel=1e-12)
 
 
 def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():

@@ -29,22 +29,23 @@ WHOLE = replace(LAYERS, layerwise=False)
 QUEUE = Policy(queues=1)
 
 
-def run(
-    tokens: int, kv: Kv, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any
-) -> tuple[list[float], Outcome]:
-    """Serve one request and return its times from the start, and the outcome."""
-    config = configured(
-        changes.pop("prefill", ONE),
-        changes.pop("decode", ONE),
-        changes.pop("model", DEEP),
-        **{"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk)} | changes,
-    )
-    outcome = Model(config.hw, config.backend, memory=config.memory).run(
-        specs(config, job(config, ServeOptions()), [Request(0.0, tokens, 2)])
-    )
-    row = outcome.ranks["router"].value["rows"][0]
-    assert row[3] == "ok"
-    return row[4:], outcome
+def several(
+    requests: list[Request], kv: Kv = WHOLE, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any
+) -> tuple[list[list[float]], Outcome]:
+    """Serve *requests* and return the times of each from the start, and the outcome."""
+    sides = [changes.pop(name, default) for name, default in (("prefill", ONE), ("decode", ONE), ("model", DEEP))]
+    settings = {"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk)}
+    config = configured(*sides, **(settings | changes))
+    ranks = specs(config, job(config, ServeOptions()), requests)
+    outcome = Model(config.hw, config.backend, memory=config.memory).run(ranks)
+    rows = outcome.ranks["router"].value["rows"]
+    assert {row[3] for row in rows} == {"ok"}
+    return [row[4:] for row in rows], outcome
+
+
+def run(tokens: int, kv: Kv, *others: Any, **changes: Any) -> tuple[list[float], Outcome]:
+    (times,), outcome = several([Request(0.0, tokens, 2)], kv, *others, **changes)
+    return times, outcome
 
 
 @pytest.mark.parametrize("call", [1e-6, 5e-4], ids=["computing takes longer", "writing takes longer"])
@@ -121,15 +122,8 @@ def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: b
 def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
     """A prompt that comes while a long one runs joins the rest of that one, or comes a step later."""
     alone = run(12_000, WHOLE)[0][3]
-    engine = ServingEngine(ahead=ahead)
-    config = configured(
-        ONE, ONE, DEEP, hw=QUIET, kv=WHOLE, policy=QUEUE, scheduler=SchedulerLimits(chunk=8192), engine=engine
-    )
     requests = [Request(0.0, 12_000, 2), Request(alone / 4, 64, 2)]
-    outcome = Model(config.hw, config.backend, memory=config.memory).run(
-        specs(config, job(config, ServeOptions()), requests)
-    )
-    long, short = (row[7] for row in outcome.ranks["router"].value["rows"])
+    long, short = (row[3] for row in several(requests, engine=ServingEngine(ahead=ahead))[0])
     assert (long == alone, short > long) == (ahead, ahead)
     assert short >= long
 
@@ -138,14 +132,8 @@ def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
 def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came: float, late: float):
     """Launches take 20 ms and forwards next to nothing: two follow one another, or the second begins anew."""
     engine = ServingEngine(ahead=True, overlap=True, prefill=HostCosts(launch=0.02 / DEEP.layers))
-    config = configured(
-        ONE, ONE, DEEP, hw=QUIET, kv=WHOLE, policy=QUEUE, engine=engine, compute=Compute(overhead=0.0)
-    )
     requests = [Request(0.0, 64, 2), Request(came, 64, 2)]
-    outcome = Model(config.hw, config.backend, memory=config.memory).run(
-        specs(config, job(config, ServeOptions()), requests)
-    )
-    first, second = (row[4:] for row in outcome.ranks["router"].value["rows"])
+    (first, second), outcome = several(requests, engine=engine, compute=Compute(overhead=0.0))
     seen = [record.submitted for record in outcome.ranks["prefill0.0"].transfers]
     assert len(seen) >= 2
     if late:  # the first has been seen to by then

@@ -11,11 +11,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.serving import prefill
 from pdsim.serving.policies import (
     FirstCome,
-    LeastGenerated,
-    LeastTokens,
     Prompt,
-    RoundRobin,
-    Running,
     handoff_of,
     router_policy,
     scheduler_of,
@@ -24,18 +20,6 @@ from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from tests.support.serving import configured
-
-
-def test_the_last_that_came_is_preempted_or_the_one_that_loses_least():
-    running = [Running(1, 100, 7), Running(2, 50, 3), Running(3, 80, 3), Running(4, 10, 9)]
-    assert FirstCome().victim(running) == 3
-    assert LeastGenerated().victim(running) == 2  # of two with three tokens, the longer prompt
-
-
-def test_a_router_takes_the_least_loaded_or_one_after_the_other():
-    assert LeastTokens().choose(["a", "b", "c"], {"a": 3, "b": 1, "c": 1}) == "b"
-    turns = RoundRobin()
-    assert [turns.choose(["a", "b"], {}) for _ in range(3)] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("find", [scheduler_of, handoff_of])

@@ -118,11 +118,6 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
     assert first == "TransferTimeout: the lease of 0.4 s ended without a heartbeat of the reader"
     assert statuses(outcome)[1] == "ok"
     assert at_rest(outcome, "prefill0.0", "decode0.0")
-
-
-def test_a_room_is_revoked_once_and_not_reported_as_read_afterwards(silent: list[Any]):
-    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
-    serve([LONG, Request(3.0, 20, 2)], hw=crawl)
     assert [message.room for message in silent if isinstance(message, Revoked)] == [1]
     assert [message.room for message in silent if isinstance(message, TransferDone) and not message.reason] == [2]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from experiments.serve import ServeOptions, job
 from pdsim.models.parallel import Side
-from pdsim.serving.policies import PowerOfTwo, RoutingQuery, route, router_policy
+from pdsim.serving.policies import RoutingQuery, route, router_policy
 from pdsim.serving.settings import Cache
 from tests.support.serving import EIGHT, GENERATED, configured, serve, values
 
@@ -19,13 +19,6 @@ def test_the_most_loaded_of_all_is_never_taken_and_the_others_as_often_as_pairs_
     assert counts["d"] == 0
     for name, pairs in (("a", 3), ("b", 2), ("c", 1)):  # of six pairs
         assert abs(counts[name] - 1000 * pairs) < 150
-
-
-def test_one_instance_is_taken_as_it_is_and_two_runs_are_alike():
-    assert PowerOfTwo().choose(["a"], {"a": 9}) == "a"
-    able, load = ["a", "b", "c"], {"a": 1, "b": 1, "c": 1}
-    one, other = PowerOfTwo(), PowerOfTwo()
-    assert [one.choose(able, load) for _ in range(50)] == [other.choose(able, load) for _ in range(50)]
 
 
 def asked(load: dict[str, int], blocks: tuple[int, ...], tokens: int = 1024) -> RoutingQuery:

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from pdsim.compute.kernels import Peaks, Roof
-from pdsim.compute.tiles import causal_attention, grouped, product, tiles_of, turns, whole_sequences
-
-
-def test_tiles_take_turns():
-    assert [turns(tiles, 132) for tiles in (1, 132, 133, 265)] == [1, 1, 2, 3]
-    assert turns(1e6, 0) == 1  # of unknown multiprocessors nothing waits
+from pdsim.compute.tiles import causal_attention, grouped, product, tiles_of, whole_sequences
 
 
 def test_a_product_walks_along_its_inner_width_once_a_turn():

@@ -13,7 +13,7 @@ import pytest
 from pdsim.core.errors import ConfigError
 from pdsim.serving.data.generate import lines
 from pdsim.serving.settings import Workload
-from pdsim.serving.workload import Request, load, stream
+from pdsim.serving.workload import Request, load
 
 CONTEXT = 131_072
 
@@ -180,18 +180,6 @@ def test_generated_arrivals_need_an_end():
         load(Workload(arrivals="poisson"), 0, CONTEXT)
 
 
-def test_lengths_do_not_depend_on_how_arrivals_are_drawn():
-    one = load(Workload(arrivals="poisson", count=100), 7, CONTEXT)
-    other = load(Workload(arrivals="gamma", count=100), 7, CONTEXT)
-    assert [request[1:3] for request in one] == [request[1:3] for request in other]
-
-
-def test_streams_are_told_apart_by_name_and_seed():
-    drawn = [stream(seed, name).random() for seed, name in ((0, "a"), (0, "a"), (0, "b"), (1, "a"))]
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn)) == 3
-
-
 # --- users who leave -----------------------------------------------------------------------------------------------
 
 GENERATED = Workload(arrivals="poisson", count=2000)
@@ -199,10 +187,6 @@ GENERATED = Workload(arrivals="poisson", count=2000)
 
 def patience(**changes: Any) -> list[float | None]:
     return [request.patience for request in load(replace(GENERATED, **changes), 7, CONTEXT)]
-
-
-def test_nobody_leaves_unless_asked_for():
-    assert set(patience()) == {None}
 
 
 def test_a_share_of_users_leaves_after_a_mean_time():
@@ -217,11 +201,6 @@ def test_who_leaves_is_a_stream_of_its_own():
     assert patience(aborts=0.5)[:100] == patience(aborts=0.5, count=100)
     few, many = patience(aborts=0.2), patience(aborts=0.6)
     assert all(wait == more for wait, more in zip(few, many, strict=True) if wait is not None)
-
-
-def test_users_of_a_trace_leave_too():
-    waits = [request.patience for request in load(Workload(aborts=1.0), 0, CONTEXT)]
-    assert None not in waits
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
