@@ -43,18 +43,16 @@ __all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
 
 INVARIANTS = {
     "I1": "A room ends once on each rank; a failed room never succeeds.",
-    "I2": "On every decode rank a room holds exactly what prefill computed. Every byte is compared on arrival, and "
-    "when decoding begins and ends.",
-    "I3": "A read or a write touches only pages and state rows that belong to its room at that moment.",
+    "I2": "On every decode rank a room holds exactly what prefill computed, on arrival and when decoding begins and "
+    "ends.",
+    "I3": "A read or a write touches only pages and state rows that belong to its room then.",
     "I4": "Writes to a staging slot belong to its room, writer and chunk; slots never overlap.",
-    "I5": "Every request ends, and each failure follows a fault that reached the request. Only ranks of faulted "
-    "instances, or of a job without router, end.",
-    "I6": "First-token metadata is read from, lands in, and is taken from the slot of its room.",
+    "I5": "Every request ends; each failure, and each end of a rank, follows a fault that reached it.",
+    "I6": "First-token metadata is read from, lands in, and is taken from its room's slot.",
     "I7": "The ranks of a group process the same chunks and pages in one order.",
-    "I8": "At the end nothing is left: pages, slots, ring bytes, memory regions, outstanding tokens; no container "
-    "has grown.",
+    "I8": "At the end no pages, slots, ring bytes, regions or outstanding tokens are left; no container has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
-    "I10": "Prefill sends only pages, state and metadata that finished forwards have computed.",
+    "I10": "Prefill sends only what finished forwards have computed.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 

@@ -34,18 +34,18 @@ class Law(NamedTuple):
 _TEST, _SHARING = "tests/kv/test_laws.py::", "tests/sim/test_sharing_properties.py::"
 
 LAWS = (
-    Law("capacity", "No link carries more than its capacity, at any time; no pool lends more than it has.",
+    Law("capacity", "No link carries more than its capacity; no pool lends more than it has.",
         f"{_SHARING}test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck"),
-    Law("bytes", "What has been read at a source and has landed at its target is what was posted, and no more; a "
-        "transfer that succeeds has landed.", f"{_TEST}test_bytes_that_land_twice_break_a_law"),
-    Law("tokens", "Prefill computes each token of an input once, in order, before the request is decoded; decode "
-        "ends with input plus output.", f"{_TEST}test_a_token_that_is_not_computed_breaks_a_law"),
+    Law("bytes", "What is read and lands is what was posted, and no more; a transfer that succeeds has landed.",
+        f"{_TEST}test_bytes_that_land_twice_break_a_law"),
+    Law("tokens", "Prefill computes each input token once, in order; decode ends with input plus output.",
+        f"{_TEST}test_a_token_that_is_not_computed_breaks_a_law"),
     Law("pages", "At every leader, free pages and owned pages are all pages.",
         f"{_TEST}test_a_page_that_is_lost_breaks_a_law"),
     Law("requests", "Every request that is sent out ends, once.",
         f"{_TEST}test_a_request_that_never_ends_breaks_a_law"),
-    Law("causality", "Noticed, computed, arrived, seen, joined and finished follow each other, as do the stages of "
-        "a transfer.", f"{_TEST}test_a_request_that_ends_before_it_begins_breaks_a_law"),
+    Law("causality", "The stages of a request follow each other, as do those of a transfer.",
+        f"{_TEST}test_a_request_that_ends_before_it_begins_breaks_a_law"),
     Law("names", "The order in which links, paths and flows are listed changes nothing.",
 
         "tests/sim/test_sharing_properties.py::test_the_order_of_links_paths_and_equal_starts_changes_nothing"),
