@@ -32,7 +32,7 @@ backends: backends > registry waist
 profiling: backends.profiling > compute models waist
 testing: pdsim.testing > registry kv sim waist
 live: backends.live > registry config serving compute models waist
-experiments: experiments > live ALL
+experiments: experiments > live composition ALL
 """  # from the ground up: packages or modules > rooms that they may import
 ALL = "sweep execution validation results config calibration records serving verify kv compute models sim waist"
 HEAVY = "torch triton zmq mooncake nixl nixl_cu12 nixl_cu13 mori pyarrow plotly matplotlib ray scipy"

@@ -116,7 +116,7 @@ NONSENSE = [
     ("hw.gpus=0", "moves bytes over nvlink, but hw=8xh20 has no GPUs"),
     ("hw.name=../x", "hw.name='../x' must be 1 to 64 characters without a slash"),
     ("hw.name=", "hw.name='' must be 1 to 64 characters"),
-    ("model.kv_dtype=fp8_e4m3", "model.kv_dtype must be one of bf16, fp16 for model.dtype_bytes=2"),
+    ("model.kv_dtype=int8", "model.kv_dtype must be one of bf16, fp16, "),
     ("model.attention=mla", "model.latent_dim must be > 0, got 0"),
     ("parallel.prefill.dp=3", "parallel.prefill.dp must divide tp=4"),
     ("parallel.decode.cp=2", "decode ranks are not context-parallel; leave decode.cp at 1"),

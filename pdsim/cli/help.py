@@ -175,6 +175,7 @@ usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
   pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare an earlier measurement again
   pdsim validate target=live live.prefill=URL live.decode=URL       validate servers, at shares of workload.rate
+  pdsim validate --against inferencex FILE.csv                      predict whole servers, DeepSeek-R1 of InferenceX
 
 The same as pdsim run experiment=validate (target=live: validate_live), with its keys (--cfg job shows them):
   experiment.classes=[pair,serve]    classes to compare: pair, read, contention, handoff, allgather, serve

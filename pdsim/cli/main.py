@@ -214,6 +214,15 @@ def _job_of_hydra(words: Sequence[str]) -> int:
 def _validate(words: Sequence[str]) -> int:
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
+    if "--against" in words:
+        at = words.index("--against")
+        kind, *files = [word for word in words[at + 1 :] if "=" not in word and not word.startswith("-")] or [""]
+        if kind != "inferencex" or not files:
+            raise ConfigError(
+                f"--against {kind} {' '.join(files)}: write --against inferencex FILE, a CSV of its rows"
+            )
+        rest = [word for word in words if word not in ("--against", kind, *files)]
+        return _run(["experiment=scorecard", f"experiment.files=[{','.join(map(repr, files))}]", *rest])
     live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
     return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 

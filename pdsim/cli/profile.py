@@ -36,6 +36,7 @@ from pdsim.results.whole_file import whole_file
 
 if TYPE_CHECKING:
     from backends.profiling.runner import ProfiledDevice
+    from pdsim.compute.tables import Grid
 
 __all__ = ["errors", "profile", "read"]
 
@@ -162,7 +163,9 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
     kernels = Kernels(
         gpu=gpu,
         table=name if shipped else str(path.resolve()),
-        absorbed_prefill="mla_prefill" in grids and "mla_prefill_module" not in grids and engine == "sglang",
+        routing=None if engine == "trtllm" else Roof(launch=7e-6),  # assumed: one kernel that chooses, and a sum
+        # SGLang computes prompts by heads (deepseek_v2.py, AttnForwardMethod.MHA)
+        prefill_by_heads=engine == "sglang" and "mla_prefill" in grids and _absorbed(grids["mla_prefill"], config),
         **kept,
     )
     lines = [
@@ -182,6 +185,16 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
         file.write(("\n".join(lines) + "\n").encode())
     print(f"compute: {path}")  # noqa: T201
     return 0
+
+
+def _absorbed(grid: Grid, config: Config) -> bool:
+    # Whether the GPU could do the arithmetic of latent rows, 3.4 times that of heads, in the times of *grid*: 16 of
+    # DeepSeek's heads, 2 (576 + 512) operations for each of them and each pair of tokens.
+    import numpy as np
+
+    sizes, logs, _ = grid.slice(next(iter(grid.keys)), "tokens", heads=16, batch=1)
+    rates = 16 * 2 * (576 + 512) * sizes**2 / 2 / np.exp(logs)
+    return bool(rates.max() < peaks(config.hw).flops)
 
 
 def _release(folder: Path) -> str:

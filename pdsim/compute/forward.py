@@ -307,7 +307,13 @@ class OperatorForward:
         if not self.kernels.table:
             return None
         table = tables.read(self.kernels.table)
-        return Lookup(table, self.model, self._heads, self._kv_heads, self.kernels.imbalance)
+        return Lookup(
+            table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads
+        )
+
+    @property
+    def _module(self) -> bool:
+        return self._table is not None and self._table.module
 
     @cached_property
     def _launching(self) -> float:
@@ -378,10 +384,28 @@ class OperatorForward:
         if model.attention == "gqa":
             width = self._heads + 2 * self._kv_heads
             total += model.layers * self._pointwise("rotary", tokens, 2 * width * model.head_dim)
+        if self._table is not None:
+            total += self._beside(tokens, sequences)
         if mixed:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
             total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
         return total + 2 * model.layers * self._allreduce(tokens)
+
+    def _beside(self, tokens: int, sequences: int) -> float:
+        # What tables lack beside norms and activations: of latent attention two norms of low ranks, positions and
+        # the store of the row, a layer; the embedding; and samples of the logits, which are read and written as four
+        # bytes about twice, by some six kernels.
+        model, shape, total = self.model, self.shape, 0.0
+        if model.attention == "mla" and not self._module:
+            ranks = shape.query_rank + model.latent_dim
+            total += 2 * self._pointwise("norm", tokens, 2 * ranks)
+            total += self._pointwise("rotary", tokens, 2 * (self._heads * model.rope_dim + model.latent_dim))
+            total *= model.layers
+        small: Roof | None = self.kernels.activation
+        if small is None:
+            return total
+        moved = Work(0.0, 4.0 * tokens * model.hidden + 16.0 * sequences * shape.vocabulary)
+        return total + 6 * small.launch + small.seconds(moved, self.peaks)
 
     @cached_property
     def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
@@ -389,7 +413,7 @@ class OperatorForward:
         by_kind: dict[bool, Iterable[Product]] = {
             each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
         }
-        if self._table is not None and self._table.module:
+        if self._module:
             by_kind = {each: [one for one in by_kind[each] if one.name not in _ATTENTION] for each in by_kind}
         # the head and the router stay in bf16
         return {

@@ -109,7 +109,9 @@ class Kernels:
 
     gpu: str = ""  # where it was measured: `pdsim.hardware.machine.Gpu.name`; on others it is assumed
     table: str = ""  # of operators, `pdsim.compute.tables`: what it has counts instead of the roofs below
-    imbalance: str = "balanced"  # of the table's tokens among experts: balanced, power_law_1.01 or power_law_1.2
+    # of the table's tokens among experts: balanced, power_law_1.01 or power_law_1.2; balanced where it lacks that
+    imbalance: str = "power_law_1.01"
+    prefill_by_heads: bool = False  # the table's latent prefill is of latent rows, and the engine's of heads
     gemm: Roof | None = None
     gemm_fp8: Roof | None = None
     shapes: Mapping[str, Correction] = field(default_factory=dict)  # of products, by `shape_key`; others have none

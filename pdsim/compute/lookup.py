@@ -39,7 +39,10 @@ class Lookup:
     model: Llm
     heads: int
     kv_heads: int
-    imbalance: str = "balanced"
+    imbalance: str = "power_law_1.01"
+    by_heads: bool = (
+        False  # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
+    )
     _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
     _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -86,11 +89,12 @@ class Lookup:
         model, grid = self.model, self.table.grid("moe")
         wanted = (model.hidden, width, model.experts_per_token, model.experts)
         narrow = ("fp8_block", "fp8") if model.dtype_bytes == 1 else ()
-        for dtype in (*narrow, "bfloat16"):
+        kinds = [(dtype, spread) for dtype in (*narrow, "bfloat16") for spread in (self.imbalance, "balanced")]
+        for kind in kinds:
             near = [
                 (sum(abs(math.log(float(one) / other)) for one, other in zip(key[2:6], wanted, strict=True)), key)
                 for key in grid.keys
-                if key[:2] == (dtype, self.imbalance) and key[6] == 1
+                if key[:2] == kind and key[6] == 1
             ]
             if near and min(near)[0] <= _FARTHEST:
                 break
@@ -152,7 +156,13 @@ class Lookup:
         return max(more, curve(math.sqrt(new / batch)))
 
     def _batch(self, batch: int) -> Curve:
-        kind, key = self._attention("prefill")
+        if self.by_heads and self.model.attention == "mla":
+            width = self.model.head_dim
+            key: Key = ("bfloat16", "bfloat16", width, 0, 0)
+            return self._curve(batch, "prefill", key).times((2 * width + self.model.rope_dim) / (2 * width))
+        return self._curve(batch, *self._attention("prefill"))
+
+    def _curve(self, batch: int, kind: str, key: Key) -> Curve:
         parts = math.ceil(batch / self.table.grid(kind).axes["batch"][-1])
         whole = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=batch / parts)
         if batch == 1:
@@ -201,7 +211,7 @@ class Lookup:
 
     def _attention(self, side: str) -> tuple[str, Key]:
         model = self.model
-        kv = "fp8" if model.dtype_bytes == 1 else "bfloat16"
+        kv = "fp8" if model.kv_bytes == 1 else "bfloat16"
         if model.attention == "mla":
             kind = f"mla_{side}_module" if self.module else f"mla_{side}"
             dtype = "fp8_block" if model.dtype_bytes == 1 and self.module else "bfloat16"

@@ -24,14 +24,14 @@ HOST_FLOPS = 1e12
 
 def kv_shape(model: Llm) -> KvShape:
     """Return what *model* keeps of a token, for all layers together; shares of ranks follow from it."""
-    latent = model.latent_dim * model.dtype_bytes if model.attention == "mla" else 0
+    latent = model.latent_dim * model.kv_bytes if model.attention == "mla" else 0
     hybrid = model.hybrid
     mamba: tuple[Tensor, ...] = ()
     if "m" in hybrid.pattern:
         conv = Tensor(hybrid.conv_groups, hybrid.conv_width * model.dtype_bytes)
         mamba = (conv, Tensor((hybrid.ssm_heads,), hybrid.ssm_head_elements * hybrid.ssm_dtype_bytes))
     state = StateShape(hybrid.pattern, hybrid.window if "w" in hybrid.pattern else 0, mamba, hybrid.index_bytes)
-    return KvShape(model.layers, model.kv_heads, model.head_dim * model.dtype_bytes, latent, state)
+    return KvShape(model.layers, model.kv_heads, model.head_dim * model.kv_bytes, latent, state)
 
 
 @dataclass(frozen=True, kw_only=True)

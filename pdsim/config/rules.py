@@ -169,12 +169,8 @@ def _llm(model: Llm) -> Iterator[str]:
         yield f"model.dense_layers must be < layers={model.layers}, got {model.dense_layers}"
     if model.experts and not 0 < model.experts_per_token < model.experts:
         yield f"model.experts_per_token must be >= 1 and < experts={model.experts}, got {model.experts_per_token}"
-    fitting = [name for name, size in DTYPES.items() if size == model.dtype_bytes]
-    if model.kv_dtype and model.kv_dtype not in fitting:
-        yield (
-            f"model.kv_dtype must be one of {', '.join(fitting) or 'none'} for model.dtype_bytes="
-            f"{model.dtype_bytes}, got {model.kv_dtype!r}"
-        )
+    if model.kv_dtype and model.kv_dtype not in DTYPES:
+        yield f"model.kv_dtype must be one of {', '.join(DTYPES)}, got {model.kv_dtype!r}"
 
 
 def _division(parallel: Parallel) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Llm:
     head_dim: PositiveInt
     attention: Annotated[str, "one of gqa, mla"] = "gqa"  # K and V per head, or one latent row per token and layer
     latent_dim: int = 0  # elements of that row
-    dtype_bytes: PositiveInt = 2  # of a KV element and of a weight
+    dtype_bytes: PositiveInt = 2  # of a weight, and of a KV element unless *kv_dtype* says otherwise
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
     # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
     rope_dim: NotNegativeInt = 0
@@ -71,3 +71,8 @@ class Llm:
     def element(self) -> str:
         """The type of a KV element."""
         return self.kv_dtype or next((name for name, size in DTYPES.items() if size == self.dtype_bytes), "other")
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of a KV element."""
+        return DTYPES.get(self.kv_dtype, self.dtype_bytes)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict whole servers that others measured, and how far off that is: ``pdsim validate --against inferencex FILE``.
+
+FILE has rows as InferenceX (https://github.com/SemiAnalysisAI/InferenceX, ``utils/process_result.py``) writes them:
+DeepSeek-R1 in a closed loop of ``conc`` users, lengths 0.8 to 1 times ISL and OSL, ten requests a user.  Everything
+but what its launch scripts say (`LAUNCH`) is pdsim's default.  No number of pdsim is fitted to such rows, but the
+model was changed after a look at some: a GPU of `SEEN` counts as in-sample.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.serve import ServeOptions, check_fits, job, result, specs
+from pdsim.config import Config, ExperimentOptions
+from pdsim.config.compose import compose
+from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress
+from pdsim.results.record import Metric, Result, Table
+from pdsim.serving.requests import RequestTable
+from pdsim.sim.model import Model
+
+__all__ = ["TARGETS", "ScorecardOptions", "run"]
+
+TARGETS = ("model",)
+SEEN = ("h200", "b200")
+"""GPUs whose rows were looked at while the model was made."""
+ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang"}
+"""Choices of ``engine`` by the rows' ``framework``; others are left out."""
+LAUNCH = {
+    "h200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "model.kv_dtype=bf16"),
+    "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82"),
+    "b200 fp4": ("scheduler.chunk=16384", "scheduler.memory_fraction=0.85"),
+}
+"""What the scripts of InferenceX start servers with (``benchmarks/dsr1_*``), by GPU, or GPU and precision."""
+METRICS = {"output": "output_tput_per_gpu", "tpot": "median_tpot", "ttft": "median_ttft"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorecardOptions(ExperimentOptions):
+    """Which rows are predicted."""
+
+    name: str = "scorecard"
+    files: tuple[str, ...] = ()  # of rows, CSV
+    gpus: tuple[str, ...] = ()  # of them only those of these GPUs, such as h200; none: all
+    rounds: int = 10  # requests of each user; InferenceX has 10
+
+
+class Server(NamedTuple):
+    """A measured configuration: the columns that say what was started."""
+
+    hardware: str
+    framework: str
+    precision: str
+    disagg: str
+    prefill: tuple[int, int, str, int]  # tp, ep, whether attention is data-parallel, workers
+    decode: tuple[int, int, str, int]
+    isl: int
+    osl: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, str]) -> Server:
+        """Return that of *row*."""
+        prefill, decode = (
+            (
+                int(row[f"{side}_tp"]),
+                int(row[f"{side}_ep"]),
+                row[f"{side}_dp_attention"],
+                int(row[f"{side}_num_workers"]),
+            )
+            for side in ("prefill", "decode")
+        )
+        head = (row[name] for name in ("hardware", "framework", "precision", "disagg"))
+        return cls(*head, prefill, decode, int(row["isl"]), int(row["osl"]))
+
+    @property
+    def layout(self) -> str:
+        """How it is divided, as in the table."""
+        if self.disagg != "True":
+            return f"tp{self.prefill[0]}"
+        return "+".join(f"{workers}x{tp}" for tp, _, _, workers in (self.prefill, self.decode))
+
+    def words(self) -> list[str]:
+        """Return the overrides that choose it."""
+        own = [f"engine={ENGINES[self.framework]}", "model=deepseek-v3", "experiment=serve"]
+        own += LAUNCH.get(f"{self.hardware} {self.precision}", LAUNCH.get(self.hardware, ()))
+        own += [
+            f"parallel.{side}.tp={tp}" for side, (tp, *_) in (("prefill", self.prefill), ("decode", self.decode))
+        ]
+        if self.disagg != "True":
+            return [f"hw=8x{self.hardware}", *own, "experiment.deployment=colocated", "parallel.decode.instances=1"]
+        gpus = sum(tp * workers for tp, _, _, workers in (self.prefill, self.decode))
+        own += [f"parallel.prefill.instances={self.prefill[3]}", f"parallel.decode.instances={self.decode[3]}"]
+        return [f"hw=2x8x{self.hardware}", f"hw.nodes={-(-gpus // 8)}", *own]
+
+
+def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa: ARG001
+    """Predict the rows of the files and compare."""
+    options = ScorecardOptions.of(config)
+    servers, left_out = _servers(options)
+    rows: list[list[Any]] = []
+    errors: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    output: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    for number, ((server, users), measured) in enumerate(servers.items()):
+        progress(number / len(servers), f"{server.hardware} {server.layout} {users}")
+        try:
+            made = predicted(server, users, options.rounds, config.seed)
+        except ConfigError as error:
+            left_out[str(error).splitlines()[0].partition(";")[0]] += 1
+            continue
+        kind = "disaggregated" if server.disagg == "True" else "colocated"
+        line: list[Any] = [server.hardware, server.precision, kind, server.layout, server.isl, server.osl, users]
+        for name, column in METRICS.items():
+            real = median(float(row[column]) for row in measured)
+            errors[kind, server.hardware][name].append(made[name] / real - 1.0)
+            line += [1e3 * real if name != "output" else real, 100 * (made[name] / real - 1.0)]
+        spread = [float(row["output_tput_per_gpu"]) for row in measured]
+        rows.append([*line, 100 * (max(spread) / min(spread) - 1.0)])
+        output[kind, server.hardware, server.isl, server.osl, users].append((made["output"], median(spread)))
+    heads = ("gpu", "precision", "servers", "layout", "isl", "osl", "users")
+    columns = dict.fromkeys(heads, "") | {
+        "output/s": "tokens a second and decode GPU, measured", "output %": "predicted over measured, less 1",
+        "tpot ms": "measured median", "tpot %": "", "ttft ms": "", "ttft %": "",
+        "dates %": "between dates, of output",
+    }  # fmt: skip
+    return Result(
+        summary=(Metric("servers", len(rows), "configurations and concurrencies"),),
+        tables=[_summary(errors, output), Table("Servers", columns, rows)],
+        notes=[f"left out: {count} of {why}" for why, count in left_out.items()],
+    )
+
+
+def _summary(errors: Mapping[Any, Mapping[str, Sequence[float]]], output: Mapping[Any, Sequence[Any]]) -> Table:
+    rows = []
+    for (kind, gpu), own in sorted(errors.items()):
+        regret = [
+            max(real for _, real in each) / max(each)[1] - 1.0
+            for (of, where, *_), each in output.items()
+            if (of, where) == (kind, gpu) and len(each) > 1
+        ]
+        cells = [100 * mean(map(abs, own[name])) for name in METRICS]
+        rows.append([kind, gpu, "in-sample" if gpu in SEEN else "blind", len(own["output"]), *cells,
+                     100 * mean(regret) if regret else None])  # fmt: skip
+    heads = {"servers": "", "gpu": "", "rows are": "", "count": "", "output %": "mean absolute error", "tpot %": "",
+             "ttft %": "", "regret %": "output lost by taking pdsim's best of the measured layouts"}  # fmt: skip
+    return Table("Errors", heads, rows)
+
+
+def _servers(options: ScorecardOptions) -> tuple[dict[tuple[Server, int], list[dict[str, str]]], dict[str, int]]:
+    servers: dict[tuple[Server, int], list[dict[str, str]]] = defaultdict(list)
+    left_out: dict[str, int] = defaultdict(int)
+    for row in (row for name in options.files for row in _read(Path(name))):
+        if options.gpus and row["hardware"] not in options.gpus:
+            continue
+        if row["spec_method"] != "none" or row["framework"] not in ENGINES:
+            left_out["rows with speculative decoding" if row["framework"] in ENGINES else row["framework"]] += 1
+            continue
+        servers[Server.of(row), int(row["conc"])].append(row)
+    return servers, left_out
+
+
+def _read(path: Path) -> Iterator[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.DictReader(file)
+    except OSError as error:
+        raise ConfigError(f"--against inferencex {path}: {error.strerror}; name a CSV file") from error
+
+
+def predicted(server: Server, users: int, rounds: int, seed: int) -> dict[str, float]:
+    """Return output a second and decode GPU, and the medians of TPOT and TTFT, of *server* with so many *users*."""
+    config = compose(server.words())
+    options = ServeOptions.of(config)
+    what = job(config, options)
+    drawn = np.random.default_rng(seed)
+    count = users * rounds
+    lengths = [np.rint(size * drawn.uniform(0.8, 1.0, count)).astype(np.int64) for size in (server.isl, server.osl)]
+    after = np.arange(count) - users
+    requests = RequestTable(np.zeros(count), *lengths, after=np.where(after < 0, -1, after))
+    check_fits(what, requests)
+    target = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+    rows = result(config, what, requests, target.run(specs(config, what, requests))).requests
+    seconds = float(np.nanmax(np.asarray(rows["arrival"]) + np.asarray(rows["e2e"])))
+    decode = server.decode[0] * max(1, server.decode[3])
+    return {
+        "output": float(lengths[1].sum()) / seconds / decode,
+        "tpot": float(np.nanmedian(rows["tpot"])),
+        "ttft": float(np.nanmedian(rows["ttft"])),
+    }

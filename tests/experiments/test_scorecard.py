@@ -1,0 +1,33 @@
+"""``pdsim validate --against inferencex`` predicts measured servers and says how far off it is."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from pdsim.cli.main import main
+
+HEAD = ["hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc"]
+METRICS = ["output_tput_per_gpu", "median_tpot", "median_ttft"]
+SIDES = [f"{side}_{name}" for side in ("prefill", "decode") for name in ("tp", "ep", "dp_attention", "num_workers")]
+
+
+def row(output: float, method: str = "none", framework: str = "sglang") -> list[object]:
+    return ["h200", framework, "fp8", method, "False", 256, 64, 2, output, 0.01, 0.1, *(8, 1, "False", 0) * 2]
+
+
+def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [row(10.0), row(20.0), row(40.0), row(20.0, method="mtp"), row(20.0, framework="trt")]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([HEAD + METRICS + SIDES, *rows])
+    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}", "-v"]) == 0
+    said = capsys.readouterr().out
+    assert "left out: 1 of rows with speculative decoding" in said
+    assert "left out: 1 of trt" in said
+    assert "in-sample" in said
+    assert " 20 " in said.partition("Servers")[2]
+
+
+def test_against_needs_rows_of_inferencex(capsys: pytest.CaptureFixture[str]):
+    assert main(["validate", "--against", "mlperf", "rows.csv"]) == 2
+    assert "--against mlperf rows.csv: write --against inferencex FILE" in capsys.readouterr().err
