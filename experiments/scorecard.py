@@ -78,7 +78,7 @@ class Server(NamedTuple):
             )
             for side in ("prefill", "decode")
         )
-        head = (row[name] for name in ("hardware", "framework", "precision", "disagg"))
+        head = row["hardware"], row["framework"], row["precision"], row["disagg"]
         return cls(*head, prefill, decode, int(row["isl"]), int(row["osl"]))
 
     @property
