@@ -41,14 +41,7 @@ _PACKAGES = {
 
 
 def report(own: Sequence[Path] = ()) -> str:
-    """Return the text of ``pdsim doctor``.
-
-    What works on this machine, and for what does not, why and what would help.
-
-    It covers devices, engines, servers that can be started, optional packages and the emulated link, with the
-    engines and options of the folders *own* beside those of pdsim. Probes every engine's library in a process of its
-    own, for native libraries may abort; that takes seconds.
-    """
+    """Return the text of ``pdsim doctor``."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
@@ -97,11 +90,7 @@ def _own(folders: Sequence[Path]) -> list[str]:
 
 
 def host() -> str:
-    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations.
-
-    The ratio is what ``host_factor`` of a run on the model stands for: how many times as long this host takes for
-    its own part of a transfer as the host that a calibration was measured on.
-    """
+    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations."""
     from omegaconf import OmegaConf
 
     least, middle, most = measure()

@@ -32,11 +32,6 @@ _Tried = Mapping[str, Figures | str]
 def explain_one(folder: Path, *, request: int | None = None, fast: bool = False, json: bool = False) -> None:
     """Print what bounded the run in *folder*, or one *request* of it; *fast* simulates nothing.
 
-    Shares of the time are the mean over requests, or over transfers where the experiment has no requests. Causes
-    with less than a thousandth of it are left out; each of the others is relieved twofold and the run simulated
-    again with the same seed, which takes as long as the run for each cause. With *json* the same is one object:
-    ``seconds`` by cause, and ``reliefs``.
-
     Raise a `ConfigError` if the run kept nothing to explain, or no such request.
     """
     times = explain.accounts(folder, request)
@@ -57,11 +52,7 @@ def explain_one(folder: Path, *, request: int | None = None, fast: bool = False,
 
 
 def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = False) -> None:
-    """Print which cause makes the runs in two *folders* differ; raise as `explain_one`.
-
-    Beside the causes, each group of keys in which they differ (engine, machine, layout, …) is exchanged alone: A is
-    simulated with that group of B. What the groups bring by themselves need not add up.
-    """
+    """Print which cause makes the runs in two *folders* differ; raise as `explain_one`."""
     sentences = explain.difference(folders)
     tried = {} if fast else _simulated(folders[0], lambda bar: try_exchanges(list(map(_config, folders)), bar))
     if json:

@@ -307,9 +307,6 @@ def flags(command: str) -> Mapping[str, str]:
 def parse(command: str, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split *words* into overrides or folders, in their order, and the values of options by their long names.
 
-    An option is written ``--name VALUE`` or ``--name=VALUE``; the last of a name counts, and of ``--zip`` all do.  A
-    value is of the type that its page names: N is a whole number, SIZE bytes, TIME seconds, FILE and DIR paths.
-
     Raise a `ConfigError` for an unknown option, with the nearest known one, for an option without its value, and for
     a value of another type.
 

@@ -41,12 +41,7 @@ def begun() -> None:
 
 
 def ended() -> None:
-    """From now on Ctrl-C is ignored, if there is no thread to wait for.
-
-    All is printed and kept, and the status known.
-
-    Python would end by SIGINT instead of that status, or with a traceback out of what it runs at its exit.
-    """
+    """From now on Ctrl-C is ignored, if there is no thread to wait for."""
     if signal.getsignal(signal.SIGINT) in (_end, _interrupt) and threading.active_count() == 1:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -66,8 +66,6 @@ class _ProfileCommand:
 def profile(words: Sequence[str]) -> int:
     """Do what *words* ask for, print what was found, and return the exit status.
 
-    The measured rows are written before they are fitted, so that an error of the fit loses nothing.
-
     Raises:
         ConfigError: an unknown option or value, no PyTorch, or no device that it can use; nothing was written.
         PdsimError: nothing could be measured.
@@ -203,12 +201,7 @@ def _release(folder: Path) -> str:
 
 
 def errors(fit: fits.KernelFit) -> Table:
-    """Return how far off *fit* is, in per cent.
-
-    A row for each operator, and for the whole forwards that the fit has not seen.  Errors are
-    signed as fitted over measured minus one; medians and 95th percentiles are of the absolute
-    error, the bias is the signed median.
-    """
+    """Return how far off *fit* is, in per cent."""
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
     rows = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in fit.errors]
     return Table("Errors", heads, rows)
@@ -307,10 +300,6 @@ def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
 
 def read(path: Path) -> tuple[dict[str, str], Rows]:
     """Return what the profile in *path* says about itself, and its rows, every value still a text.
-
-    Lines that begin with ``#`` are comments anywhere; those of the form ``# key: value`` are what
-    it says about itself (kind, source, command, date and the versions of
-    `pdsim.results.record`).
 
     Raises:
         ConfigError: *path* cannot be read as UTF-8 or as CSV, or has no rows.

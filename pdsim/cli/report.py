@@ -26,8 +26,6 @@ def report(
 ) -> Path:
     """Write the page about *folder*, or only its *figure* as a file of *form*, to *output* and return its path.
 
-    By default the page is ``report.html`` in *folder*, and a figure ``NAME.svg`` here.  *slo* is for sweeps.
-
     Raise a `ConfigError` for a folder that is none of the three, a figure that there is not, a missing library, and
     a file that cannot be written.
     """
@@ -75,8 +73,6 @@ def is_sweep(folder: Path) -> bool:
 
 def timeline(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write the trace of the runs in *folders* to *output* and return its path.
-
-    By default it is ``timeline.json.gz`` in the first folder.
 
     Raise a `ConfigError` for a sweep, and for what `pdsim.results.timeline.trace` refuses.
     """

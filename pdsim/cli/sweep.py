@@ -42,9 +42,6 @@ __all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
 def sweep(words: Sequence[str]) -> int:
     """Run every point of *words*, or those that an earlier call has not, and return the exit status.
 
-    *words* are what stands behind ``pdsim sweep``. The points that ended are in a folder whose name is a hash of
-    *words*, so the same command goes on where it was interrupted, and another one begins anew.
-
     Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run. A point that
     fails, or that cannot be run, does not end the others: 1 is returned if any failed, 0 if all others could not be
     run. Ctrl-C raises a `KeyboardInterrupt` that says where the finished points are.
@@ -140,9 +137,6 @@ def _search_of(options: Mapping[str, Any]) -> OptunaSearch | None:
 
 def points(asked: Asked) -> list[Point]:
     """Return the points of a sweep, each once, in the order of its axes: the last one changes fastest.
-
-    Two combinations that make the same configuration are one point. One that cannot be run has a `Point.refusal`
-    instead of a configuration, and is not an error, for the others can.
 
     Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option,
     and for an interval, which only a search chooses from.

@@ -178,11 +178,7 @@ class EngineModel:
     by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
 
     def on_line(self, line: Rate) -> EngineModel:
-        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate.
-
-        A model with ``line=0`` does not depend on it and is returned as it is; so is one that was found at *line*.
-        Latencies and costs of descriptors are host time and do not scale.
-        """
+        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate."""
         if not self.line or not line or line == self.line:
             return self
         share = line / self.line
@@ -231,8 +227,6 @@ class EngineModel:
     def inline_saving(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
         """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*.
 
-        Seconds, of posting and of latency; the saving comes out of *latency* first.
-
         >>> small = InlineSaving(bytes=4096, descriptors=1, saving=3e-6)
         >>> model = EngineModel(path="rdma", call=5e-6, descriptor=0.0, overlap=True, latency=2e-6, small=small)
         >>> [f"{1e6 * part:.0f}" for part in model.inline_saving(1, 4096)], model.inline_saving(2, 4096)
@@ -258,11 +252,7 @@ class EngineModel:
         return seconds * min(self.fastest(read=read), narrowest) if seconds else 0.0
 
     def stages(self, descriptors: Any, nbytes: Any, narrowest: Rate = math.inf, *, read: bool = False) -> Any:
-        """Return the seconds of posting, of the first descriptor's posting, of the wire, and of latency.
-
-        For one transfer of *descriptors* and *nbytes*, numbers, or for many, arrays; links let *narrowest* bytes/s
-        through.
-        """
+        """Return the seconds of posting, of the first descriptor's posting, of the wire, and of latency."""
         narrowest = min(narrowest, self.queues * self.queue_rate)
         held = descriptors * self.wire_overhead(narrowest, read=read)
         wire = (nbytes + held) / min(self.fastest(read=read), narrowest)
@@ -281,9 +271,6 @@ class EngineModel:
         self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False
     ) -> Seconds:
         """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
-
-        The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14).  A sum of
-        1 MiB in 16 descriptors:
 
         >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
         >>> f"{model.isolated_time(16, 1 << 20):.9f}"
@@ -375,8 +362,6 @@ class CollectiveModel:
     def before(self, ranks: int, size: float) -> Seconds:
         """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links.
 
-        With ``stream`` it is what the GPU takes beyond moving the bytes at *rate*.
-
         >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6,
         ...                         rate=300e9, own_rate=100e9)
         >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
@@ -396,11 +381,7 @@ class CollectiveModel:
     def isolated_time(
         self, ranks: int, size: float, narrowest: Rate = math.inf, *, paused: bool = False, grown: bool = False
     ) -> Seconds:
-        """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.
-
-        *size* is the bytes of each of *ranks*; *paused* and *grown* are those of `busy`.  The simulator gives the
-        same for idle links.
-        """
+        """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more."""
         moved = (ranks - 1) * size / min(self.rate, narrowest)
         return max(self.before(ranks, size) + moved, self.busy(paused=paused, grown=grown))
 
@@ -419,12 +400,7 @@ class CollectiveModel:
         return min(line.latency + (ranks - 1) * size / min(line.rate, self.rate) for line in self.device)
 
     def queued(self) -> CollectiveModel:
-        """Return what a program pays that queues gathers on a stream.
-
-        That is the GPU's own time or, where nobody has measured it, the caller's.  Bytes move at the rate of the
-        quickest line, but at most at *rate*, after what the line of that size takes longer.  Pauses and growths of
-        pools cost nothing there.
-        """
+        """Return what a program pays that queues gathers on a stream."""
         steady = replace(self, after_pause=0.0, grown=0.0)
         if not self.device:
             return steady

@@ -50,8 +50,6 @@ class Copies:
     def busy(self, descriptors: int, switched: bool = False) -> Seconds:
         """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one.
 
-        *switched* says whether the device's last copy was another rank's.
-
         >>> f"{Copies(call=300e-6, descriptor=10e-9).busy(32768):.6f}"
         '0.000628'
         """

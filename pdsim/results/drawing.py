@@ -163,11 +163,7 @@ def thinned(count: int, most: int = _MOST) -> list[int]:
 
 
 def plotly_panel(panel: Panel) -> dict[str, Any]:
-    """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``, numbers rounded to six digits.
-
-    Plain dictionaries: to make plotly's objects takes longer than everything else.  Colours are names such as
-    ``@muted`` and ``@c0``, which ``page.js`` replaces by those of its theme; it adds what all panels share.
-    """
+    """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``, numbers rounded to six digits."""
     layout = {
         "height": panel.height,
         "showlegend": any(series.name for series in panel.series),

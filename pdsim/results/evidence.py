@@ -77,12 +77,7 @@ def kind_of(parameter: str, source: str) -> str:
 
 
 def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidence:
-    """Return the evidence behind a run of *config*.
-
-    *serving* says whether it computed forwards of a language model, *gathering* whether it ran collectives.
-
-    Nothing is returned for a model whose machine or engine has no sources at all: its numbers must not be printed.
-    """
+    """Return the evidence behind a run of *config*."""
     sources: dict[str, str] = {}
     if config.target == "model":
         if not config.hw.sources or not config.backend.sources:
@@ -130,11 +125,7 @@ def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
-    """Return a warning for each way in which modelled *transfers* rest on what was measured elsewhere.
-
-    That is: a rate borrowed from other hardware which is the narrowest on the way, and transfers of more bytes,
-    descriptors or GPUs than any sample of the calibration, or of a host that is slower or quicker than those known.
-    """
+    """Return a warning for each way in which modelled *transfers* rest on what was measured elsewhere."""
     if config.target != "model" or not transfers:
         return []
     return [*_borrowed_rates(config, transfers), *_beyond_samples(config, transfers)]
@@ -180,11 +171,7 @@ class HostSpread:
 
 
 def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpread | None:
-    """Return by how much other hosts move the times of modelled *transfers*.
-
-    None for a run that was given its ``host_factor``, that has none of these transfers, or whose calibration knows
-    one host only.
-    """
+    """Return by how much other hosts move the times of modelled *transfers*."""
     calibration, model = config.calibration, config.backend.intra
     if config.target != "model" or not transfers or calibration is None or model is None:
         return None

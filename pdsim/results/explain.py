@@ -36,10 +36,6 @@ STAGES = {
 def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, float]]:
     """Return mean seconds of each phase of requests and each stage of transfers of the run in *folder*.
 
-    The keys are ``"request"``, of all or of one *request*, and ``"transfer"``, those without rows left out;
-    ``"size"`` has mean bytes and descriptors of a transfer, and the seconds that its poller added. Only requests and
-    transfers that succeeded count: the phases of one that failed do not add up.
-
     Raise a `ConfigError` if *folder* is not a complete run, or has no rows at all, or has no such request that
     ended.
     """
@@ -85,12 +81,6 @@ def tables(folders: Sequence[Path]) -> list[Table]:
 def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
     """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*.
 
-    Of a run without requests, of its transfers.
-
-    The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link
-    the wire, the host what the poller added, and the handshake. So the causes of requests add up to their end-to-end
-    time, and those of transfers to their latency.
-
     Raise a `ConfigError` as `causes` does, and for a *request* that there is none of or that did not end.
     """
     means = causes(folder, request)
@@ -117,11 +107,7 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
 
 
 def difference(folders: Sequence[Path]) -> list[str]:
-    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers.
-
-    The second run is called by its engine or machine, whichever differs, and "B" if neither does. A sentence is left
-    out where one of the two has no such rows.
-    """
+    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
     runs = [store.load(folder) for folder in folders]
     means = [causes(folder) for folder in folders]
     name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")

@@ -154,11 +154,7 @@ _SIGNIFICANT = 2.576
 
 
 def half_width(values: Floats, q: float | None) -> float | None:
-    """Return half the length of the 95 % interval of percentile *q* of *values*, in order; of their mean for None.
-
-    The most batches are taken whose values show no correlation, and the fewest if all do.  None for too few values:
-    five batches of at least ten, each large enough for *q*.
-    """
+    """Return half the 95 % interval of percentile *q* of *values*, in order, or of their mean; None for too few."""
     least = max(_SMALLEST, 1 if q is None else needed(q))
     half = None
     for batches, quantile in BATCHES.items():
@@ -190,11 +186,7 @@ def _correlation(values: Floats) -> float:
 
 
 def trend(values: Floats) -> float | None:
-    """Return by how much *values*, in order, grow from the first to the last tenth, if they do; 0.0 if they do not.
-
-    They do if the means of ten batches rank upwards more than 1 % of stationary runs would.  None for fewer than
-    100.
-    """
+    """Return by how much *values* grow from first to last tenth: 0.0 if they do not; None for fewer than 100."""
     if len(values) < _TREND_BATCHES * _SMALLEST:
         return None
     means = np.array([part.mean() for part in np.array_split(values, _TREND_BATCHES)])

@@ -177,22 +177,14 @@ def _schema(columns: tuple[Column, ...]) -> pa.Schema:
 
 
 def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
-    """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given.
-
-    It is made from the columns of `pdsim.transfer.log` where records are kept in logs, without an object
-    for each.
-    """
+    """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given."""
     import pyarrow as pa
 
     return pa.concat_tables(transfers_tables(records)).combine_chunks()
 
 
 def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
-    """Yield `transfers_table` in tables of about so many *rows*, at least one.
-
-    So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their
-    order are those of one table.
-    """
+    """Yield `transfers_table` in tables of about so many *rows*, at least one."""
     import pyarrow as pa
 
     tables: list[pa.Table] = []
@@ -252,9 +244,6 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
-
-    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given. Values are lists of equal length, one item
-    a request, None where it has none.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """

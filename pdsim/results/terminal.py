@@ -52,10 +52,6 @@ _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so tha
 def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) -> None:
     """Print the report of the complete run in *folder* to *file*, by default standard output.
 
-    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on. On a
-    terminal there are colours, and columns that do not fit are named instead of shown; elsewhere a line is never
-    broken, so that grep and cut work, and rich is not imported.
-
     A run without evidence for its hardware or engine shows no numbers. Raise a `ConfigError` if *folder* is not a
     complete run.
     """
@@ -399,12 +395,7 @@ _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 
 
 def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> Iterator[str]:
-    """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline.
-
-    Of a run that served requests they are load, verdict, latencies and what bounds it; of any other its first table
-    or metrics. Then come failures, the weakest evidence, the first warning, and what to type next. Without evidence
-    there is no number. A *page* has tables and commands elsewhere, so they are left out.
-    """
+    """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline."""
     proof = Evidence(run["evidence"]["sources"])
     metrics = {name: metric["value"] for name, metric in run["metrics"].items()}
     shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _PHASES}
@@ -446,8 +437,6 @@ def share(value: float) -> str:
 
 def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     """Return *used*, shares by name, those whose names differ in numbers only as one, most used first.
-
-    A row has the name with ``*`` for the numbers, how many there are, and the least and the highest share.
 
     >>> alike({"gpu0/memory": 0.5, "gpu1/memory": 0.25, "host": 0.125})
     [('gpu*/memory', 2, 0.25, 0.5), ('host', 1, 0.125, 0.125)]

@@ -96,9 +96,6 @@ class _Drawn:
 def trace(folders: Sequence[Path], path: Path) -> int:
     """Write the trace of the complete runs in *folders* to *path*, compressed if that ends in ``.gz``.
 
-    The file is a JSON object of trace events, one a line, that ui.perfetto.dev and chrome://tracing open. Times are
-    microseconds from the earliest instant of all runs. The same runs write the same bytes.
-
     Return the number of events. Raise a `ConfigError` for a folder that is no complete run, for a run that kept
     neither requests nor transfers, and for a file that cannot be written.
     """
@@ -222,13 +219,7 @@ def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> N
 
 
 def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of *runs*, each with a title: what tracks are called, then the rest in order of time.
-
-    Every instance, rank and group of counters is a process of the trace, sorted as `_order` says; slices of one
-    track that overlap are on as many threads as needed. With several runs, their processes begin with A, B and so
-    on. Instants are divided by 1,000 from whole nanoseconds, so equal ones stay equal; at one instant counters come
-    before slices, and slices before arrows.
-    """
+    """Yield the trace events of *runs*, each with a title: names of tracks, then the rest in order of time."""
     first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
     first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
     ordered: list[tuple[int, int, dict[str, Any]]] = []

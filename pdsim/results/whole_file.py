@@ -21,9 +21,6 @@ __all__ = ["whole_file"]
 def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
     """Yield a file to write to, which is called *path* only when all of it is written.
 
-    Until then it is ``NAME.part`` beside it, which does not stay behind unless the process is killed.  What is no
-    regular file, such as ``/dev/stdout``, is written to as it is.
-
     Raise a `ConfigError` that names *option*, which the path was given with, if it cannot be written.
 
     >>> from tempfile import mkdtemp

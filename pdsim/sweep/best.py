@@ -86,9 +86,6 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     """Return the points of the sweep in *folder* that served requests, the best first.
 
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
-
-    Order: goodput of one GPU, then attainment, then the point's name.  Points without GPUs, without goodput or
-    without evidence are left out.  Reads ``requests.parquet`` of every point.
     """
     rows = collect.points(folder)
     swept = collect.swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
@@ -104,11 +101,7 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
 
 
 def front(points: Iterable[Ranked]) -> list[Ranked]:
-    """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first.
-
-    Speed is tokens a second of the median user, throughput output tokens a second and GPU.  Points without a speed
-    are left out.
-    """
+    """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first."""
     front: list[Ranked] = []
     able = [each for each in points if each.speed is not None]
     for each in sorted(able, key=lambda each: (-(each.speed or 0.0), -each.throughput)):

@@ -79,13 +79,7 @@ _LEAST = 8
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
-    """Write *rows*, of `Ledger`, to ``points.parquet`` in *folder* and return its path.
-
-    One row a point: who it is, how it ended, its overrides, its metrics with their *definitions*.
-
-    The file is written beside its place, synchronised to the disk and moved there.  Its schema says of each column
-    its unit, its definition, and whether it is about the point, an override or a metric.
-    """
+    """Write *rows*, of `Ledger`, to ``points.parquet`` in *folder* and return its path."""
     import pyarrow.parquet as pq
 
     path = folder / POINTS
@@ -111,13 +105,7 @@ def points(folder: Path) -> pa.Table:
 
 
 def table(folder: Path) -> Table:
-    """Return the table of the sweep in *folder* for people: what was swept, then how each point ended, then metrics.
-
-    Columns that all points share are left out, and so are the metrics of a point without evidence.
-
-    A sweep of one point shows all of its metrics.  Columns that may have been swept come first, then the status,
-    then the metrics, those of `_FIRST` ahead.
-    """
+    """Return the table of the sweep in *folder* for people: what was swept, the status, then metrics."""
     return _table(points(folder), folder)
 
 
@@ -257,12 +245,7 @@ def _brief(whole: Table, metrics: Collection[str]) -> Table:
 
 
 def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
-    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
-
-    Points that cannot be run are shown as their number and the reason of one, and of the metrics the first; what is
-    left out is counted.  *verbose*, all is shown, and the definitions of the columns follow.  The JSON object has
-    the path of the Parquet file and its rows.
-    """
+    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
     if json:
         rows = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
         (sys.stdout if file is None else file).write(dumps(rows, default=str) + "\n")
@@ -299,11 +282,7 @@ class Ledger:
         self._file = self._path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any], definitions: Mapping[str, str]) -> None:
-        """Write *row*, and those *definitions* of its metrics that no row before had.
-
-        The line is flushed to the operating system at once, so it survives a killed process, though not a power
-        failure.
-        """
+        """Write *row*, and those *definitions* of its metrics that no row before had."""
         if new := {name: text for name, text in definitions.items() if name not in self.definitions}:
             self.definitions |= new
             self._write({_DEFINITION: new})

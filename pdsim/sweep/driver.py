@@ -30,10 +30,6 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
     Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has
     the rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to,
     or if another process runs this sweep.
-
-    *progress* is called at once and after each point with the share that is done, 0 to 1, and a line about the rate
-    and the best point.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on
-    *folder* at a time.
     """
     store.make(folder.parent, "output=")
     store.make(folder, "output=")
@@ -91,14 +87,7 @@ def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def measure(point: Point) -> dict[str, Any]:
-    """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row.
-
-    A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss
-    of power has cut short is run again.
-
-    The status is ok or partial as the run's own, *infeasible* for a configuration that is refused, *failed* for any
-    other exception.  Runs in a process of the executor; the folder of the sweep is ``point.config.output``.
-    """
+    """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row."""
     if point.config is None:
         return _refused(point, point.refusal)
     folder = Path(point.config.output) / point.name

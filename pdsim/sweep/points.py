@@ -50,11 +50,7 @@ class Point:
     refusal: str = ""
 
     def about(self) -> dict[str, Any]:
-        """Return what the sweep's table says of the point however it ends.
-
-        Keys are those of `pdsim.sweep.collect`; a point that was refused has no experiment, machine or backend to
-        name.
-        """
+        """Return what the sweep's table says of the point however it ends."""
         config, overrides = self.config, dict(word.lstrip("+").partition("=")[::2] for word in self.words)
         about: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
         if config is not None:
@@ -107,11 +103,6 @@ def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:
 
 
 def name_of(config: Config) -> str:
-    """Return the name of the point that runs *config*: 12 hexadecimal digits of a hash of all that it says.
-
-    The folder of the results is left out, and the version of pdsim is in it.
-
-    Two spellings of one configuration have one name, so a point is measured once however it was written.
-    """
+    """Return the name of the point that runs *config*: 12 hexadecimal digits of a hash of all that it says."""
     text = f"[{json.dumps(__version__)}, {canonical(config, 'output')}]"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -17,52 +17,44 @@ def kept(folder, *records):
     return Run(make_config(folder)).finish(make_result(transfers=records))
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the folders of two runs that served: of NVLink, and of NIXL with another layout."""
+    words = {"workload": "poisson", "workload.count": 8, "workload.rate": 2}
+    words["output"] = str(tmp_path_factory.mktemp("runs"))
+    other = {"backend": "nixl", "parallel.decode.tp": 2}
+    return [pdsim.simulate(**(words | more)).folder for more in ({}, other)]
+
+
 def test_stages_of_transfers_are_their_means(tmp_path):
     found = causes(kept(tmp_path, record(), record(start=1.0), record(status="PeerLost")))
-    assert found["transfer"] == {
-        "prep": pytest.approx(1e-6),
-        "post": pytest.approx(2e-6),
-        "tx": pytest.approx(10e-6),
-    }
-    assert found["size"] == {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
-    assert "request" not in found
-
-
-def test_a_run_that_kept_nothing_is_refused(tmp_path):
+    stages = {"prep": pytest.approx(1e-6), "post": pytest.approx(2e-6), "tx": pytest.approx(10e-6)}
+    size = {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
+    assert found == {"transfer": stages, "size": size}
     with pytest.raises(ConfigError, match="kept no requests and no transfers that ended"):
         causes(kept(tmp_path, record(status="PeerLost")))
 
 
-def served(**changes):
-    words = {"workload": "poisson", "workload.count": 8, "workload.rate": 2}
-    return pdsim.simulate(**(words | changes)).folder
-
-
-def test_accounts_add_up_to_the_time_of_the_requests(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = served()
-    e2e = pdsim.load(folder).requests["e2e"].to_pylist()
-    assert sum(accounts(folder).values()) == pytest.approx(sum(e2e) / len(e2e), rel=1e-9)
-    assert sum(accounts(folder, 5).values()) == pytest.approx(e2e[5], rel=1e-9)
+def test_accounts_add_up_to_the_time_of_the_requests(runs):
+    e2e = pdsim.load(runs[0]).requests["e2e"].to_pylist()
+    assert sum(accounts(runs[0]).values()) == pytest.approx(sum(e2e) / len(e2e), rel=1e-9)
+    assert sum(accounts(runs[0], 5).values()) == pytest.approx(e2e[5], rel=1e-9)
     with pytest.raises(ConfigError, match="has no request 8 that ended; there are 0 to 7"):
-        accounts(folder, 8)
+        accounts(runs[0], 8)
 
 
-def test_the_difference_of_two_runs_is_a_sentence_with_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    first, second = served(), served(**{"backend": "nixl", "parallel.decode.tp": 2})
-    requests, transfers = difference([first, second])
+def test_the_difference_of_two_runs_is_a_sentence_with_numbers(runs):
+    requests, transfers = difference(runs)
     pattern = r"nixl serves a request [\d.,]+ times slower \(.+ in the mean\), [\d.]+ % of it by transfer \(.+\)"
     assert re.fullmatch(pattern, requests)
     pattern = r"nixl is [\d.,]+ times slower in a transfer \(.+\): [\d.,]+ times the descriptors \(.+\) at .+ each"
     assert re.fullmatch(pattern, transfers)
-    same = difference([first, first])
+    same = difference([runs[0], runs[0]])
     assert [line.partition(" the same time")[0] for line in same] == ["B serves a request in", "B takes"]
 
 
-def test_explain_says_what_a_relief_brings_and_what_makes_two_runs_differ(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    first, second = map(str, (served(), served(**{"backend": "nixl", "parallel.decode.tp": 2})))
+def test_explain_says_what_a_relief_brings_and_what_makes_two_runs_differ(runs, capsys):
+    first, second = map(str, runs)
     assert main(["explain", first]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mean of requests: ")

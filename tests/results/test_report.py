@@ -44,9 +44,10 @@ def test_the_weakest_evidence_is_named_with_what_it_rests_on(folder):
     assert "weakest evidence: assumed:\n  hw.host.memory: as in the shop" in text
 
 
-def test_without_evidence_no_number_is_printed(tmp_path):
+@pytest.mark.parametrize("verbose", [True, False])
+def test_without_evidence_no_number_is_printed(tmp_path, verbose):
     config = make_config(tmp_path, hw=replace(MACHINE, sources={}))
-    text = printed(Run(config).finish(make_result()))
+    text = printed(Run(config).finish(make_result()), verbose=verbose)
     assert "5.25" not in text
     assert "evidence: none, so no number is printed" in text
 

@@ -215,7 +215,6 @@ def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
             "No such file or directory; name a file that can be written with -o",
         ),
         (("{run}", "--colour"), "unknown option --colour"),
-        (("{run}", "--json"), "unknown option --json"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_line(folders, capsys, words, message):

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import transfer
-from pdsim.config import as_written
+from pdsim.config import as_written, load
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import store
 from pdsim.results.store import FILES, INCOMPLETE, Run
@@ -20,31 +20,23 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_finished_run_has_all_files_and_a_telling_name(config):
+def test_a_run_is_marked_until_all_its_files_are_there(config):
     with Run(config) as run:
+        assert run.folder.name.endswith(INCOMPLETE)
+        assert json.loads((run.folder / "run.json").read_text())["status"] == "running"
+        with pytest.raises(ConfigError, match=r"has no requests\.parquet, summary\.json, transfers\.parquet"):
+            store.load(run.folder)
         folder = run.finish(make_result())
     assert tuple(content(folder)) == FILES
     assert folder.name.startswith("transfer-toy-fast-model-2")
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_run_is_marked_incomplete_from_the_start(config):
-    run = Run(config)
-    assert run.folder.name.endswith(INCOMPLETE)
-    assert (run.folder / "config.yaml").stat().st_size > 0
-    assert json.loads((run.folder / "run.json").read_text())["status"] == "running"
-
-
-def test_two_runs_of_one_seed_leave_the_same_bytes(config):
-    one, other = (Run(config, command=("pdsim", "run")).finish(make_result()) for _ in range(2))
-    assert one != other
-    assert content(one) == content(other)
-
-
-def test_runs_that_start_together_get_folders_of_their_own(config):
-    runs = [Run(config) for _ in range(3)]
-    folders = {run.finish(make_result()) for run in runs}
-    assert len(folders) == 3
+def test_runs_that_start_together_leave_the_same_bytes_in_own_folders(config):
+    runs = [Run(config, command=("pdsim", "run")) for _ in range(3)]
+    one, *others = (run.finish(make_result()) for run in runs)
+    assert len({one, *others}) == 3
+    assert all(content(one) == content(other) for other in others)
 
 
 def test_a_real_run_records_its_date_and_duration(tmp_path):
@@ -61,16 +53,14 @@ def test_a_run_that_raises_stays_marked_and_keeps_its_error(config):
     assert (about["status"], about["error"]) == ("failed", "PeerLost: rank1 is gone since a while")
 
 
-def test_failures_are_kept_and_make_the_run_partial(config):
+def test_failures_make_a_run_partial_and_nan_is_null(config):
     outcome = Outcome({"rank1": RankResult("rank1", error="PeerLost: rank0 is gone")}, seconds=1.0)
-    about = store.load(Run(config).finish(make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome)))
+    metric = make_result().summary[0]
+    lost = metric.__class__("x", float("nan"), "a number")
+    result = make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome, summary=[lost])
+    about = store.load(Run(config).finish(result))
     assert (about["status"], about["error"]) == ("partial", "rank1: PeerLost: rank0 is gone")
     assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone", "refused": 0}}
-
-
-def test_numbers_that_json_lacks_become_null(config):
-    metric = make_result().summary[0]
-    about = store.load(Run(config).finish(make_result(summary=[metric.__class__("x", float("nan"), "a number")])))
     assert about["metrics"]["x"]["value"] is None
 
 
@@ -81,17 +71,10 @@ def configuration(folder: Path) -> Any:
 
 
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
-    from pdsim.config import load
-
-    config = make_config(tmp_path, experiment=transfer.TransferOptions())
-    first = load(as_written(config))
-    again = load(configuration(Run(first).finish(make_result())))
-    assert again == first
-
-
-def test_an_incomplete_run_cannot_be_loaded(config):
-    with pytest.raises(ConfigError, match=r"has no requests\.parquet, summary\.json, transfers\.parquet"):
-        store.load(Run(config).folder)
+    first = load(as_written(make_config(tmp_path, experiment=transfer.TransferOptions())))
+    written = configuration(Run(first).finish(make_result()))
+    assert load(written) == first
+    assert "rate" not in written["backend"]["intra"]  # infinite, as by default
 
 
 def test_a_changed_file_or_another_version_is_named(config):

@@ -68,39 +68,30 @@ def side_by_side(folders, tmp_path_factory):
     return drawn(folders, tmp_path_factory.mktemp("trace"), "pushed", "pulled", "live")
 
 
-class TestTheFormat:
-    def test_every_event_has_what_its_kind_needs(self, side_by_side):
-        needs = {"M": {"args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"ts", "id", "tid"}}
-        needs |= {"t": needs["s"], "f": needs["s"] | {"bp"}}
-        assert {event["ph"] for event in side_by_side} <= set(needs)
-        assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in side_by_side)
-        assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in side_by_side if event["ph"] != "M")
+def test_every_event_keeps_to_the_format_of_traces(side_by_side):
+    needs = {"M": {"args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"ts", "id", "tid"}}
+    needs |= {"t": needs["s"], "f": needs["s"] | {"bp"}}
+    assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in side_by_side)
+    timed = [event for event in side_by_side if event["ph"] != "M"]
+    times = [event["ts"] for event in timed]
+    assert times == sorted(times)
+    assert min(times) >= 0
+    assert all(event.get("dur", 0) >= 0 for event in timed)
+    assert {e["pid"] for e in side_by_side} == {pid for pid, _ in names(side_by_side, "process_name")}
 
-    def test_time_does_not_go_back(self, side_by_side):
-        times = [event["ts"] for event in side_by_side if event["ph"] != "M"]
-        assert times == sorted(times)
 
-    def test_slices_of_a_track_do_not_overlap(self, side_by_side):
-        tracks: dict = {}
-        for event in of(side_by_side, "X"):
-            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        for spans in tracks.values():
-            assert all(end <= begin + 1e-4 for (_, end), (begin, _) in pairwise(sorted(spans)))
-
-    def test_every_track_and_counter_has_a_name_and_a_process(self, side_by_side):
-        processes = {pid for pid, _ in names(side_by_side, "process_name")}
-        assert {(e["pid"], e["tid"]) for e in of(side_by_side, "X")} == set(names(side_by_side, "thread_name"))
-        assert {e["pid"] for e in side_by_side} == processes
-
-    def test_an_arrow_begins_and_ends_once_within_slices(self, side_by_side):
-        begins, ends = (Counter(e["id"] for e in of(side_by_side, kind)) for kind in "sf")
-        assert begins == ends
-        assert set(begins.values()) == {1}
-        slices: dict = {}
-        for e in of(side_by_side, "X"):
-            slices.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-        for e in [*of(side_by_side, "s"), *of(side_by_side, "t"), *of(side_by_side, "f")]:
-            assert any(begin <= e["ts"] <= end for begin, end in slices[e["pid"], e["tid"]])
+def test_slices_of_a_track_do_not_overlap_and_hold_the_arrows(side_by_side):
+    tracks: dict = {}
+    for e in of(side_by_side, "X"):
+        tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    assert set(tracks) == set(names(side_by_side, "thread_name"))
+    for spans in tracks.values():
+        assert all(end <= begin + 1e-4 for (_, end), (begin, _) in pairwise(sorted(spans)))
+    begins, ends = (Counter(e["id"] for e in of(side_by_side, kind)) for kind in "sf")
+    assert begins == ends
+    assert set(begins.values()) == {1}
+    for e in [*of(side_by_side, "s"), *of(side_by_side, "t"), *of(side_by_side, "f")]:
+        assert any(begin <= e["ts"] <= end for begin, end in tracks[e["pid"], e["tid"]])
 
 
 @pytest.mark.parametrize("name", ["pushed", "pulled"])

@@ -36,11 +36,7 @@ def figures(run: KeptRun) -> list[Figure]:
 
 
 def figure(texts: Mapping[str, str], points: Iterable[Mapping[str, Any]], claims: Sequence[str] = ()) -> Figure:
-    """Return the figure of *points*: mappings with claim, machine, target, at, before, after and unit.
-
-    *texts* say what each claim is; *claims* names those that are drawn, by default all that have
-    points, one panel each for the model and for real engines.
-    """
+    """Return the figure of *points*: mappings with claim, machine, target, at, before, after and unit."""
     rows = list(points)
     panels: list[Panel] = []
     for claim in claims or dict.fromkeys(row["claim"] for row in rows):

@@ -51,11 +51,7 @@ def columns_of(table: pa.Table) -> dict[str, Floats]:
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return the figures of the requests of *run*, none if it served none.
-
-    They are drawn from the rows alone, so a modelled, a real and a live run get the same ones: latencies, phases,
-    arrivals and first tokens over time, and queues where the run kept instants.
-    """
+    """Return the figures of the requests of *run*, none if it served none."""
     if not run.requests.num_rows:
         return []
     columns = columns_of(run.requests)
@@ -232,9 +228,6 @@ def mean_level(
     begins: Floats, ends: Floats, until: float, weights: Sequence[float] | Floats | None = None, bins: int = 200
 ) -> tuple[list[float], list[float]]:
     """Return the left edges of *bins* equal spans from 0 to *until*, and the mean of what is under way in each.
-
-    Something is under way from *begins* to *ends*, and counts as its weight, by default 1. The mean is exact,
-    whatever is shorter than a span: an integral over each, in n log n of the number of intervals.
 
     >>> mean_level(np.array([0.0]), np.array([1.5]), until=4.0, bins=4)
     ([0.0, 1.0, 2.0, 3.0], [1.0, 0.5, 0.0, 0.0])

@@ -47,9 +47,6 @@ def figures(run: KeptRun) -> list[Figure]:
 def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     """Return what the report of the run in *folder* says, with the figures *more* before its own.
 
-    Runs of any experiment have a report: one that serves nothing shows its tables first.  A run
-    without evidence has neither figures nor tables, since its numbers must not be shown.
-
     Raise a `ConfigError` if *folder* is not a complete run.
     """
     run = KeptRun(folder)
