@@ -1,6 +1,6 @@
 """What other processes of this machine can do to a rank: nothing, and the rank counts that they tried.
 
-The attacker here is this process.  Ranks are processes on a real engine.
+The attacker here is this process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FORGED = [[encode(Stop())], [b"\xff\xfe", SEED], [b"router", encode(TransferDone
 
 @pytest.fixture
 def context() -> Iterator[Any]:
-    with zmq.Context() as found:
-        yield found
-        found.destroy(linger=0)
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
 
 
 def attack(
@@ -56,7 +56,7 @@ def attack(
 
 
 class Pair:
-    """Two ranks' channels in this process, on clocks of their own."""
+    """Two ranks' channels in this process, on one clock."""
 
     def __init__(self) -> None:
         self.keys = job_keys("ab")
@@ -65,26 +65,41 @@ class Pair:
         for one in (self.a, self.b):
             one.open({"a": self.a.uri, "b": self.b.uri})
         self.heard: list[tuple[str, bytes]] = []
-        self.clock.process(self._listen())
 
-    def _listen(self) -> Any:
-        while True:
-            self.heard.append(tuple((yield self.b.receive())))
+    def listen(self) -> None:
+        self.b.subscribe(lambda message: self.heard.append(tuple(message)))
 
     def run(self, seconds: float = 0.3) -> list[tuple[str, bytes]]:
         self.clock.run(until=self.clock.now + seconds)
         return self.heard
 
-    def close(self) -> None:
-        self.a.close()
-        self.b.close()
+    def connections(self) -> int:
+        """Return how many connections there are to b's port."""
+        port = int(self.b.uri.rpartition(":")[2])
+        every = psutil.Process().net_connections()
+        return sum(each.status == psutil.CONN_ESTABLISHED and port == each.laddr.port for each in every)
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    found = Pair()
-    yield found
-    found.close()
+def make_pair() -> Iterator[Callable[[], Pair]]:
+    """Make a pair, and close it at the end."""
+    pairs: list[Pair] = []
+
+    def make() -> Pair:
+        pairs.append(Pair())
+        return pairs[-1]
+
+    yield make
+    for each in pairs:
+        each.a.close()
+        each.b.close()
+
+
+@pytest.fixture
+def pair(make_pair: Callable[[], Pair]) -> Pair:
+    pair = make_pair()
+    pair.listen()
+    return pair
 
 
 @pytest.mark.parametrize("frames", FORGED, ids=lambda frames: repr(frames)[:40])
@@ -95,12 +110,15 @@ def test_who_has_no_keys_is_not_heard_and_counted(pair: Pair, context: Any, fram
     assert pair.b.refused >= 1
 
 
-def test_who_has_keys_of_another_job_is_not_heard_and_counted(pair: Pair, context: Any):
+def foreign(ours: dict[str, Keys]) -> Keys:
+    """Return keys of another job, whose owner has got hold of the public key of rank b."""
     theirs = job_keys("ab")["a"]
-    assert set(theirs.public.values()).isdisjoint(pair.keys["a"].public.values())
-    # even if it has got hold of the public key of the rank
-    keys = Keys("a", theirs.secret, {"a": theirs.public["a"], "b": pair.keys["a"].public["b"]})
-    attack(context, pair.b.uri, [encode(Stop())], lambda pushed: keys.dial(pushed, "b"))
+    assert set(theirs.public.values()).isdisjoint(ours["a"].public.values())
+    return Keys("a", theirs.secret, {**theirs.public, "b": ours["a"].public["b"]})
+
+
+def test_who_has_keys_of_another_job_is_not_heard_and_counted(pair: Pair, context: Any):
+    attack(context, pair.b.uri, [encode(Stop())], lambda pushed: foreign(pair.keys).dial(pushed, "b"))
     assert pair.run() == []
     assert pair.b.refused >= 1
 
@@ -127,19 +145,12 @@ def test_a_refused_rank_is_ignored_until_it_restarts(pair: Pair):
     pair.b.refuse("a")
     pair.a.send("b", b"second")
     assert pair.run() == [("a", b"first")]
-    assert not connections(pair.b.uri)
+    assert pair.connections() == 0
     pair.b.open({"a": pair.a.uri})
     pair.a.open({"b": pair.b.uri})
     pair.a.send("b", b"third")
     assert pair.run() == [("a", b"first"), ("a", b"third")]
     assert pair.b.refused == 2
-
-
-def connections(uri: str) -> list[Any]:
-    """Return the connections of this process to the port of *uri*."""
-    port = int(uri.rpartition(":")[2])
-    found = psutil.Process().net_connections()
-    return [each for each in found if each.status == psutil.CONN_ESTABLISHED and port == each.laddr.port]
 
 
 def test_frames_that_are_too_many_are_refused(pair: Pair):
@@ -149,33 +160,32 @@ def test_frames_that_are_too_many_are_refused(pair: Pair):
     assert pair.b.refused >= 1
 
 
-def test_a_message_too_large_for_the_receiver_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_too_large_for_the_receiver_ends_the_connection(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zmq_channel, "LARGEST", 10)
-    pair = Pair()
+    pair = make_pair()
+    pair.listen()
     monkeypatch.setattr(zmq_channel, "LARGEST", 1000)
     pair.a.send("b", b"x" * 11)
     assert pair.run() == []
-    assert not connections(pair.b.uri)
-    pair.close()
+    assert pair.connections() == 0
 
 
-def test_a_receiver_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch):
+def test_a_receiver_that_does_not_read_counts_as_gone(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zmq_channel, "QUEUE", 10)
-    pair = Pair()
+    pair = make_pair()
+    pair.listen()
     pair.a.send("b", b"connected")
     assert pair.run() == [("a", b"connected")]
     for _ in range(20_000):  # the kernel's buffers take some
         pair.a.send("b", b"x" * 1000)
     assert pair.a._sockets["b"] is None
     assert len(pair.run()) < 20_000  # what was sent is whole and in order; what was not is lost with the connection
-    pair.close()
 
 
-def test_more_than_a_program_reads_waits_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch):
+def test_more_than_a_program_reads_waits_and_nothing_is_lost(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zmq_channel, "QUEUE", 10)
-    keys, clock = job_keys("ab"), WallClock()
-    a, b = (ZmqChannel(clock, keys[name]) for name in "ab")
-    a.open({"b": b.uri})
+    pair = make_pair()
+    clock, a, b = pair.clock, pair.a, pair.b
 
     def tell() -> Any:
         for number in range(100):
@@ -195,8 +205,6 @@ def test_more_than_a_program_reads_waits_and_nothing_is_lost(monkeypatch: pytest
 
     clock.process(tell())
     assert clock.run(clock.process(read())) == [str(number).encode() for number in range(30)]
-    a.close()
-    b.close()
 
 
 def test_keys_are_not_shown():
@@ -205,7 +213,15 @@ def test_keys_are_not_shown():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(keys), type=Keys) == keys
 
 
-# --- endpoints
+def test_no_key_is_in_a_command_line_or_an_environment(processes: Processes, monkeypatch: pytest.MonkeyPatch):
+    made: dict[str, Keys] = {}
+    monkeypatch.setattr(launcher, "job_keys", lambda names: made.update(job_keys(names)) or made)
+    shown = processes.run([spec("a", programs.show_process)]).ranks["a"].value
+    assert "backends.jobs.worker" in shown
+    assert made["a"].secret not in shown
+
+
+# --- endpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,26 +249,9 @@ def test_what_is_no_note_loses_the_line_and_nothing_else(note: list[bytes]):
 
 
 def test_an_endpoint_of_another_job_cannot_connect():
-    clock, ours, theirs = WallClock(), job_keys("ab"), job_keys("ab")
-    b = Control(clock, ours["b"], "127.0.0.1", {}, lambda _: None)
-    a = Control(
-        clock,
-        Keys("a", theirs["a"].secret, {**theirs["a"].public, "b": ours["b"].public["b"]}),
-        "127.0.0.1",
-        {},
-        print,
-    )
+    clock, keys = WallClock(), job_keys("ab")
+    a, b = (Control(clock, one, "127.0.0.1", {}, print) for one in (foreign(keys), keys["b"]))
     with pytest.raises(PeerLost, match="refused the connection"):
         a.reach(b.card, 5.0)
     a.close(clean=True)
     b.close(clean=True)
-
-
-@pytest.mark.mooncake
-def test_no_key_is_in_a_command_line_or_an_environment(processes: Processes, monkeypatch: pytest.MonkeyPatch):
-    made: dict[str, Keys] = {}
-    make = launcher.job_keys
-    monkeypatch.setattr(launcher, "job_keys", lambda names: made.update(make(names)) or made)
-    shown = processes.run([spec("a", programs.show_process)]).ranks["a"].value
-    assert "backends.jobs.worker" in shown
-    assert made["a"].secret not in shown

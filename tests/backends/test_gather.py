@@ -1,7 +1,4 @@
-"""Pieces of a batch as tiles, and PyTorch's copies of them on the host.
-
-The kernel itself is tested where a GPU is.
-"""
+"""Pieces of a batch as tiles, and PyTorch's copies of them on the host; the kernel is tested where a GPU is."""
 
 from __future__ import annotations
 
@@ -35,23 +32,30 @@ def batch(count: int, unit: int, odd: int = 0) -> Batch:
     return Batch(*regions, source, target, size)
 
 
+def moved(contents: Any, columns: Any, size: int) -> Any:
+    """Return what numpy makes of a target of zeros."""
+    image = np.zeros(size, np.uint8)
+    for start, end, length in zip(*columns, strict=True):
+        image[end : end + length] = contents[start : start + length]
+    return image
+
+
 def expected(pieces: Batch) -> tuple[Any, Any]:
-    """Return random contents of the source, and what numpy makes of a target of zeros."""
+    """Return random contents of the source, and the target after *pieces* were copied."""
     contents = np.random.default_rng(6).integers(0, 256, pieces.source.size, dtype=np.uint8)
-    image = np.zeros(pieces.target.size, np.uint8)
-    for start, end, size in zip(pieces.source_offset, pieces.target_offset, pieces.size, strict=True):
-        image[end : end + size] = contents[start : start + size]
-    return contents, image
+    columns = pieces.source_offset, pieces.target_offset, pieces.size
+    return contents, moved(contents, columns, pieces.target.size)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tiles_cover_the_same_bytes(case):
+def test_tiles_and_torch_move_the_same_bytes(case):
+    torch = pytest.importorskip("torch")
     pieces = batch(**CASES[case])
     contents, image = expected(pieces)
-    found = np.zeros_like(image)
-    for start, end, size in zip(*tiles(pieces), strict=True):
-        found[end : end + size] = contents[start : start + size]
-    assert np.array_equal(found, image)
+    assert np.array_equal(moved(contents, tiles(pieces), pieces.target.size), image)
+    target = torch.zeros(pieces.target.size, dtype=torch.uint8)
+    copy_with_torch(torch.from_numpy(contents), target, pieces)
+    assert np.array_equal(target.numpy(), image)
 
 
 def test_large_pieces_are_divided_evenly_and_small_ones_are_not():
@@ -61,13 +65,3 @@ def test_large_pieces_are_divided_evenly_and_small_ones_are_not():
     assert set(size[:-1].tolist()) == {size[0]}
     assert size[0] & (size[0] - 1) == 0
     assert size[0] >= LEAST
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_torch_moves_what_numpy_moves(case):
-    torch = pytest.importorskip("torch")
-    pieces = batch(**CASES[case])
-    contents, image = expected(pieces)
-    target = torch.zeros(pieces.target.size, dtype=torch.uint8)
-    copy_with_torch(torch.from_numpy(contents), target, pieces)
-    assert np.array_equal(target.numpy(), image)

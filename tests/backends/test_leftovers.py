@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -30,99 +30,78 @@ link = NetworkLink(rate=1e8, delay=1e-3) if "link" in sys.argv else None
 ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
 Processes(engine(sys.argv[1]), link=link, nodes=2).run(ranks)
 """
+SHARED = Path("/dev/shm")
 
 
 def files():
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
 
 
 def held():
     """Return the names of those files that another process, which lives, has open or mapped."""
-    found = set()
+    names = set()
     for process in Path("/proc").glob("[0-9]*"):
-        if process.name == str(os.getpid()):
-            continue
-        with suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
-            links = [str(link.readlink()) for link in (process / "fd").iterdir()]
-            found |= {link.removeprefix("/dev/shm/") for link in links if link.startswith("/dev/shm/")}
-    return found
+        if process.name != str(os.getpid()):
+            with suppress(OSError):
+                names |= set(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
+                links = [link.readlink() for link in (process / "fd").iterdir()]
+                names |= {link.name for link in links if link.parent == SHARED}
+    return names
 
 
-def left(before):
-    """Return files that came since *before*, stay and are nobody's; a test beside this one has some."""
-    found = {name for name in files() - before if "loky" not in name}  # joblib's, of sweeps in this process
+@contextmanager
+def nothing_left():
+    """Assert that no child and no file of this block stays; a test beside this one may have some."""
+    before, family = files(), set(psutil.Process().children())
+    yield
+    assert not set(psutil.Process().children()) - family
+    left = {name for name in files() - before if "loky" not in name}  # joblib's, of sweeps in this process
     deadline = time.monotonic() + 20
-    while found and time.monotonic() < deadline:
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
-        found = (found & files()) - held()
-    return found
+        left = (left & files()) - held()
+    assert not left
 
 
-def children():
-    return set(psutil.Process().children())
-
-
-def gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-
-
-def signalled(number, processes, *words):
-    """Signal the supervisor of two ranks once there are so many *processes*; none may be left, and no file."""
-    before = files()
-    supervisor = subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.DEVNULL)
-    try:
-        started, deadline = [], time.monotonic() + 60
-        while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in started) < 2:
-            started = psutil.Process(supervisor.pid).children()
-            time.sleep(0.1)
-        assert len(started) == processes
-        supervisor.send_signal(number)
-        supervisor.wait(timeout=20)
-        assert gone(started)
-    finally:
-        supervisor.kill()
-        supervisor.wait()
-    assert not left(before)
-
-
-SIGNALS = pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
-)
+LINKED = pytest.mark.skipif(bool(missing_requirements()), reason="needs network namespaces")
 
 
 @pytest.mark.slow
-@SIGNALS
-def test_when_the_supervisor_is_signalled(any_engine, number):
-    signalled(number, 2, any_engine.name)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(missing_requirements()), reason="needs network namespaces")
-@SIGNALS
-def test_when_the_supervisor_of_a_link_is_signalled(mooncake, number):
-    """The packet forwarder goes too; a namespace lasts as long as a process is in it."""
-    signalled(number, 3, mooncake.name, "link")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+@pytest.mark.parametrize(("processes", "words"), [(2, ()), pytest.param(3, ("link",), marks=LINKED)])
+def test_when_the_supervisor_is_signalled(any_engine, number, processes, words):
+    """On a link the packet forwarder goes too; a namespace lasts as long as a process is in it."""
+    if words and any_engine.name != "mooncake_tcp":
+        pytest.skip("one engine is enough")
+    with nothing_left():
+        command = [sys.executable, "-c", RUN, any_engine.name, *words]
+        supervisor = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            started, deadline = [], time.monotonic() + 60
+            while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in started) < 2:
+                started = psutil.Process(supervisor.pid).children()
+                time.sleep(0.1)
+            assert len(started) == processes
+            supervisor.send_signal(number)
+            supervisor.wait(timeout=20)
+            _, alive = psutil.wait_procs(started, timeout=10)
+            assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        finally:
+            supervisor.kill()
+            supervisor.wait()
 
 
 @pytest.mark.slow
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):
-    before, family = files(), children()
-    outcome = Processes(any_engine, deadline=1.5).run(
-        [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
-    )
-    assert sorted(outcome.ranks) == ["a", "b"]
-    assert not children() - family
-    assert not left(before)
+    with nothing_left():
+        ranks = [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
+        assert sorted(Processes(any_engine, deadline=1.5).run(ranks).ranks) == ["a", "b"]
 
 
 def test_when_all_goes_well(any_engine):
-    before, family, descriptors = files(), children(), psutil.Process().num_fds()
-    outcome = Processes(any_engine, deadline=60).run(
-        [spec("a", programs.write_many, to="b", count=10), spec("b", programs.be_written, by="a")]
-    )
-    assert not [result.error for result in outcome.ranks.values() if result.error]
-    assert not children() - family
-    assert not left(before)
+    descriptors = psutil.Process().num_fds()
+    with nothing_left():
+        ranks = [spec("a", programs.write_many, to="b", count=10), spec("b", programs.be_written, by="a")]
+        outcome = Processes(any_engine, deadline=60).run(ranks)
+        assert not [result.error for result in outcome.ranks.values() if result.error]
     assert psutil.Process().num_fds() == descriptors
