@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from backends.live.live_deployment import deployed
-from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core.errors import BackendUnavailable
 from pdsim.serving.workload import Request
@@ -20,17 +19,29 @@ pytestmark = pytest.mark.live
 NO_CACHE = "live.request={cache_prompt: false}"
 
 
-def config(*words: str) -> Config:
+def config(*words):
     return compose(["target=live", "hw=loopback", "live.vocabulary=512", "live.warmup=0", NO_CACHE, *words])
 
 
-def serve(settings: Config, requests: list[Request], folder: Path):
-    with deployed(settings, folder, lambda *_: None) as deployment:
-        return deployment.serve(requests, lambda *_: None)
+@pytest.fixture
+def serve(tmp_path):
+    """Serve requests on the servers of a configuration; *ended* is called with how many have ended."""
+
+    def run(settings, *requests, ended=lambda _: None):
+        with deployed(settings, tmp_path, lambda *_: None) as deployment:
+            return deployment.serve(requests, lambda share, _: ended(round(share * len(requests))))
+
+    return run
 
 
-def test_a_request_gets_exactly_its_tokens_in_order_of_time(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 100, 12), Request(0.05, 37, 1)], tmp_path)
+@pytest.fixture
+def at_llama(llama, serve):
+    """Serve requests on the shared server, with more words of the configuration."""
+    return lambda words, *requests: serve(config(f"live.url={llama.url}", *words), *requests)
+
+
+def test_a_request_gets_exactly_its_tokens_in_order_of_time(at_llama, tmp_path):
+    served = at_llama([], Request(0.0, 100, 12), Request(0.05, 37, 1))
     first, second = served.rows
     assert [first.status, second.status] == ["ok", "ok"]
     assert (first.tokens, second.tokens) == (12, 1)
@@ -40,13 +51,16 @@ def test_a_request_gets_exactly_its_tokens_in_order_of_time(llama, tmp_path):
     assert first.finish == "length"
     assert (first.reported["prompt_tokens"], second.reported["prompt_tokens"]) == (100, 37)
     assert served.servers == {"server0": "llama.cpp"}
+    # what the server counts is read before and after
+    assert served.reported["server0"].counters["llamacpp:prompt_tokens_total"] == 137
+    samples = pq.read_table(tmp_path / "metrics.parquet").to_pylist()
+    assert {row["server"] for row in samples} == {"server0"}
+    assert "llamacpp:requests_processing" in {row["metric"] for row in samples}
 
 
-def test_prompts_of_equal_hash_ids_hit_the_servers_prefix_cache(llama, tmp_path):
-    settings = config(f"live.url={llama.url}", "live.request={cache_prompt: true}", "seed=71")
-    shared = Request(0.0, 700, 2, None, (5, 6))
-    other = Request(1.5, 700, 2, None, (5, 9))
-    served = serve(settings, [shared, other, Request(3.0, 700, 2)], tmp_path)
+def test_prompts_of_equal_hash_ids_hit_the_servers_prefix_cache(at_llama):
+    requests = Request(0.0, 700, 2, None, (5, 6)), Request(1.5, 700, 2, None, (5, 9)), Request(3.0, 700, 2)
+    served = at_llama(["live.request={cache_prompt: true}", "seed=71"], *requests)
     assert [row.status for row in served.rows] == ["ok"] * 3
     cached = [row.reported["cache_n"] for row in served.rows]
     assert 0 <= cached[0] < 16
@@ -54,112 +68,86 @@ def test_prompts_of_equal_hash_ids_hit_the_servers_prefix_cache(llama, tmp_path)
     assert cached[2] < 16
 
 
-def test_what_the_server_counts_is_read_before_and_after(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 50, 4), Request(0.0, 60, 4)], tmp_path)
-    counted = served.reported["server0"].counters
-    assert counted["llamacpp:prompt_tokens_total"] == 110
-    import pyarrow.parquet as pq
-
-    samples = pq.read_table(tmp_path / "metrics.parquet").to_pylist()
-    assert {row["server"] for row in samples} == {"server0"}
-    assert "llamacpp:requests_processing" in {row["metric"] for row in samples}
+def test_text_only_servers_report_their_token_count(at_llama):
+    (row,) = at_llama(["live.prompts=text"], Request(0.0, 20, 4)).rows
+    assert row.status == "ok"
+    assert row.reported["prompt_tokens"] > 20
 
 
-def test_text_only_servers_report_their_token_count(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}", "live.prompts=text"), [Request(0.0, 20, 4)], tmp_path)
-    assert served.rows[0].status == "ok"
-    assert served.rows[0].reported["prompt_tokens"] > 20
+def test_a_prompt_too_long_for_the_server_fails(at_llama):
+    long, short = at_llama([], Request(0.0, 3000, 4), Request(0.0, 50, 4)).rows
+    assert long.status.startswith("HTTP 400: server0: ")
+    assert "context size" in long.status
+    assert short.status == "ok"
 
 
-def test_a_prompt_too_long_for_the_server_fails(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 3000, 4), Request(0.0, 50, 4)], tmp_path)
-    assert served.rows[0].status.startswith("HTTP 400: server0: ")
-    assert "context size" in served.rows[0].status
-    assert served.rows[1].status == "ok"
+def test_a_user_who_leaves_and_a_deadline_end_the_stream(at_llama):
+    (left,) = at_llama([], Request(0.0, 1000, 1000, 0.15)).rows
+    assert left.status == "Aborted: the user left after 0.15 s"
+    assert left.tokens < 1000
+    (late,) = at_llama(["live.timeout=0.1s"], Request(0.0, 1000, 1000)).rows
+    assert late.status.startswith("Timeout: ")
+    assert late.status.endswith("of 1000 tokens within 0.1 s")
 
 
-def test_a_user_who_leaves_ends_the_stream(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 1000, 1000, 0.15)], tmp_path)
-    row = served.rows[0]
-    assert row.status == "Aborted: the user left after 0.15 s"
-    assert row.tokens < 1000
-
-
-def test_a_request_that_takes_too_long_times_out(llama, tmp_path):
-    served = serve(config(f"live.url={llama.url}", "live.timeout=0.1s"), [Request(0.0, 1000, 1000)], tmp_path)
-    assert served.rows[0].status.startswith("Timeout: ")
-    assert served.rows[0].status.endswith("of 1000 tokens within 0.1 s")
-
-
-def test_a_request_that_finds_no_connection_free_waits(llama, tmp_path):
-    requests = [Request(0.0, 400, 100), Request(0.0, 10, 2)]
-    served = serve(config(f"live.url={llama.url}", "live.connections=1"), requests, tmp_path)
-    first, second = served.rows
+def test_a_request_that_finds_no_connection_free_waits(at_llama):
+    first, second = at_llama(["live.connections=1"], Request(0.0, 400, 100), Request(0.0, 10, 2)).rows
     assert [first.status, second.status] == ["ok", "ok"]
     assert second.sent >= first.last
 
 
 @pytest.mark.slow
-def test_the_key_comes_from_the_environment(make_llama, tmp_path, monkeypatch):
-    server = make_llama(key=KEY)
-    settings = config(f"live.url={server.url}", "live.key_variable=TINY_KEY", "live.model=tiny")
+def test_the_key_comes_from_the_environment(make_llama, serve, monkeypatch):
+    settings = config(f"live.url={make_llama(key=KEY).url}", "live.key_variable=TINY_KEY", "live.model=tiny")
     monkeypatch.setenv("TINY_KEY", KEY)
-    assert serve(settings, [Request(0.0, 10, 2)], tmp_path).rows[0].status == "ok"
+    assert serve(settings, Request(0.0, 10, 2)).rows[0].status == "ok"
     monkeypatch.delenv("TINY_KEY")
-    assert serve(settings, [Request(0.0, 10, 2)], tmp_path).rows[0].status == "HTTP 401: server0: Invalid API Key"
+    assert serve(settings, Request(0.0, 10, 2)).rows[0].status == "HTTP 401: server0: Invalid API Key"
     with pytest.raises(BackendUnavailable, match="HTTP 401; check the address and the API key"):
-        serve(replace(settings, live=replace(settings.live, model="")), [Request(0.0, 10, 2)], tmp_path)
+        serve(replace(settings, live=replace(settings.live, model="")), Request(0.0, 10, 2))
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_and_comes_back_leaves_rows_with_reasons(make_llama, tmp_path):
+def test_a_server_that_dies_and_comes_back_leaves_rows_with_reasons(make_llama, serve):
     port = free_port()
     server = make_llama(port=port)
     requests = [Request(0.0, 10, 2), Request(1.0, 1000, 1000), Request(3.0, 10, 2), Request(12.0, 10, 2)]
-    threads = []
+    threads = {
+        1: threading.Timer(1.2, server.kill),  # the next one is under way a second after the first
+        3: threading.Timer(0.0, make_llama, kwargs={"port": port}),
+    }
 
-    def after(ended: int) -> None:
-        if ended == 1:  # the next one is under way a second after the first
-            threads.append(threading.Timer(1.2, server.kill))
-        elif ended == 3:
-            threads.append(threading.Timer(0.0, make_llama, kwargs={"port": port}))
-        else:
-            return
-        threads[-1].start()
+    def ended(number):
+        if number in threads:
+            threads[number].start()
 
-    settings = config(f"live.url={server.url}", "live.sample_every=0.1s")
-    with deployed(settings, tmp_path, lambda *_: None) as deployment:
-        served = deployment.serve(requests, lambda share, _: after(round(share * len(requests))))
-    for thread in threads:
+    served = serve(config(f"live.url={server.url}", "live.sample_every=0.1s"), *requests, ended=ended)
+    for thread in threads.values():
         thread.join()
     ok, lost, refused, later = (row.status for row in served.rows)
-    assert ok == "ok"
+    assert (ok, later) == ("ok", "ok")
     assert lost.startswith("ServerLost: server0 broke the connection")
     assert refused.startswith("Refused: server0 cannot be reached")
-    assert later == "ok"
     assert "server0 was started again while it was measured" in served.notes
 
 
-def test_nobody_at_the_address_is_said_before_anything_is_sent(tmp_path):
+def test_nobody_at_the_address_is_said_before_anything_is_sent(serve):
     url = f"http://user:secret@127.0.0.1:{free_port()}"
     with pytest.raises(BackendUnavailable, match=r"server0 at http://127\.0\.0\.1:\d+ does not answer") as caught:
-        serve(config(f"live.url={url}"), [Request(0.0, 10, 2)], tmp_path)
+        serve(config(f"live.url={url}"), Request(0.0, 10, 2))
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_two_servers_share_the_requests_by_tokens_outstanding(make_llama, tmp_path):
-    one, two = make_llama(), make_llama()
-    requests = [Request(0.0, 900, 300), Request(0.05, 20, 2), Request(0.1, 20, 2)]
-    served = serve(config(f"live.url=[{one.url},{two.url}]"), requests, tmp_path)
+def test_two_servers_share_the_requests_by_tokens_outstanding(make_llama, serve):
+    settings = config(f"live.url=[{make_llama().url},{make_llama().url}]")
+    served = serve(settings, Request(0.0, 900, 300), Request(0.05, 20, 2), Request(0.1, 20, 2))
     assert [row.decode for row in served.rows] == ["server0", "server1", "server1"]
 
 
-def test_a_server_outside_a_pair_is_detected(llama, tmp_path):
-    pair = (f"live.prefill={llama.url}", f"live.decode={llama.url}")
-    vllm = serve(config("live.engine=vllm", *pair), [Request(0.0, 10, 2)], tmp_path)
-    assert vllm.rows[0].status == (
-        "Error: prefill0 answered without kv_transfer_params; start it with --kv-transfer-config"
-    )
-    sglang = serve(config("live.engine=sglang", *pair), [Request(0.0, 10, 2)], tmp_path)
-    assert sglang.rows[0].status.startswith("HTTP 404: ")
+def test_a_server_outside_a_pair_is_detected(llama, serve):
+    pair = f"live.prefill={llama.url}", f"live.decode={llama.url}"
+    (vllm,) = serve(config("live.engine=vllm", *pair), Request(0.0, 10, 2)).rows
+    assert vllm.status == "Error: prefill0 answered without kv_transfer_params; start it with --kv-transfer-config"
+    (sglang,) = serve(config("live.engine=sglang", *pair), Request(0.0, 10, 2)).rows
+    assert sglang.status.startswith("HTTP 404: ")

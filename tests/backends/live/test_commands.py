@@ -38,18 +38,18 @@ def test_every_server_sees_all_gpus_its_own_first():
 @pytest.mark.parametrize(
     ("words", "gpus"),
     [
-        (("parallel.decode.tp=2",), 3),
-        (("parallel.prefill.tp=2", "parallel.prefill.cp=3"), 7),
-        (("parallel.prefill.cp=2", "parallel.prefill.instances=3"), 7),
-        (("parallel.prefill.pp=2", "parallel.prefill.cp=2"), 5),
-        (("parallel.prefill.tp=4", "parallel.prefill.dp=2"), 5),
-        (("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]"), 2),
-        (("live.layout=colocated", "parallel.decode.tp=2"), 2),
-        (("hw=loopback", "backend=nixl_tcp"), 0),
+        ("parallel.decode.tp=2", 3),
+        ("parallel.prefill.tp=2 parallel.prefill.cp=3", 7),
+        ("parallel.prefill.cp=2 parallel.prefill.instances=3", 7),
+        ("parallel.prefill.pp=2 parallel.prefill.cp=2", 5),
+        ("parallel.prefill.tp=4 parallel.prefill.dp=2", 5),
+        ("parallel.decode.tp=2 live.prefill_gpus=[0] live.decode_gpus=[0,1]", 2),
+        ("live.layout=colocated parallel.decode.tp=2", 2),
+        ("hw=loopback backend=nixl_tcp", 0),
     ],
 )
 def test_gpus_are_tp_times_pp_times_cp_of_each_instance(words, gpus):
-    assert gpus_needed(compose([*PAIR, "engine=sglang", "backend=nixl", *words])) == gpus
+    assert gpus_needed(compose([*PAIR, "engine=sglang", "backend=nixl", *words.split()])) == gpus
 
 
 def test_ports_of_all_servers_differ():
@@ -64,57 +64,55 @@ def test_ports_of_all_servers_differ():
 BASE = (
     "--skip-tokenizer-init --enable-metrics --incremental-streaming-output --context-length 40960 --tp-size {tp} "
     "--pp-size 1 --chunked-prefill-size {chunk} --max-running-requests {batch} --page-size 64 "
-    "--mem-fraction-static 0.88 "
+    "--mem-fraction-static 0.88 {more}--disable-radix-cache --disaggregation-mode prefill "
+    "--disaggregation-transfer-backend {backend} --disaggregation-bootstrap-port 31000"
 )
-END = "--disaggregation-mode {} --disaggregation-transfer-backend {} --disaggregation-bootstrap-port 31000"
 QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "4"}
 INTRA = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK", "MC_INTRANODE_NVLINK": "1"}
-STAGED = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "4096"}
-CP = ("backend=nixl", "parallel.prefill.tp=2", "parallel.prefill.cp=2")
-DP = ("backend=nixl", "parallel.prefill.tp=4", "parallel.prefill.dp=2")
+STAGING = (
+    "SGLANG_DISAGG_STAGING_BUFFER",
+    "SGLANG_DISAGG_STAGING_POOL_SIZE_MB",
+    "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB",
+)
+CP = "nixl parallel.prefill.tp=2 parallel.prefill.cp=2"
+DP = "nixl parallel.prefill.tp=4 parallel.prefill.dp=2"
+GROUPS = {"tp": 4, "chunk": 16384, "batch": 512}
 
 
 @pytest.mark.parametrize(
     ("words", "release", "options", "environment"),
     [
-        (("backend=nixl",), "", {}, QUEUES),
-        (("backend=mooncake_nvlink",), "", {}, QUEUES | INTRA),
-        (("backend=mooncake_tcp",), "", {}, QUEUES | {"MC_FORCE_TCP": "1"}),
+        ("nixl", "", {}, QUEUES),
+        ("mooncake_nvlink", "", {}, QUEUES | INTRA),
+        ("mooncake_tcp", "", {}, QUEUES | {"MC_FORCE_TCP": "1"}),
         (
-            ("backend=mooncake", "backend.policy.pool=nvlink", "backend.policy.metadata=control"),
+            "mooncake backend.policy.pool=nvlink backend.policy.metadata=control",
             "",
             {},
             QUEUES | {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK", "MC_FORCE_MNNVL": "1"},
         ),
         (
-            ("backend=mooncake_nvlink", "backend.policy.metadata=control", "backend.policy.queues=8"),
+            "mooncake_nvlink backend.policy.metadata=control backend.policy.queues=8",
             "",
             {},
             INTRA | {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "8", "SGLANG_MOONCAKE_SEND_AUX_TCP": "1"},
         ),
         (
-            ("backend=nixl", "kv.staging=true", "parallel.prefill.tp=2", "scheduler.chunk=4096"),
+            "nixl kv.staging=true parallel.prefill.tp=2 scheduler.chunk=4096",
             "",
             {"tp": 2, "chunk": 4096},
             # 65 pages of 64 tokens, of 36 layers' K and V of 4 heads a rank, 256 bytes each
-            QUEUES | STAGED | {"SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "293"},
+            QUEUES | dict(zip(STAGING, ("1", "4096", "293"), strict=True)),
         ),
         (
-            ("backend=mooncake", "kv.staging=true", "kv.staging_ring=1GiB", "kv.staging_buffer=64MiB"),
+            "mooncake kv.staging=true kv.staging_ring=1GiB kv.staging_buffer=64MiB",
             "",
             {},
-            QUEUES
-            | STAGED
-            | {"SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "1024", "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "64"},
+            QUEUES | dict(zip(STAGING, ("1", "1024", "64"), strict=True)),
         ),
+        (CP, "0.5.12", {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-context-parallel "}, QUEUES),
         (
-            CP,
-            "0.5.12",
-            {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-context-parallel "},
-            QUEUES,
-        ),
-        (
-            (*CP, "kv.all_cp_ranks=true"),
+            f"{CP} kv.all_cp_ranks=true",
             "0.5.14",
             {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag "},
             QUEUES | {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"},
@@ -122,34 +120,18 @@ DP = ("backend=nixl", "parallel.prefill.tp=4", "parallel.prefill.dp=2")
         (
             DP,
             "0.5.12",
-            {
-                "tp": 4,
-                "chunk": 16384,
-                "batch": 512,
-                "more": "--dist-init-addr 127.0.0.1:31400 --dp-size 2 --enable-dp-attention ",
-            },
+            GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --dp-size 2 --enable-dp-attention "},
             QUEUES,
         ),
-        (
-            DP,
-            "0.5.23",
-            {"tp": 4, "chunk": 16384, "batch": 512, "more": "--dist-init-addr 127.0.0.1:31400 --attn-dp-size 2 "},
-            QUEUES,
-        ),
-        (
-            ("backend=nixl", "kv.pool=9GiB"),
-            "",
-            {"more": "--max-total-tokens 65536 "},
-            QUEUES,
-        ),
+        (DP, "0.5.23", GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --attn-dp-size 2 "}, QUEUES),
+        ("nixl kv.pool=9GiB", "", {"more": "--max-total-tokens 65536 "}, QUEUES),
     ],
 )
 def test_sglang_prefill_gets_exactly_this_line_and_environment(words, release, options, environment):
-    prefill = made("sglang", *words, release=release)[0]
-    values = {"tp": 1, "chunk": 8192, "batch": 256, "more": ""} | options
-    backend = next(word for word in words if word.startswith("backend=")).removeprefix("backend=").partition("_")[0]
-    line = f"{BASE.format(**values)}{values['more']}--disable-radix-cache {END.format('prefill', backend)}"
-    assert flags(prefill) == (line, environment)
+    backend, *more = words.split()
+    values = {"tp": 1, "chunk": 8192, "batch": 256, "more": "", "backend": backend.partition("_")[0]} | options
+    prefill = made("sglang", f"backend={backend}", *more, release=release)[0]
+    assert flags(prefill) == (BASE.format(**values), environment)
 
 
 def test_sglang_over_tcp_keeps_the_variable_of_the_user(monkeypatch):
@@ -194,30 +176,26 @@ VLLM = (
 @pytest.mark.parametrize(
     ("words", "options", "transfer"),
     [
-        (("backend=nixl_vllm",), {}, {"kv_connector": "NixlConnector"}),
+        ("nixl_vllm", {}, {"kv_connector": "NixlConnector"}),
         (
-            ("backend=nixl_vllm", "live.connector=NixlPushConnector", "kv.pool=1GiB", "cache=vllm"),
+            "nixl_vllm live.connector=NixlPushConnector kv.pool=1GiB cache=vllm",
             {"no": "", "pool": " --kv-cache-memory-bytes 1073741824"},
             {"kv_connector": "NixlPushConnector"},
         ),
         (
-            ("backend=mooncake_tcp",),
+            "mooncake_tcp",
             {},
             {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}},
         ),
         (
-            (
-                "backend=nixl_vllm",
-                "model=qwen3-30b-a3b",
-                *(f"parallel.prefill.{n}" for n in ("tp=4", "dp=2", "ep=4")),
-            ),
+            "nixl_vllm model=qwen3-30b-a3b parallel.prefill.tp=4 parallel.prefill.dp=2 parallel.prefill.ep=4",
             {"tp": 2, "more": " --data-parallel-size 2 --enable-expert-parallel"},
             {"kv_connector": "NixlConnector"},
         ),
     ],
 )
 def test_vllm_prefill_gets_exactly_this_line(words, options, transfer):
-    line, environment = flags(made("vllm", "kv.page_size=16", *words)[0])
+    line, environment = flags(made("vllm", "kv.page_size=16", *f"backend={words}".split())[0])
     values = {"context": 40960, "tp": 1, "no": "no-", "more": "", "pool": ""} | options
     begin, _, end = line.partition("--kv-transfer-config ")
     assert begin + "--kv-transfer-config " == VLLM.format(**values)
@@ -234,44 +212,32 @@ def test_a_colocated_server_has_no_connector():
 @pytest.mark.parametrize(
     ("engine", "words", "line"),
     [
-        ("vllm", ("parallel.prefill.cp=2",), "parallel.prefill.cp=2 .* no connector hands over context-parallel KV"),
-        ("vllm", ("parallel.decode.tp=2", "parallel.decode.dp=2"), "decode.dp=2 .* use tp=1 and instances=2"),
-        ("vllm", ("parallel.prefill.pp=2",), "parallel.prefill.pp=2 .* NixlConnector takes no stages; set pp=1"),
-        ("vllm", ("kv.staging=true",), "kv.staging=true .* have no staging buffer; use engine=sglang"),
-        ("vllm", ("kv.state_slots=9",), "kv.state_slots=9 .* one pool"),
-        ("vllm", ("backend=mooncake_nvlink",), "backend=mooncake_nvlink .* use backend=mooncake or mooncake_tcp"),
-        ("vllm", ("cache=sglang",), "cache.eviction=radix .* they evict by block; use cache=vllm"),
-        ("sglang", ("cache=vllm",), "cache.eviction=block .* use cache=sglang"),
+        ("vllm", "parallel.prefill.cp=2", "parallel.prefill.cp=2 .* no connector hands over context-parallel KV"),
+        ("vllm", "parallel.decode.tp=2 parallel.decode.dp=2", "decode.dp=2 .* use tp=1 and instances=2"),
+        ("vllm", "parallel.prefill.pp=2", "parallel.prefill.pp=2 .* NixlConnector takes no stages; set pp=1"),
+        ("vllm", "kv.staging=true", "kv.staging=true .* have no staging buffer; use engine=sglang"),
+        ("vllm", "kv.state_slots=9", "kv.state_slots=9 .* one pool"),
+        ("vllm", "backend=mooncake_nvlink", "backend=mooncake_nvlink .* use backend=mooncake or mooncake_tcp"),
+        ("vllm", "cache=sglang", "cache.eviction=radix .* they evict by block; use cache=vllm"),
+        ("vllm", "parallel.decode.tp=2 live.decode_gpus=[0]", r"live.decode_gpus=\[0\] names 1 GPUs, but .* 2;"),
+        ("sglang", "cache=vllm", "cache.eviction=block .* use cache=sglang"),
+        ("sglang", "backend=nvlink", "nvlink has no KV connector in engine=sglang; use one of backend=nixl"),
+        ("sglang", "live.connector=ascend kv.staging=true", "kv.staging=true .* use mooncake or nixl"),
+        ("sglang", "model=tiny-mla kv.staging=true", "kv.staging=true .* no heads to stage"),
+        ("sglang", "live.connector=mori cache=sglang cache.decode=true", "cache.decode=true .* backend=mori"),
         (
             "sglang",
-            ("backend=nvlink",),
-            "backend=nvlink has no KV connector in engine=sglang; use one of backend=nixl",
-        ),
-        ("sglang", ("live.connector=ascend", "kv.staging=true"), "kv.staging=true .* use mooncake or nixl"),
-        ("sglang", ("model=tiny-mla", "kv.staging=true"), "kv.staging=true .* no heads to stage"),
-        (
-            "sglang",
-            ("live.connector=mori", "cache=sglang", "cache.decode=true"),
-            "cache.decode=true .* backend=mori",
-        ),
-        (
-            "sglang",
-            ("cache=sglang", "cache.decode=true", "live.decode_arguments=[--enable-hisparse]"),
+            "cache=sglang cache.decode=true live.decode_arguments=[--enable-hisparse]",
             "cache.decode=true .* not with --enable-hisparse",
         ),
-        ("sglang", ("backend.policy.metadata=control",), "backend.policy.metadata=control .* NIXL writes it"),
-        ("sglang", ("kv.layerwise=true",), "kv.layerwise=true is not for servers of engine=sglang"),
-        ("sglang", ("cache=sglang", "cache.host=1000000"), "cache.host=1000000 .*--enable-hierarchical-cache"),
-        ("sglang", ("cache=sglang", "cache.limit=4096"), "cache.limit=4096 .* set kv.pool"),
-        (
-            "vllm",
-            ("parallel.decode.tp=2", "live.decode_gpus=[0]"),
-            r"live.decode_gpus=\[0\] names 1 GPUs, but .* 2;",
-        ),
+        ("sglang", "backend.policy.metadata=control", "backend.policy.metadata=control .* NIXL writes it"),
+        ("sglang", "kv.layerwise=true", "kv.layerwise=true is not for servers of engine=sglang"),
+        ("sglang", "cache=sglang cache.host=1000000", "cache.host=1000000 .*--enable-hierarchical-cache"),
+        ("sglang", "cache=sglang cache.limit=4096", "cache.limit=4096 .* set kv.pool"),
     ],
 )
 def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
-    (refused,) = refusals(compose([*PAIR, "backend=nixl", *words]), engine)
+    (refused,) = refusals(compose([*PAIR, "backend=nixl", *words.split()]), engine)
     assert re.search(line, refused)
 
 

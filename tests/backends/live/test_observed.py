@@ -111,16 +111,8 @@ def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, c
     rows = [row for row in rows if row["load"] == "fixed-40"]
     log = tmp_path / "meta.jsonl"
     log.write_text("".join(row["reported"] + "\n" for row in rows))
-    words = [
-        str(log),
-        "hw=2xh200",
-        "model=qwen3-8b",
-        "parallel=tp1",
-        f"output={tmp_path}/results",
-        "--to",
-        str(tmp_path),
-    ]
-    assert main(["observe", *words]) == 0
+    words = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1"]
+    assert main(["observe", str(log), *words, f"output={tmp_path}/results", "--to", str(tmp_path)]) == 0
     (folder,) = (tmp_path / "results").iterdir()
     metrics = load(folder)["metrics"]
     assert metrics["requests_ok"]["value"] == len(rows) == 152
@@ -129,11 +121,11 @@ def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, c
     assert 0.6 * ttft < metrics["ttft_p50_s"]["value"] < ttft
     # the trace is a workload that the model can serve
     trace = tmp_path / "meta.trace.jsonl"
-    again = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", f"workload.trace={trace}", f"output={tmp_path}/model"]
-    assert main(["run", *again, "workload.count=20"]) == 0
+    again = [f"workload.trace={trace}", f"output={tmp_path}/model", "workload.count=20"]
+    assert main(["run", *words, *again]) == 0
     assert "20 served in" in capsys.readouterr().out
     # and validate predicts it and compares
-    words = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", f"experiment.stored={folder}", "experiment.loads=[1.0]"]
+    words += [f"experiment.stored={folder}", "experiment.loads=[1.0]"]
     assert main(["validate", *words, f"output={tmp_path}/compared", "-v"]) == 0
     (compared,) = (tmp_path / "compared").iterdir()
     assert 0 < load(compared)["metrics"]["error_e2e_p50"]["value"] < 0.2

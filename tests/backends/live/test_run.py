@@ -59,23 +59,16 @@ def test_requests_that_fail_are_named_and_make_the_run_partial(llama: Llama, tmp
 @pytest.mark.timeout(600)
 def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
     words = [
-        *(
-            "target=live",
-            "hw=loopback",
-            "backend=nixl_tcp",
-            "live.engine=vllm",
-            "live.launch=true",
-            "kv.page_size=32",
-        ),
-        f"live.python={os.environ['PDSIM_VLLM_PYTHON']}",
-        *(
-            "scheduler.chunk=2048",
-            "scheduler.decode_batch=16",
-            "kv.pool=512MiB",
-            "live.arguments=['--enforce-eager']",
-        ),
-        *("live.environment={VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}", f"output={tmp_path}"),
+        "target=live",
+        "hw=loopback",
+        "backend=nixl_tcp",
+        "live.engine=vllm",
+        "live.launch=true",
+        "kv.page_size=32",
     ]
+    words += ["scheduler.chunk=2048", "scheduler.decode_batch=16", "kv.pool=512MiB"]
+    words += [f"live.python={os.environ['PDSIM_VLLM_PYTHON']}", "live.arguments=['--enforce-eager']"]
+    words += ["live.environment={VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}", f"output={tmp_path}"]
     assert main(["run", "-q", *words]) == 0
     folder = only(tmp_path)
     rows = pq.read_table(folder / "requests.parquet").to_pylist()
