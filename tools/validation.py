@@ -40,13 +40,11 @@ FITTED = ("fixed-20", "fixed-60", "fixed-90", "mixed-60", "long-60", "trace-50")
 
 POOLS = {
     "**vLLM, blind, 4 hosts**": ("blind/vllm", "third/vllm", "fourth/vllm", "sixth/vllm"),
-    "vLLM, blind, by `engine=sglang`": tuple(f"{name}/vllm-as-sglang" for name in ("blind", "fourth", "sixth")),
     "**SGLang, blind, 4 hosts**": ("blind/sglang", "third/sglang", "fourth/sglang", "fifth/sglang"),
-    "SGLang, blind, by `engine=vllm`": tuple(f"{name}/sglang-as-vllm" for name in ("blind", "fourth", "fifth")),
 }
 """Blind predictions that are one row of the page; `CAMPAIGNS` has all."""
 
-HANDOFFS = ("vllm", "vllm-1to2", "vllm-2to1", "sglang", "sglang-1to2", "sglang-2to1")
+HANDOFFS = ("vllm", "vllm-1to2", "sglang", "sglang-1to2")
 """Variants of the fourth campaign whose single requests are shown."""
 
 LENGTHS = ("128", "512", "2048", "8192", "32768")
@@ -189,9 +187,8 @@ def serving() -> Iterator[str]:
     yield _row("asked", "", {name: 100 * bound for name, bound in METRICS.items()})
     for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
         measured = live_data.loads(DATA / f"{engine}-2xh200")
-        first, fitted = (live_data.sealed(DATA / f"{name}-{engine}-2xh200.json") for name in ("expected", "fitted"))
+        fitted = live_data.sealed(DATA / f"fitted-{engine}-2xh200.json")
         held = [load for load in measured if load not in fitted["fitted"]]
-        yield _pool(f"{label}, before any fit", engine, [live_data.errors(first, measured)])
         yield _pool(f"{label}, loads held out of the fit", engine, [live_data.errors(fitted, measured, held)])
         for title, names in POOLS.items():
             if label in title.partition(",")[0]:
