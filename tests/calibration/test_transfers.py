@@ -280,14 +280,6 @@ SIZES = [(1, 4096 << power) for power in range(17)]
 SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for power in range(1, 11)]
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_samples_of_one_kind_only_do_not_tell_what_is_saved(large):
-    samples = made_by(SAVES, [(n, size) for n, size in SIZES if SAVES.small.takes(n, n * size) != large])
-    fit = transfers.fit(Form("sum", ("call", "descriptor", "saving")), samples, SMALL)
-    fit = transfers._identified(fit, samples)
-    assert (fit.unidentified, fit.at["saving"]) == (("saving",), 0.0)
-
-
 @pytest.mark.slow
 def test_a_saving_and_a_ramp_are_fitted_and_predictions_try_both_ends():
     held = ((1, 16384), (4, 4096), (32, 1 << 16))

@@ -73,20 +73,6 @@ def effects(result: Result, claim: str, machine: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "hw", "engine"),
-    [
-        ("intranode_metadata", "8xh20", "mooncake_nvlink"),
-        ("nixl_staging", "8xh20", "nixl"),
-        ("symmetric_allgather", "8xh20", "nccl"),
-    ],
-)
-def test_a_seed_is_about_the_machine_of_its_report(seed: str, hw: str, engine: str):
-    config = configured(seed)
-    assert config.hw.name == hw
-    assert engine in (config.backend.name, config.collective.name if config.collective else "")
-
-
-@pytest.mark.parametrize(
     ("seed", "words", "machine", "claims"),
     [
         (
