@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict what real serving engines do, then measure them, then compare: ``pdsim validate target=live``.
 
-Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs
-as are asked for, so that errors stand beside what repeats differ by.  The files, in the run's
-folder: ``expectations.json``, the predictions of every part and the requests of each, written with
-its hash before the first request is sent; ``measurements.json``, every measured row.  Predictions
-may be made long before, and elsewhere, as those of `experiments.validate`.
-
-A file that was changed by hand is refused (its hash is that of its content), and measurements name
-the hash of the predictions that they were made for.  So a prediction cannot have been adjusted to
-what was measured.
+Single requests of several lengths, then loads: shares of the workload's rate, each run several times, so that errors
+stand beside what repeats differ by.  Predictions, with the requests of every part, are sealed before the first
+request is sent, and measurements name their hash.
 """
 
 from __future__ import annotations

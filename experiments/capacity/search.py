@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deployments of given lists that fit a machine, and the highest load at which one meets an SLO.
 
-A load is what is offered over what the busier side can do, in closed form (`pdsim.serving.load`),
-so deployments of any size are searched in the same interval, 0 to 1.  A probe holds if the share of
-its requests that met the SLO reaches the target; it is sure if the target lies outside the share's
-interval.
+A load is what is offered over what the busier side can do, in closed form, so deployments of any size are searched
+between 0 and 1.  A probe holds if the share of requests that met the SLO reaches the target; it is sure if the
+target lies outside the share's interval.
 """
 
 from __future__ import annotations

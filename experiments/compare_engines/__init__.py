@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve one workload in every combination of transfer engine, serving engine, staging and way of metadata.
 
-Machine, model, parallelism and requests are the same for all, those that `serve` would run; a
-combination that cannot be is skipped, with the reason.  Beside them stands the same workload on as
-many GPUs without disaggregation.
-
-Costs of the engines are those of ``conf/backend``, with rates of NVLink as shares of the machine's;
-no calibration is laid over them.
+Machine, model, parallelism and requests are the same for all; beside them stands the same workload without
+disaggregation.  Costs of the engines are those of ``conf/backend``; no calibration is laid over them.
 """
 
 from __future__ import annotations

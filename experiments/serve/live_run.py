@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiment `serve` on a live deployment: from the client's rows to columns, metrics, tables and notes.
 
-The client (`backends.live.live_deployment`) sends each request at its arrival and keeps when it was
-sent, when the proxy had prefill's answer, and when each chunk of tokens came.  All latencies count
-from the arrival that the workload asked for, so that a client which is late is seen in them, and
-said in a note.
+All latencies count from the arrival that the workload asked for, so that a client which is late is seen in them.
 """
 
 from __future__ import annotations

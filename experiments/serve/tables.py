@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what became of each request to columns, metrics, tables and notes of the experiment `serve`.
 
-A column has one value a request, None or NaN where a request did not live to see it; a metric is a
-number with its definition, which `pdsim run -v` prints.  The definitions of latencies (`LATENCIES`)
-and of the phases of a request (`PHASES`) are here and nowhere else.
-
-`experiments.serve.live_run` uses the same functions, so that simulated and real runs have the same
-names.
-
-`Paths` says which way the keys and values of each request went, from the labels that the KV protocol gives its
-transfers.  The policy says which way they should go; a full staging ring or metadata that does not fit may send some
-another way.  So the summary counts what was written, and `path_notes` say what differed and why.
+A column has one value a request, None or NaN where a request did not live to see it.  `experiments.serve.live_run`
+uses the same functions, so that simulated and real runs have the same names.  `Paths` says which way the KV of each
+request went, from the labels of its transfers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
 
-`design` chooses the points, `steps` predicts and measures them; sealing, comparing, judging, tables and the page are
-`pdsim.validation`, for transfers and for the servers of `experiments.validate_live`.
-
-The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``,
-the predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
-``validation.parquet``, both side by side. ``pdsim report`` draws them. Predictions may be made long before, and
-elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
+`design` chooses the points, `steps` predicts and measures them, `pdsim.validation` seals and judges.  In the run's
+folder are ``points.csv``, ``expectations.json`` (on disk before the first byte is moved), ``measurements.json`` and
+``validation.parquet``.  Predictions may be made long before, and elsewhere.
 """
 
 from __future__ import annotations

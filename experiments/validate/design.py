@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `experiments.validate` runs: other experiments, on points that no calibration has seen.
 
-Options left unset default by the number of ranks: on eight GPUs the heterogeneous TP of four
-prefill ranks, patterns of up to eight ranks, and all-gathers over two, four and eight.
-
-A class (`CLASSES`) is what errors are stated for; a part is one experiment, which may serve several
-classes.  Prediction and measurement run the same parts with the same options, on the model and on
-the real target.
+Options left unset default by the number of ranks.  A class (`CLASSES`) is what errors are stated for; a part is one
+experiment, which may serve several.  Prediction and measurement run the same parts with the same options.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a validation: predict its parts or take predictions, and measure them, with files that are sealed.
 
-Expectations hold the design itself, its points included, so that measuring needs nothing else; they can be made on
-one machine and measured on another.
-
-Jobs of a part differ more than transfers within one, since ranks are new processes with other memory and other
-processors; so each measured value is the geometric mean over the jobs, and what the jobs differ by is its floor.
+Expectations hold the design itself, so that they can be measured on another machine.  Jobs of a part differ more
+than transfers within one, so each measured value is the geometric mean over the jobs.
 """
 
 from __future__ import annotations

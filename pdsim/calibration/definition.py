@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration: parameters of a machine and an engine that were fitted to samples, and how far to trust them.
 
-It is a file of `conf/calibration`, with every sample that it was fitted to beside it (``<name>.csv``).  This module
-knows what such a file says and lays it over a configuration; it knows neither fits nor samples.
-
-Posting is the host's work, and hosts differ.  A calibration says by which factors (`Calibration.hosts`), a
-configuration which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
+It is a file of `conf/calibration`, with every sample beside it (``<name>.csv``).  Posting is the host's work, and
+hosts differ: a calibration says by which factors (`Calibration.hosts`), a configuration which one holds
+(`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
 """
 
 from __future__ import annotations

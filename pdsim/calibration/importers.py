@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
-These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark,
-perftest, nvbandwidth, nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader
-returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it, whatever
-the tool calls latency.  Means stand for medians: most of these tools print nothing else.
-
-What a tool does not print is taken from its command line, if that is in the file, or from the
-tool's defaults.  A new tool is a reader and an entry of `FORMATS`, whose pattern must match no
-other tool's output.
+Each reader returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it, whatever
+the tool calls latency; means stand for medians.  What a tool does not print is taken from its command line, if
+that is in the file, or from its defaults.  A new tool is a reader and an entry of `FORMATS`.
 """
 
 from __future__ import annotations

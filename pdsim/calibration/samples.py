@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples: which transfers to measure, how long each took, how far jobs are apart, and the CSV files that keep them.
 
-The grid is a cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a
-few that are nearly all bytes; and points drawn at random between them, which no fit sees.  With one count alone the
-cost of a call and of a descriptor are one number, with one size alone the cost of a descriptor and of its bytes.
-Beside writes, a thinner cross of reads, each of which has a write of its own configuration there.
-
-The columns that say what was transferred are those of the points of ``experiment=transfer``, so that a file of
-samples can be measured again as it is: ``experiment.points=FILE``.
-
-A host may be slow for a whole job, and repeats within a job share that.  So several jobs are run, and the geometric
-mean of their medians counts; what jobs differ by is the *floor* of every model's error.
+With one count alone the cost of a call and of a descriptor are one number, with one size alone the cost of a
+descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  A file
+of samples can be measured again as it is: ``experiment.points=FILE``.  Repeats within a job share whatever made its
+host slow, so several jobs are run, and the geometric mean of their medians counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a validation, and what its report says: predicted against measured, errors by size and by class.
-
-It is made from the two files of a validation alone (`EXPECTED`, `MEASURED`), so it can be drawn
-wherever they are copied to.  Each has its own hash; what was changed by hand is refused
-(`pdsim.validation.sealed`).
-"""
+"""Figures of a validation, and what its report says, from its two sealed files alone (`EXPECTED`, `MEASURED`)."""
 
 from __future__ import annotations
 

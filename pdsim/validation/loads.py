@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judge predicted serving load by load: errors of quantiles beside the floor that repeats leave.
 
-A *part* of a validation is a load, or single requests of one length, by name.  Its rows are requests with latencies
-in seconds (`LATENCIES`), of the model or of a deployment; those of one part are judged together.
-
-A deployment that serves the same load twice does not give the same quantiles.  How far its runs are apart is the
-*floor*: no prediction can be expected to be closer, so an error counts as met within its bound or within twice the
-floor, whichever is larger.
+A *part* of a validation is a load, or single requests of one length, by name; its rows are requests with latencies
+in seconds.  How far runs of the same load are apart is the *floor*: an error is met within its bound or within twice
+the floor, whichever is larger.
 """
 
 from __future__ import annotations

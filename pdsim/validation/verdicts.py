@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far predictions are from measurements: signed and absolute relative errors, by class and by decade of size.
 
-An error is (predicted - measured) / measured.  Median and 95th percentile of its absolute value
-come with 95 % intervals from a bootstrap over the points, drawn from a seed.  Knows nothing of what
-was run.
-
-A class is what one error is stated for, such as pairs of ranks or all-gathers; points of it are of
-all sizes, so that a model which fails at one end of them cannot hide.  Beside an error stands the
-floor: how far even the jobs' own mean is from single jobs.
+An error is (predicted - measured) / measured; median and 95th percentile of its absolute value come with 95 %
+intervals from a bootstrap over the points.  A class is what one error is stated for, such as pairs of ranks; its
+points are of all sizes, so that a model which fails at one end of them cannot hide.
 """
 
 from __future__ import annotations
