@@ -199,7 +199,6 @@ class PrefixCache:
         self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the least recently used first
 
     def __len__(self) -> int:
-        """Return the number of blocks that are held."""
         return len(self._blocks)
 
     def match(self, request: Request) -> int:

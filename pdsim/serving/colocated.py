@@ -81,7 +81,6 @@ class _Service:
             name: ColocatedEngine(self.clock, job, self._finished, traffic[number * ranks : (number + 1) * ranks])
             for number, name in enumerate(self.load)
         }
-        self.where: dict[int, str] = {}
         self.ended: dict[int, ColocatedRequest] = {}
         self.all_done = self.clock.event()
         self.start = self.clock.now
@@ -108,7 +107,6 @@ class _Service:
         given, wanted = int(self.requests.input[number]), int(self.requests.output[number])
         blocks = self.requests.blocks(number) if self.job.hashed else ()
         name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
-        self.where[number] = name
         self.load[name] += given + wanted
         request = Submit(number, given, wanted, name, name)
         priority = 0 if self.requests.priority is None else int(self.requests.priority[number])
@@ -130,8 +128,8 @@ class _Service:
             self.all_done.succeed()
 
     def _row(self, number: int) -> list[Any]:
-        one, name = self.ended[number], self.where[number]
-        begin, first = one.started, one.joined
+        one = self.ended[number]
+        name, begin, first = one.request.prefill, one.started, one.joined
         return [name, name, 0, "ok", begin, begin, begin, first, first, first, first, one.finished]
 
 

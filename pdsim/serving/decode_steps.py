@@ -227,11 +227,9 @@ class RunningBatch:
         self._idle_since = 0.0
 
     def __len__(self) -> int:
-        """Return the number of members."""
         return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
-        """Yield the members, in order of their numbers."""
         for end, number, tokens in sorted(self._members, key=lambda member: member[1]):
             yield Member(number, tokens - (end - self._step), end - self._step)
 

@@ -211,7 +211,6 @@ class Mover:
         engine.works.append(self.progressed)
 
     def __len__(self) -> int:
-        """Return the number of rooms that are not over on this rank."""
         return 0
 
     def begin(self) -> None:

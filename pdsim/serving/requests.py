@@ -154,11 +154,9 @@ class RequestTable(Sequence[Request], Compact):
         return [list(one) for one in self]
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.arrival)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests, made as they are read."""
         for first in range(0, len(self), _BLOCK):
             yield from self._rows(first, min(first + _BLOCK, len(self)))
 
@@ -176,14 +174,12 @@ class RequestTable(Sequence[Request], Compact):
     @overload
     def __getitem__(self, index: slice) -> RequestTable: ...
     def __getitem__(self, index: int | slice) -> Request | RequestTable:
-        """Return a request, or a table of them."""
         if isinstance(index, int):
             number = range(len(self))[index]
             return next(self._rows(number, number + 1))
         return self.taken(np.arange(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
-        """Compare with any sequence of requests, one by one."""
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # an array can change
@@ -318,7 +314,6 @@ class RequestLog(Sequence[list[Any]], Compact):
         return list(self)
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._nbytes)
 
     @overload
@@ -326,7 +321,6 @@ class RequestLog(Sequence[list[Any]], Compact):
     @overload
     def __getitem__(self, index: slice) -> list[list[Any]]: ...
     def __getitem__(self, index: int | slice) -> list[Any]:
-        """Return a row, or a list of them."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[index]
@@ -336,7 +330,6 @@ class RequestLog(Sequence[list[Any]], Compact):
         return [words[0], words[1], self._nbytes[number], words[2], *times]
 
     def __eq__(self, other: object) -> bool:
-        """Compare with any sequence of rows."""
         return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # it is filled
