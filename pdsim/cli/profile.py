@@ -18,10 +18,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdsim.calibration import kernels as fits
 from pdsim.cli.help import parse, plain_name
@@ -328,46 +328,30 @@ def _yaml(name: str, title: str, models: Sequence[str], fit: fits.KernelFit) -> 
     return "\n".join(lines) + "\n"
 
 
-def _block(kernels: Kernels) -> Iterable[str]:
-    yield f"  gpu: {kernels.gpu}"
-    if kernels.table:
-        yield f"  table: {kernels.table}"
-    for field in fields(kernels):
-        value = getattr(kernels, field.name)
-        if isinstance(value, Roof):
-            yield f"  {field.name}:"
-            yield from (f"    {key}: {_text(key, own)}" for key, own in vars(value).items() if _told(key, own))
-    if kernels.tuned:
-        yield f"  tuned: [{', '.join(kernels.tuned)}]"
-    if kernels.shapes:
-        yield "  shapes:"
-    for shape, correction in kernels.shapes.items():
-        yield f'    "{shape}":'
-        yield f"      tokens: [{', '.join(map(str, correction.tokens))}]"
-        yield f"      factor: [{', '.join(map(str, correction.factor))}]"
-    if kernels.allreduce:
-        yield "  allreduce:"
-    for gpus, ring in kernels.allreduce.items():
-        yield f'    "{gpus}":'
-        yield from (f"      {key}: {_text(key, own)}" for key, own in vars(ring).items())
-    if kernels.absorbed_prefill:
-        yield "  absorbed_prefill: true"
-    for key in ("layer_launch", "mixed_launch"):
-        if seconds := getattr(kernels, key):
-            yield f"  {key}: {_text('launch', seconds)}"
+def _block(part: Any, indent: str = "  ") -> Iterable[str]:
+    # what differs from its default, nested
+    own = (
+        [(each.name, getattr(part, each.name), each.default) for each in fields(part)] if is_dataclass(part) else []
+    )
+    for key, value, default in own or ((f'"{name}"', item, None) for name, item in part.items()):
+        if value in (default, None, (), {}):
+            continue
+        if is_dataclass(value) or isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _block(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_text(key, value)}"
 
 
-def _told(key: str, value: float) -> bool:
-    return bool(value) and not (key == "blend" and value == 1.0)
-
-
-def _text(key: str, value: float) -> str:
-    if key in ("launch", "latency", "part", "merge", "block"):
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, bool | str):
+        return str(value).lower() if isinstance(value, bool) else value
+    if key.endswith("launch") or key in ("latency", "part", "merge", "block"):
         return f"{value * 1e6:.4g}us"
     if key == "walk":
         return f"{value * 1e9:.4g}ns"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     return f"{value / 1e9:.4g}GB/s" if key == "rate" else f"{value:g}"
 
 
