@@ -2,17 +2,13 @@
 """The padded all-gather of context-parallel prefill: unequal pieces of any batch, gathered and put in order.
 
 A group gathers equal sizes.  So the rows of ranks with fewer are padded to the longest rank's, gathered, and then
-split, trimmed and put into the order of the batch, in one copy.
-
-How long the longest is follows from the split of every sequence: ``ceil(total / cp)``, which is right for one
-sequence, is too small for two of nine tokens over four ranks (six rows, not five).
-
-Knows rows (all that one token has in one tensor), not what is in them.
+split, trimmed and put into the order of the batch, in one copy.  The longest follows from the split of every
+sequence: ``ceil(total / cp)`` is too small for two of nine tokens over four ranks (six rows, not five).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -37,9 +33,7 @@ MEMORIES = ("plain", "symmetric", "both")
 class Split:
     """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty.
 
-    Rows are tokens of all sequences of the batch, one after the other.  `zigzag` makes splits.
-
-    Invariant: every row of the batch is in exactly one piece.
+    Rows are tokens of all sequences of the batch, one after the other; each is in exactly one piece.
 
     >>> split = zigzag([9], cp=2)  # blocks of 3, 2, 2 and 2 tokens: rank 0 has the first and the last
     >>> split.pieces, split.lengths, split.longest
@@ -64,25 +58,22 @@ class Split:
         return sum(self.lengths)
 
     def order(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return where rows stand after the gather, where in the batch, and how many: three arrays, in rows.
+        """Return where rows stand after the gather, where in the batch, and how many: int64 of shape (piece,).
 
-        They split, trim and reorder at once: together they name every row of the batch exactly once, and no padding.
-
-        int64 of shape (piece,); rows of rank *r* begin at ``r * longest`` after the gather.
+        Together they name every row of the batch exactly once, and no padding; rows of rank *r* begin at
+        ``r * longest`` after the gather.
 
         >>> [column.tolist() for column in zigzag([3], cp=2).order()]
         [[0, 2, 3], [0, 1, 2], [1, 1, 1]]
         """
-        ordering = list(self._order())
-        gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*ordering, strict=True))
-        return gathered, ordered, rows
-
-    def _order(self) -> Iterator[tuple[int, int, int]]:
+        ordering = []
         for index, rank in enumerate(self.pieces):
             at = index * self.longest
             for first, rows in rank:
-                yield at, first, rows
+                ordering.append((at, first, rows))
                 at += rows
+        gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*ordering, strict=True))
+        return gathered, ordered, rows
 
 
 def zigzag(lengths: Sequence[int], cp: int) -> Split:
@@ -99,16 +90,13 @@ def zigzag(lengths: Sequence[int], cp: int) -> Split:
             raise ValueError(f"lengths[{index}]={length} must be >= 0")
     if not sum(lengths):
         raise ValueError(f"lengths={tuple(lengths)}: there is nothing to gather")
-    starts = accumulate(lengths, initial=0)
-    blocks = [_blocks(start, length, 2 * cp) for start, length in zip(starts, lengths, strict=False)]
-    ranks = [[sequence[number] for sequence in blocks for number in (r, 2 * cp - 1 - r)] for r in range(cp)]
-    return Split(tuple(tuple(piece for piece in rank if piece[1]) for rank in ranks))
-
-
-def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:
-    # The first ``length % count`` blocks are one row longer than the others.
-    base, more = divmod(length, count)
-    return [(start + n * base + min(n, more), base + (n < more)) for n in range(count)]
+    ranks: list[list[tuple[int, int]]] = [[] for _ in range(cp)]
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        base, more = divmod(length, 2 * cp)
+        blocks = [(start + n * base + min(n, more), base + (n < more)) for n in range(2 * cp)]
+        for index, rank in enumerate(ranks):
+            rank += [blocks[number] for number in (index, 2 * cp - 1 - index) if blocks[number][1]]
+    return Split(tuple(map(tuple, ranks)))
 
 
 def pools(memory: str) -> tuple[str, str]:
@@ -133,11 +121,9 @@ def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
 class PaddedAllGather:
     """Gathers tensors of *row* bytes a token over *group*, in buffers of *memory* for at most *rows* of a rank.
 
-    *memory* is one of `MEMORIES`.  A gather is of so many *tensors*, such as the keys of each layer, one after the
-    other; where contents matter (*keep*) each has bytes of its own, otherwise all share the buffers of one.
-
-    `open` it once, `gather` as often as wanted, and `close` it.  Raise a `ValueError` unless *row* and *rows* are
-    positive.
+    *memory* is one of `MEMORIES`.  A gather is of so many *tensors*, one after the other; where contents matter
+    (*keep*) each has bytes of its own, otherwise all share the buffers of one.  `open` it once, `gather` as often as
+    wanted, and `close` it.  Raise a `ValueError` unless *row* and *rows* are positive.
     """
 
     def __init__(

@@ -86,14 +86,11 @@ class Pong(KvMessage, frozen=True):
 
 
 class Gone(KvMessage, frozen=True):
-    """A rank to the router: this incarnation cannot be reached; the router to ranks: this instance is given up.
-
-    Ranks of the instance itself end, started by *until*: one that was started meanwhile is not meant.
-    """
+    """A rank to the router: this incarnation cannot be reached; the router to ranks: this instance is given up."""
 
     instance: str
     reason: str
-    until: int = -1
+    until: int = -1  # ranks of the instance end that were started by then
 
 
 class Fence(KvMessage, frozen=True):
@@ -169,10 +166,7 @@ class RoomReply(KvMessage, frozen=True):
 
 
 class Destination(KvMessage, frozen=True):
-    """A decode leader to a prefill leader: write there; to its followers, where memory has contents: look there.
-
-    *pages* and index rows are those after the first *held*.
-    """
+    """A decode leader to a prefill leader: write there; to its followers, where memory has contents: look there."""
 
     incarnation: str
     room: int
@@ -180,7 +174,7 @@ class Destination(KvMessage, frozen=True):
     pages: Pages
     slot: int
     state: tuple[Pages, ...] = ()  # the rows of each component, in the order of `StateShape.components`
-    held: int = 0
+    held: int = 0  # first pages, which *pages* and index rows leave out
 
 
 class ReadRequest(KvMessage, frozen=True):
@@ -237,17 +231,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Forward(KvMessage, frozen=True):
-    """A prefill leader to its followers: compute for so long, then write these chunks.
-
-    Write *cached* at once, which needs no forward.  *tokens* are those that travel to experts or, of each chunk,
-    those that context-parallel ranks gather.
-    """
+    """A prefill leader to its followers: compute for so long, then write these chunks."""
 
     incarnation: str
     seconds: float
     chunks: tuple[Chunk, ...]
-    cached: tuple[Chunk, ...] = ()
-    tokens: tuple[int, ...] = ()
+    cached: tuple[Chunk, ...] = ()  # to write at once, which need no forward
+    tokens: tuple[int, ...] = ()  # that travel to experts or, of each chunk, that context-parallel ranks gather
 
 
 class Offload(KvMessage, frozen=True):
@@ -321,11 +311,7 @@ class Released(KvMessage, frozen=True):
 
 
 class Finished(KvMessage, frozen=True):
-    """A decode leader to the router: all tokens are out, and when what happened.
-
-    *first* is given if the first token leaves decode's server later than its scheduler sees the KV, and *finished*
-    is then when the last one leaves; *asked* if decode heard of the request only when prefill had answered.
-    """
+    """A decode leader to the router: all tokens are out, and when what happened."""
 
     room: int
     reserved: float  # decode pages allocated, `Destination` sent
@@ -336,8 +322,8 @@ class Finished(KvMessage, frozen=True):
     polled: float  # the decode scheduler saw that: the first token is out
     joined: float  # entered the running batch
     finished: float  # last token out
-    first: float | None = None
-    asked: float | None = None
+    first: float | None = None  # the first token left decode's server, if later; *finished* is then the last one's
+    asked: float | None = None  # decode heard of it, if only when prefill had answered
 
 
 class Abort(KvMessage, frozen=True):
