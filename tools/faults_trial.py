@@ -21,63 +21,30 @@ from pdsim.serving.deployment import ROUTER, instance_of
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome, RankResult, RankSpec
 
-__all__ = [
-    "CHECKS",
-    "DEADLINE",
-    "KINDS",
-    "LIMIT",
-    "PAGE",
-    "TIMEOUT",
-    "Check",
-    "JobReport",
-    "Plan",
-    "attempt",
-    "draw",
-    "job",
-]
-
-DEADLINE = 3.0
-"""Seconds of silence after which a rank counts as gone."""
-
-TIMEOUT = 4.0
-"""Seconds that a transfer may take."""
-
-KINDS = ("SIGKILL", "restart", "SIGSTOP", "SIGCONT", "link cut", "link stalled")
-"""Kinds of faults."""
-
-_FIRST, _LAST = 0.6, 4.5
-"""Seconds after the start between which faults begin; requests arrive all the while."""
-
-_SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 2))
-"""Instances of prefill and of decode."""
-
-LIMIT = 90.0
-"""Seconds after which a job that has not ended hangs; the longest is over after 25 on an idle machine."""
-
-LINGER = 2.0
-"""Seconds of rest before the probes, and again before the ranks are stopped."""
-
-RECOVERY = 30.0
-"""Seconds in which instances that were started again must be connected: on a busy machine a process takes ten."""
+__all__ = ["CHECKS", "KINDS", "PAGE", "Check", "JobReport", "Plan", "attempt", "draw", "job"]
 
 CHECKS = ("violations", "bytes_lost", "leaks", "hangs", "crashes", "leftovers")
 """Counts that must be 0; see `attempt`."""
 
+KINDS = ("SIGKILL", "restart", "SIGSTOP", "SIGCONT", "link cut", "link stalled")
+"""Kinds of faults."""
+
 PAGE = 16
 """Tokens of a page."""
 
-_TOKEN = 32 * 2 * 2 * 64 * 2
-"""Bytes of KV of a token: layers, K and V, heads, elements, bytes of an element."""
+_TOKEN = 32 * 2 * 2 * 64 * 2  # bytes of KV of a token: layers, K and V, heads, elements, bytes of an element
+_SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 2))  # instances of prefill and of decode
 
-_UNNOTICED = 0.5
-"""Seconds of a pause that cannot make a peer give up, or a transfer time out."""
-
-_AFTER = 15.0
-"""Seconds in which a fault that is over may still be the reason of a failure: what it held up goes on, and a process
-that was started again takes its time to connect on a busy machine."""
-
-PATIENCE = 20.0
-"""Seconds that what a job leaves behind may take to go."""
+# seconds
+DEADLINE = 3.0  # of silence after which a rank counts as gone
+TIMEOUT = 4.0  # that a transfer may take
+_FIRST, _LAST = 0.6, 4.5  # after the start, between which faults begin; requests arrive all the while
+LIMIT = 90.0  # after which a job that has not ended hangs; the longest is over after 25 on an idle machine
+LINGER = 2.0  # of rest before the probes, and again before the ranks are stopped
+RECOVERY = 30.0  # in which instances that were started again must be connected: a process may take ten
+_UNNOTICED = 0.5  # of a pause that cannot make a peer give up, or a transfer time out
+_AFTER = 15.0  # in which a fault that is over may still be the reason of a failure: what it held up goes on
+PATIENCE = 20.0  # that what a job leaves behind may take to go
 
 _KINDS = ("PeerLost", "TransferTimeout", "TransferFailed")
 _UCX = re.compile(r"killed by signal (6|11)\n.*Connection reset by remote peer", re.DOTALL)
@@ -141,35 +108,21 @@ def draw(seed: int) -> Plan:
         link=link,
         prefill=prefill,
         decode=decode,
-        requests=_requests(chance, link),
+        requests=[
+            Request(float(at), int(chance.integers(64, 256 if link else 640)), int(chance.integers(1, 6)))
+            for at in np.arange(0.2, _LAST + 2.5, 0.2)
+        ],
     )
-    if link:
-        _disturb_link(plan, chance)
-    _disturb_ranks(plan, chance)
-    return plan
-
-
-def _requests(chance: np.random.Generator, link: bool) -> list[Request]:
-    low, high = (64, 256) if link else (64, 640)
-    arrivals = np.arange(0.2, _LAST + 2.5, 0.2)
-    return [Request(float(at), int(chance.integers(low, high)), int(chance.integers(1, 6))) for at in arrivals]
-
-
-def _disturb_link(plan: Plan, chance: np.random.Generator) -> None:
     at = _FIRST
-    for _ in range(int(chance.integers(1, 4))):
+    for _ in range(int(chance.integers(1, 4)) if link else 0):
         at += float(chance.uniform(0.1, 1.2))
         length = float(chance.choice([chance.uniform(0.05, 0.6), chance.uniform(0.6, 2.0)]))
         plan.changes.append(LinkChange(kind=str(chance.choice(["cut", "stall"])), start=at, end=at + length))
         at += length
-
-
-def _disturb_ranks(plan: Plan, chance: np.random.Generator) -> None:
     ranks = plan.ranks
     if chance.random() < 0.25:
-        together = (
-            ranks if chance.random() < 0.5 else [name for name in ranks if name[0] == chance.choice(["p", "d"])]
-        )
+        every = chance.random() < 0.5
+        together = [name for name in ranks if every or name[0] == chance.choice(["p", "d"])]
         at, pause = float(chance.uniform(_FIRST, _LAST)), float(chance.uniform(0.2, 1.2))
         plan.kill |= dict.fromkeys(together, at)
         plan.restart |= dict.fromkeys(together, at + pause)
@@ -178,11 +131,13 @@ def _disturb_ranks(plan: Plan, chance: np.random.Generator) -> None:
         fate = chance.choice(["none", "kill", "restart", "stops", "long stop"], p=[0.1, 0.15, 0.3, 0.3, 0.15])
         _disturb(plan, name, str(fate), chance)
     fate = chance.random()
-    if fate < 0.03:
-        plan.kill[ROUTER] = float(chance.uniform(_FIRST, _LAST))
-    elif fate < 0.15:
+    if fate < 0.15:
         at = float(chance.uniform(_FIRST, _LAST))
-        plan.pause[ROUTER] = [(at, at + float(chance.uniform(0.05, 0.8)))]
+        if fate < 0.03:
+            plan.kill[ROUTER] = at
+        else:
+            plan.pause[ROUTER] = [(at, at + float(chance.uniform(0.05, 0.8)))]
+    return plan
 
 
 def _disturb(plan: Plan, name: str, fate: str, chance: np.random.Generator) -> None:
@@ -246,27 +201,14 @@ def attempt(plan: Plan) -> JobReport:
 
 def job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
     """Return what *plan* is run on, and its ranks."""
-    words = [
-        "target=real",
-        f"hw={'link' if plan.link else 'loopback'}",
-        f"backend={plan.engine}",
-        f"parallel.prefill.instances={plan.prefill}",
-        f"parallel.decode.instances={plan.decode}",
-        f"engine.handoff={plan.handoff}",
-        "engine.lease=10s",
-        "engine.heartbeat=1s",
-        "experiment=serve",
-        f"experiment.deadline={DEADLINE}s",
-        "experiment.router=round_robin",
-        "model.layers=32",
-        "model.kv_heads=2",
-        "model.head_dim=64",
-        "kv.pool=80MiB",
-        f"kv.page_size={PAGE}",
-        "scheduler.chunk=512",
-        "compute.scale=0.001",
-    ]
-    config = compose(words)
+    config = compose(
+        f"target=real hw={'link' if plan.link else 'loopback'} backend={plan.engine} "
+        f"parallel.prefill.instances={plan.prefill} parallel.decode.instances={plan.decode} "
+        f"engine.handoff={plan.handoff} engine.lease=10s engine.heartbeat=1s "
+        f"experiment=serve experiment.deadline={DEADLINE}s experiment.router=round_robin "
+        "model.layers=32 model.kv_heads=2 model.head_dim=64 "
+        f"kv.pool=80MiB kv.page_size={PAGE} scheduler.chunk=512 compute.scale=0.001".split()
+    )
     if plan.link:
         assert config.hw.link is not None
         link = replace(config.hw.link, rate=60e6, changes=tuple(plan.changes))
