@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,9 +20,7 @@ from pdsim.kv.layout import (
     StateShape,
     Tensor,
     dp_rank,
-    owned_heads,
     read_metadata,
-    share,
     stage_layers,
     tp_writers,
     window_span,
@@ -95,21 +92,6 @@ def test_metadata_follows_the_planes_in_ten_buffers():
     assert sum(places[-1]) == pool.size
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3])
-def test_tables_of_state_tile_the_region_behind_metadata(pp: int):
-    for stage in range(pp):
-        pool = hybrid(pp=pp, stage=stage)
-        ends = [pool.kv_bytes + pool.slots * 1600] + [table.end for table in pool.tables[1:]]
-        assert [table.start for table in pool.tables[1:]] == ends[:-1]
-        assert pool.size == ends[-1]
-
-
-def test_stages_have_the_planes_of_their_layers_between_them():
-    for number, table in enumerate(hybrid().tables):
-        stages = [hybrid(pp=4, stage=stage).tables[number].planes for stage in range(4)]
-        assert tuple(plane for planes in stages for plane in planes) == table.planes
-
-
 @pytest.mark.parametrize(
     ("what", "changes", "words"),
     [
@@ -171,13 +153,6 @@ def gqa(heads: int, layers: int = 1) -> KvShape:
     return KvShape(layers, heads, head_bytes=8)
 
 
-@pytest.mark.parametrize("heads", SIZES)
-def test_ranks_own_every_head_as_often_as_replicated(heads: int):
-    for tp in SIZES:
-        counts = Counter(head for rank in range(tp) for head in owned_heads(gqa(heads), tp, rank))
-        assert counts == dict.fromkeys(range(heads), max(1, tp // heads))
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "words"),
     [
@@ -209,14 +184,6 @@ def test_the_last_stages_have_the_layers_left_over(layers: int, pp: int, counts:
     assert [layer for stage in stages for layer in stage] == list(range(layers))
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4, 8])
-def test_context_parallel_ranks_share_the_positions_of_a_request(cp: int):
-    for pages in (1, 3, 8, 11):
-        shares = [share(pages, cp, rank) for rank in range(cp)]
-        assert [position for part in shares for position in part] == list(range(pages))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "reader", "writers"),
     [
@@ -229,18 +196,6 @@ def test_context_parallel_ranks_share_the_positions_of_a_request(cp: int):
 def test_a_decode_rank_hears_of_all_that_it_needs(ranks: RankMap, reader: int, writers: tuple[int, ...]):
     assert ranks.writers(reader) == writers
     assert all(reader in ranks.readers(writer) for writer in writers)
-
-
-def test_context_parallel_ranks_beyond_the_pages_write_nothing():
-    ranks = RankMap(gqa(1), Grid(tp=1, cp=4), Grid(1), all_cp_ranks=True)
-    assert [ranks.expected(0, pages) for pages in (1, 2, 4, 9)] == [1, 2, 4, 4]
-
-
-def test_ranks_that_repeat_a_latent_row_write_mamba_only():
-    state = StateShape("am", mamba=(Tensor((4,), 8),))
-    ranks = RankMap(KvShape(2, 1, 8, latent_bytes=8, state=state), Grid(2), Grid(1))
-    parts = [ranks.part(writer, 0) for writer in ranks.writers(0)]
-    assert [(part.components, part.aux) for part in parts if part] == [(("kv", "mamba"), True), (("mamba",), False)]
 
 
 def test_a_room_has_the_derived_or_requested_dp_rank():

@@ -15,7 +15,6 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.config import build
 from pdsim.core.errors import InvalidBatch
 from pdsim.kv.layout import (
-    AUX_BYTES,
     REGION,
     STAGING,
     Grid,
@@ -45,18 +44,6 @@ def counted(batch: Batch) -> tuple[int, int]:
     """Return descriptors and bytes, which a lazy batch knows before its arrays."""
     assert (len(batch), batch.nbytes) == (len(batch.size), int(batch.size.sum()))
     return len(batch), batch.nbytes
-
-
-@pytest.mark.parametrize(("pp", "stage", "count"), [(2, 0, 30), (2, 1, 31), (4, 3, 16)])
-def test_a_stage_writes_its_own_layers(pp: int, stage: int, count: int):
-    batch = Planner(replace(layout(DEEPSEEK_V3), pp=pp, stage=stage), layout(DEEPSEEK_V3)).batch(WHOLE)
-    assert counted(batch) == (count, 8192 * count * 1152)
-
-
-def test_metadata_adds_ten_descriptors_and_1600_bytes():
-    pool = layout(LLAMA_8B)
-    bare, more = Planner(pool, pool).batch(WHOLE), Planner(pool, pool).batch(WHOLE, (1, 2))
-    assert (len(more) - len(bare), more.nbytes - bare.nbytes) == (10, AUX_BYTES)
 
 
 def test_ranks_of_one_kind_share_their_batches():
@@ -139,17 +126,6 @@ def test_unlike_ranks_move_each_group_and_token(prefill: int, decode: int):
     batch = Planner(hybrid(prefill), hybrid(decode), part._replace(aux=False)).batch((), state=RUNS)
     # groups of both tensors; planes x pages x tokens; runs
     assert len(batch) == 2 * (2 + 1) + 2 * 2 * 3 * 4 + 2
-
-
-def test_a_mamba_slice_takes_its_share_of_every_group():
-    part = RankMap(hybrid().shape, Grid(2), Grid(1)).part(1, 0)
-    batch = Planner(hybrid(2), hybrid(1), part._replace(components=("mamba",))).batch((), state=RUNS)
-    conv = hybrid().tables[1].start
-    # dimensions 0 to 3 and 4 to 11, of 6 bytes: the second rank has 2, 3 and 8 to 11
-    assert [(to - conv, size) for to, size in zip(batch.target_offset, batch.size, strict=True)][:2] == [
-        (12, 12),
-        (48, 24),
-    ]
 
 
 def test_a_slot_outside_the_pool_is_refused():

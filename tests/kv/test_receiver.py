@@ -241,11 +241,6 @@ def test_who_waits_is_answered(script: list[list[Any]], wanted: list[list[int]])
     assert left.get("refused", 0) == sum(position < 0 for *_, position in wanted)
 
 
-def test_chunks_may_arrive_in_any_order():
-    reports, _, left = run(ASK, [0.0, "ask", 1, 1, PAGE], [0.5, "arrive", 1, 1], [0.6, "arrive", 1, 0])
-    assert ([line[1:] for line in reports], left) == ([["scattered", 1, ""]] * 2, FREE)
-
-
 def test_a_forgotten_room_keeps_its_slot_and_is_not_scattered():
     script = [ASK, [0.1, "forget", 1], [0.2, "arrive", 1, 0]]
     reports, _, left = run(*script)
