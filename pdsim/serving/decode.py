@@ -257,10 +257,7 @@ class DecodeScheduler:
         self.wake()
 
     def quarantine(self, room: DecodeRequest) -> bool:
-        """Fail *room*, whose pages are in quarantine until it is proven that nothing of it moves.
-
-        Return whether that ends it: not one that is over already.
-        """
+        """Fail *room*, with its pages in quarantine; return whether that ends it: not one that is over already."""
         ended = room.fail()
         if ended:
             self.pages.quarantined.add(room.request.room)

@@ -299,10 +299,7 @@ class RunningBatch:
         return [number for _, number, _ in gone]
 
     def begin(self, now: float, most: float = math.inf) -> float:
-        """Begin the next step at *now*; return when the first member is done, but no later than after *most* steps.
-
-        Infinity if there is no member.
-        """
+        """Begin the next step; return when the first member is done, or *most* steps are; infinity without one."""
         batch = len(self._members)
         if not batch:
             self._span, self._idle_since = None, now
@@ -313,10 +310,7 @@ class RunningBatch:
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
-        """Begin one step at *now* that also computes *pieces* of prompts; return when it ends.
-
-        A piece is its tokens of context and its new tokens.  The members get their token each in the same step.
-        """
+        """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends."""
         batch = len(self._members)
         forward = self._time.prefill([*pieces, (0, batch)] if batch else pieces)
         self._span = self._spanned(now, self._iteration(forward))
@@ -581,10 +575,7 @@ class Preemption:
         return not room.first or (self._job.engine.recompute > 0 and steps == room.request.output)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return what the next step computes again, beside the batch, and count it as done.
-
-        A piece is ``(tokens computed before, tokens)``.
-        """
+        """Return what the next step computes again, (tokens before, tokens) each, and count it as done."""
         pieces, budget = [], self._job.chunk - len(self._batch)
         for room in self.recomputing:
             tokens = min(budget, room.context - room.recomputed)

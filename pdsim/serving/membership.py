@@ -121,8 +121,8 @@ class InstanceRegistry:
     def enroll(self, message: RegisterRank) -> list[tuple[str, ConnectPeer]]:
         """Give a rank its place; return the `ConnectPeer` messages to send, by rank, if that forms its instance.
 
-        The ranks of both sides of each new pair are sent the incarnation of the other.  A process older than the one
-        that has the place gets none, nor does one that was started before its instance was lost: it was told to end.
+        A process older than the one that has the place gets none, nor does one that was started before its instance
+        was lost: it was told to end.
         """
         instance = message.instance
         known = self._instances[instance]
@@ -167,11 +167,7 @@ class InstanceRegistry:
         return known.until
 
     def choose(self, room: int, tokens: int = 1, blocks: tuple[int, ...] = ()) -> tuple[str, str] | None:
-        """Return the incarnations of prefill and decode that get *room*; None if no connected pair is left.
-
-        *tokens* and *blocks* are those of its prompt.  The prefill instance is chosen first, among those with any
-        link, then the decode instance among those linked to it.
-        """
+        """Return the incarnations of prefill and decode that get *room*; None if no connected pair is left."""
         prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
         if not prefills:
             return None

@@ -45,11 +45,10 @@ __all__ = ["Arrivals", "IncomingRequests", "OutstandingTokens", "RoutedRequest",
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A request under way, at the router.
+    """A request under way, at the router; *status* is set once, when it is over.
 
-    Each try has a *room* and two incarnations, *prefill* and *decode*.  *answered* and *prefilled* say how far it
-    is, *finished* has its times, *status* is set once, when it is over.  *lost* and *asked* are set between the loss
-    of an instance and the answer of the other.
+    Each try has a *room* and two incarnations.  *lost* and *asked* are set between the loss of an instance and the
+    answer of the other.
     """
 
     arrival: float
@@ -220,11 +219,7 @@ class Arrivals:
         self._advance(None)
 
     def follow(self, request: RoutedRequest) -> None:
-        """Let the requests arrive that come after *request*, which is over, each after its think time.
-
-        It counts from when the answer had reached the user: later than now on the way from the server, or earlier
-        where the router hears of it late.
-        """
+        """Let the requests arrive that come after *request*, which is over, each after its think time."""
         clock = self._process.clock
         for number in self._waiting.pop(request.number, ()):
             follower = self._requests[number]
@@ -263,11 +258,9 @@ def program(
     """Serve *requests*, a `RequestTable` or its rows, and return what became of each.
 
     *job* is `Deployment.plain`.  *leaves* are users who leave whatever their request says: its number, and how many
-    seconds after its arrival.
-
-    The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog` of prefill, decode,
-    bytes, status, and the times of `Finished` or None; how many messages were ``ignored``, and ``open_rooms``,
-    which is 0 unless the job was stopped; and with *after* the ``arrivals`` as they turned out.
+    seconds after its arrival.  The value has ``start``, when the first could have arrived; ``rows``, a
+    `RequestLog`; how many messages were ``ignored``; ``open_rooms``; and with *after* the ``arrivals`` as they
+    turned out.
     """
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.core.errors import ConfigError
+from pdsim.models.parallel import Side
 from pdsim.serving import prefill
 from pdsim.serving.policies import (
     FirstCome,
     Prompt,
+    RoutingQuery,
     handoff_of,
+    route,
     router_policy,
     scheduler_of,
 )
-from pdsim.serving.settings import ServingEngine
+from pdsim.serving.settings import Cache, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
-from tests.support.serving import configured
+from tests.support.serving import EIGHT, GENERATED, configured, serve, values
 
 
 @pytest.mark.parametrize("find", [scheduler_of, handoff_of])
@@ -43,3 +48,58 @@ def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch: pytes
     assert "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256" in (
         outcome.ranks["prefill0.0"].error
     )
+
+
+def test_the_most_loaded_of_all_is_never_taken_and_the_others_as_often_as_pairs_say():
+    policy = router_policy("power_of_two")
+    able = ["a", "b", "c", "d"]
+    counts = Counter(policy.choose(able, {"a": 0, "b": 1, "c": 2, "d": 3}) for _ in range(6000))
+    assert counts["d"] == 0
+    for name, pairs in (("a", 3), ("b", 2), ("c", 1)):  # of six pairs
+        assert abs(counts[name] - 1000 * pairs) < 150
+
+
+def asked(load: dict[str, int], blocks: tuple[int, ...], tokens: int = 1024) -> RoutingQuery:
+    return RoutingQuery(list(load), load, tokens, blocks)
+
+
+def test_cached_tokens_weigh_as_much_as_waiting_ones():
+    policy = router_policy("cache_aware")
+    assert route(policy, asked({"a": 0, "b": 0}, (1, 2))) == "a"
+    assert route(policy, asked({"a": 1023, "b": 0}, (1, 2))) == "a"
+    assert route(policy, asked({"a": 1025, "b": 0}, (1, 2))) == "b"
+    assert route(policy, asked({"a": 600, "b": 0}, (1, 3))) == "b"  # 512 tokens are cached on both
+    assert route(policy, asked({"a": 1, "b": 0}, ())) == "b"
+
+
+def test_a_cache_aware_router_finds_what_turns_taken_miss():
+    workload = replace(GENERATED, arrivals="sessions", users=3, think=0.5, turns=8, count=48, shared=0)
+    hits = {}
+    for name in ("cache_aware", "round_robin"):
+        config = configured(Side(tp=1, instances=2), workload=workload, options={"router": name})
+        config = replace(config, cache=Cache(prefill=True), model=replace(config.model, context=1 << 17))
+        hits[name] = values(serve(replace(config, kv=replace(config.kv, pool=1 << 24))))["prefix_hit_prefill"]
+    assert hits["cache_aware"] > 1.2 * hits["round_robin"]
+
+
+def test_the_kv_goes_where_it_arrives_first():
+    policy = router_policy("transfer_aware")
+    ask = RoutingQuery(["near", "far"], {"near": 9, "far": 0}, 100, rates={"near": 4e11, "far": 5e10}, under_way={})
+    assert route(policy, ask) == "near"
+    assert route(policy, ask._replace(under_way={"near": 690})) == "near"
+    assert route(policy, ask._replace(under_way={"near": 710})) == "far"
+    assert route(policy, ask._replace(rates={})) == "far"  # a prefill instance: the least loaded
+
+
+def test_instances_of_one_node_are_nearer():
+    parallel = {"prefill": Side(tp=1, instances=2), "decode": Side(tp=1, instances=8)}
+    config = configured(**parallel, hw=replace(EIGHT, nodes=2), options={"router": "transfer_aware"})
+    rates = job(config, ServeOptions(router="transfer_aware")).rates
+    assert set(rates) == {"prefill0", "prefill1"}
+    assert set(rates["prefill0"].values()) == {EIGHT.host.tcp_rate}  # decode has the second node; there are no cards
+    packed = configured(Side(tp=1), Side(tp=1), options={"router": "transfer_aware"})
+    assert job(packed, ServeOptions(router="transfer_aware")).rates == {
+        "prefill0": {"decode0": EIGHT.interconnect.rate}
+    }
+    near = configured(Side(tp=1), Side(tp=1, instances=3), options={"router": "transfer_aware"})
+    assert values(serve(near))["requests_ok"] == 40
