@@ -89,7 +89,6 @@ REFUSALS = [
     (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
     (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,"),
     (("run", "--cfg"), "--cfg needs a value after it"),
-    (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 1xa100,"),
     (("run", "calibration=nonsense"), "calibration=nonsense does not exist; "),
     (
         ("run", "output=/proc/none"),
@@ -120,7 +119,6 @@ REFUSALS = [
     (("sweep", "seed=1,2", "--zip", "seed,hw"), "--zip seed,hw: hw has no list of values; write hw=A,B"),
     (("sweep", "seed=1,2", "hw=8xh20,8xh200,8xh100", "--zip", "seed,hw"), "but seed has 2, hw has 3"),
     (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= set the same; give one of them"),
-    (("sweep", "seed=1,2", "kv.pol=1"), "unknown key kv.pol; did you mean kv.pool?"),
     (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 0"),
     (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
     (("run", "parallel.prefill.tp=8"), "8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances"),

@@ -11,6 +11,7 @@ import importlib
 import pytest
 
 from pdsim.cli.main import main
+from tests.test_cli import QUICK
 
 TRANSFER, FAULTS, LINK = "experiment=transfer", "experiment=faults", "hw=link"
 GATHER, HANDOFF = "experiment=allgather", "experiment=handoff"
@@ -152,15 +153,6 @@ def test_wrong_input_is_one_line_status_two_and_nothing_written(capfd, tmp_path,
     assert err.startswith("pdsim: ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-QUICK = (
-    TRANSFER,
-    "experiment.patterns=[pair]",
-    "experiment.size=4KiB",
-    "experiment.blocks=1",
-    "experiment.repeat=2",
-)
 
 
 @pytest.mark.parametrize(
