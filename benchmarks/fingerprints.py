@@ -15,13 +15,13 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-__all__ = ["VOLATILE", "Names", "Part", "fingerprint", "load", "row_marks"]
+__all__ = ["VOLATILE", "Part", "fingerprint", "load", "row_marks"]
 
 VOLATILE = {
     "run.json": {
@@ -56,38 +56,6 @@ hold."""
 
 
 @dataclass(frozen=True)
-class Names:
-    """Columns and text cells that have another name now: old name to new name."""
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    cells: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> Names:
-        """Read a JSON file ``{"columns": {old: new}, "cells": {old: new}}``, or one flat mapping of columns.
-
-        Raises:
-            ValueError: two old names became the same new one.
-        """
-        data = json.loads(path.read_text())
-        names = cls(**data) if set(data) <= {"columns", "cells"} else cls(columns=data)
-        for kind, mapping in (("columns", names.columns), ("cells", names.cells)):
-            if len(set(mapping.values())) < len(mapping):
-                raise ValueError(
-                    f"{path}: {kind} must have distinct new names, got {mapping}; split the mapping by run"
-                )
-        return names
-
-    def old_column(self, name: str) -> str:
-        """Return the name that column *name* had when the fingerprints were recorded."""
-        return next((old for old, new in self.columns.items() if new == name), name)
-
-    def old_cell(self, value: Any) -> Any:
-        """Return the text that *value* was when the fingerprints were recorded."""
-        return next((old for old, new in self.cells.items() if new == value), value)
-
-
-@dataclass(frozen=True)
 class Part:
     """A table: columns of equal length, with a type each."""
 
@@ -100,46 +68,46 @@ class Part:
         return max(map(len, self.values.values()), default=0)
 
 
-def load(folder: Path, names: Names) -> tuple[dict[str, Part], dict[str, str]]:
+def load(folder: Path) -> tuple[dict[str, Part], dict[str, str]]:
     """Read the results in *folder*."""
     parts: dict[str, Part] = {}
     words: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".parquet":
-            parts[path.name] = _parquet(path, names)
+            parts[path.name] = _parquet(path)
         elif path.suffix == ".csv":
             with path.open(newline="") as file:
                 heads, *rows = list(csv.reader(file))
-            parts[path.name] = _table(heads, rows, names)
+            parts[path.name] = _table(heads, rows)
         elif path.suffix == ".json":
             data = {k: v for k, v in json.loads(path.read_text()).items() if k not in VOLATILE.get(path.name, {})}
             if path.name == "summary.json":
-                _summary(data, names, parts, words)
+                _summary(data, parts, words)
             else:
                 if "evidence" in data:
                     words[f"{path.name}:evidence"] = _hash(data.pop("evidence"))
                 for key in [k for k, v in data.items() if isinstance(v, list) and v and isinstance(v[0], dict)]:
-                    parts[f"{path.name}:{key}"] = _records(data.pop(key), names)
-                parts[path.name] = _scalars(_leaves(data), names)
+                    parts[f"{path.name}:{key}"] = _records(data.pop(key))
+                parts[path.name] = _scalars(_leaves(data))
         elif path.suffix not in UNREAD:
             raise ValueError(f"{path.name} is a file of an unknown kind: say in fingerprints.py how it is compared")
     return parts, words
 
 
-def _parquet(path: Path, names: Names) -> Part:
+def _parquet(path: Path) -> Part:
     table = pq.read_table(path)
-    types = {names.old_column(f.name): str(f.type) for f in table.schema}
+    types = {f.name: str(f.type) for f in table.schema}
     columns = zip(types, table.columns, strict=True)
-    return Part(types, {name: [names.old_cell(v) for v in column.to_pylist()] for name, column in columns})
+    return Part(types, {name: column.to_pylist() for name, column in columns})
 
 
-def _summary(data: dict[str, Any], names: Names, parts: dict[str, Part], words: dict[str, str]) -> None:
+def _summary(data: dict[str, Any], parts: dict[str, Part], words: dict[str, str]) -> None:
     volatile = VOLATILE["summary.json:metrics"]
     metrics = {name: dict(metric) for name, metric in data.pop("metrics").items() if name not in volatile}
-    parts["summary.json:metrics"] = _scalars({name: m.pop("value") for name, m in metrics.items()}, names)
+    parts["summary.json:metrics"] = _scalars({name: m.pop("value") for name, m in metrics.items()})
     words["summary.json:metrics"] = _hash(metrics)
     for i, table in enumerate(data.pop("tables")):
-        part = _table(list(table["columns"]), table["rows"], names)
+        part = _table(list(table["columns"]), table["rows"])
         prose = [c for c, values in part.values.items() if any(isinstance(v, str) and " " in v for v in values)]
         words[f"summary.json:table {i}"] = _hash([table["title"], table["columns"], [part.values[c] for c in prose]])
         kept = {c: v for c, v in part.values.items() if c not in prose}
@@ -149,22 +117,22 @@ def _summary(data: dict[str, Any], names: Names, parts: dict[str, Part], words: 
         leaves = _leaves(data.pop(name))
         columns = {"name": sorted(leaves), "value": [leaves[key] for key in sorted(leaves)]}
         parts[f"summary.json:{name}"] = Part(dict.fromkeys(columns, "json"), columns)
-    parts["summary.json"] = _scalars(_leaves(data), names)
+    parts["summary.json"] = _scalars(_leaves(data))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], names: Names) -> Part:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Part:
     keys = [f"{i}" for i in range(len(heads))]
-    columns = {key: [names.old_cell(row[i]) for row in rows] for i, key in enumerate(keys)}
+    columns = {key: [row[i] for row in rows] for i, key in enumerate(keys)}
     return Part(dict.fromkeys(keys, "json"), columns)
 
 
-def _records(rows: Sequence[Mapping[str, Any]], names: Names) -> Part:
-    columns = {names.old_column(key): [names.old_cell(row.get(key)) for row in rows] for key in rows[0]}
+def _records(rows: Sequence[Mapping[str, Any]]) -> Part:
+    columns = {key: [row.get(key) for row in rows] for key in rows[0]}
     return Part(dict.fromkeys(columns, "json"), columns)
 
 
-def _scalars(leaves: Mapping[str, Any], names: Names) -> Part:
-    values = {names.old_column(key): [names.old_cell(value)] for key, value in leaves.items()}
+def _scalars(leaves: Mapping[str, Any]) -> Part:
+    values = {key: [value] for key, value in leaves.items()}
     return Part(dict.fromkeys(values, "json"), values)
 
 

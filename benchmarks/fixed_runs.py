@@ -3,7 +3,6 @@
 
     python -m benchmarks.fixed_runs record data/benchmarks/fixed_runs.json   # at the commit to compare with
     python -m benchmarks.fixed_runs check data/benchmarks/fixed_runs.json    # now; exits with 1 if anything differs
-    python -m benchmarks.fixed_runs check FILE --renames NAMES.json             # old to new names of columns
 
 Each run is one `python -m pdsim run` of this checkout, in a folder of its own.  What is compared: `fingerprints.py`.
 `record --keep DIR` also keeps the folders, and `check --before DIR` then prints the old value beside the new one.
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fingerprints import Names, Part, fingerprint, load, row_marks
+from benchmarks.fingerprints import Part, fingerprint, load, row_marks
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 300  # seconds of one run, before it counts as stuck
@@ -196,7 +195,7 @@ class Found:
     words: Mapping[str, str]
 
 
-def execute(name: str, names: Names, keep: Path | None = None) -> Found:
+def execute(name: str, keep: Path | None = None) -> Found:
     """Make the run *name* in a temporary folder, and read its results.
 
     Raises:
@@ -223,7 +222,7 @@ def execute(name: str, names: Names, keep: Path | None = None) -> Found:
             )
         if keep is not None:
             shutil.copytree(folders[0], keep / name)
-        return Found(seconds, *load(folders[0], names))
+        return Found(seconds, *load(folders[0]))
 
 
 def _cpu_seconds() -> float:
@@ -243,7 +242,7 @@ def record(path: Path, keep: Path | None, chosen: Sequence[str]) -> None:
     names = [name for name in RUNS if not chosen or name in chosen or name in old["runs"]]
     for name in names:
         if not chosen or name in chosen:
-            fingerprints = execute(name, Names(), keep)
+            fingerprints = execute(name, keep)
             print(f"{name:26} {fingerprints.seconds:6.1f} s of CPU", flush=True)
             parts = {key: reduced(name, key, part) for key, part in fingerprints.parts.items()}
             run: dict[str, Any] = {
@@ -272,7 +271,7 @@ def reduced(name: str, key: str, part: Part) -> dict[str, Any]:
     return fingerprint(part, None if only is None else only.get(key, ()))
 
 
-def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) -> int:
+def check(path: Path, before: Path | None, chosen: Sequence[str]) -> int:
     """Make the runs again, print what differs from *path*, and return the number of runs that do."""
     kept = json.loads(path.read_text())["runs"]
     _known(chosen)
@@ -283,7 +282,7 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
             print(f"DIFFERS {name}: not in {path}; record it at the commit to compare with", flush=True)
             continue
         try:
-            fingerprints = execute(name, names)
+            fingerprints = execute(name)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             bad += 1
             print(f"DIFFERS {name}: {error}", flush=True)
@@ -307,10 +306,10 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
 
 
 def differences(name: str, old: Mapping[str, Any], parts: Mapping[str, Part], before: Path | None) -> list[str]:
-    """Return a line for each file and column of the run *name* that differs, in the old names."""
+    """Return a line for each file and column of the run *name* that differs."""
     lines = [f"{key}: no longer there" for key in old if key not in parts]
     lines += [f"{key}: new" for key in parts if key not in old]
-    earlier = load(before / name, Names())[0] if before else {}
+    earlier = load(before / name)[0] if before else {}
     for key in (key for key in old if key in parts):
         was, part = old[key], parts[key]
         now = reduced(name, key, part)
@@ -360,7 +359,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="fingerprints, as JSON")
     parser.add_argument("--keep", type=Path, help="record: a new folder for the results themselves")
     parser.add_argument("--before", type=Path, help="check: the folder that record kept, to print old values")
-    parser.add_argument("--renames", type=Path, help="check: JSON of old to new names of columns")
     parser.add_argument(
         "--run",
         action="append",
@@ -372,8 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "record":
         record(options.file, options.keep, options.run)
         return 0
-    names = Names.read(options.renames) if options.renames else Names()
-    bad = check(options.file, names, options.before, options.run)
+    bad = check(options.file, options.before, options.run)
     print(f"{bad} of {len(options.run or RUNS)} runs differ")
     return 1 if bad else 0
 
