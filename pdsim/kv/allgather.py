@@ -69,9 +69,9 @@ class Split:
         ordering = []
         for index, rank in enumerate(self.pieces):
             at = index * self.longest
-            for first, rows in rank:
-                ordering.append((at, first, rows))
-                at += rows
+            for first, count in rank:
+                ordering.append((at, first, count))
+                at += count
         gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*ordering, strict=True))
         return gathered, ordered, rows
 
