@@ -42,7 +42,7 @@ class Variant:
     memory: tuple[str, ...] = ("host",)  # which buffers it moves: "host", "gpu"
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
     proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
-    posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time
+    posting_threads: bool = False  # the endpoint takes *posting*: `pdsim.transfer.job.RankSpec`
     guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.server`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
     tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # options, by suffix

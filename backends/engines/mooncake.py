@@ -101,10 +101,11 @@ class MooncakeEndpoint(RealEndpoint):
     ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
 
     Over a network `post` queues a transfer for the threads of its peer, so that a peer that has stopped does not
-    delay another; one of them posts it and busy-polls until its end.  With ``backend.threads`` above 1 so many
-    threads of the rank take its transfers to all peers in turn, over NVLink too, as SGLang's workers do.  Otherwise
-    over NVLink, where no peer takes part and a thread costs more than many batches, the clock's thread posts and
-    asks.  A batch id is a pointer that is freed with the answer: it is used once and never leaves its thread.
+    delay another; one of them posts it and busy-polls until its end.  With *posting* so many threads of the rank take
+    its transfers to all peers in turn, over NVLink too, as SGLang's workers do; with 0 the clock's thread posts and
+    that of the peer waits, for what does not block asks about the first block of a batch only.  Otherwise over
+    NVLink, where no peer takes part and a thread costs more than many batches, the clock's thread posts and asks.  A
+    batch id is a pointer that is freed with the answer: it is used once and never leaves its thread.
     """
 
     kind = "mooncake"
@@ -233,9 +234,12 @@ class MooncakeEndpoint(RealEndpoint):
         batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
-        if self.settings.threads > 1:
-            self._queue(None, self.settings.threads).put(transfer)
+        if self.posting:
+            self._queue(None, self.posting).put(transfer)
         elif not self._transport.gpu_only:
+            if self.posting == 0:
+                transfer.handle = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+                transfer.posted = self.clock.now
             self._queue(transfer.peer, self._threads).put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
             code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
@@ -309,11 +313,14 @@ class MooncakeEndpoint(RealEndpoint):
         keep_for(SLICE)
 
     def _serve(self, transfer: PostedTransfer) -> None:
-        if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+        if transfer.triggered and self.posting != 0:  # failed while it waited: nothing has moved, and nothing will
             self.clock.call(partial(self.quiesce, transfer))
             return
         posted = self.clock.now
-        if self.settings.threads > 1:
+        if self.posting == 0:
+            ticket, posted = transfer.handle, transfer.posted
+            code = self._native.get_batch_transfer_status([ticket]) if ticket else None
+        elif self.posting:
             code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
         else:
             ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)

@@ -13,7 +13,6 @@ import ctypes
 import importlib.util
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -53,6 +52,7 @@ _OVER_RDMA = Variant(
     backend="mori",
     requires=MORI,  # whose probe looks for the RDMA device, too
     one_sided=True,
+    posting_threads=True,
     proves_quiescence=False,  # what lies in the queues of network cards nobody can see
     guest="backends.emulation.guest.mori:RECIPE",
 )
@@ -78,7 +78,8 @@ class MoriEndpoint(RealEndpoint):
 
     Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
 
-    `post` queues a transfer for the thread of its peer, since posting blocks while a send queue is full.  That makes
+    `post` queues a transfer for the thread of its peer, since posting blocks while a send queue is full; *posting*
+    says otherwise.  That makes
     the session of its two regions, if there is none, and posts; from then on `poll` asks its status.  A session asks
     the peer's engine over TCP and holds Python's lock meanwhile, for five seconds at most
     (``MORI_IO_CP_TIMEOUT_MS``), so it is kept.  The status of a transfer that failed is kept, too: the engine may
@@ -98,7 +99,7 @@ class MoriEndpoint(RealEndpoint):
             raise ConfigError(f"backend.options.transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         # alone, RDMA without a device would be replaced by xGMI without a word
         prepare(self.settings.name, {"MORI_DISABLE_AUTO_XGMI": "1", **options}, {"MORI_IO_LOG_LEVEL": "error"})
-        self._queues: dict[PeerState, PostingThreads] = {}
+        self._queues: dict[PeerState | None, PostingThreads] = {}  # None: of all peers
         self._sessions: dict[_Pair, Any] = {}
         self._posted: dict[PostedTransfer, None] = {}  # to be polled
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost: polled with the beat
@@ -180,9 +181,13 @@ class MoriEndpoint(RealEndpoint):
         near, far = transfer.sides()
         transfer.handle = (memory, near.tolist(), far.tolist(), transfer.batch.size.tolist())
         transfer.prepared = self.clock.now
-        if peer not in self._queues:
-            self._queues[peer] = PostingThreads(f"mori {peer.name}", 1, self.device.enter, self._serve)
-        self._queues[peer].put(transfer)
+        if self.posting == 0:
+            self._serve(transfer)
+            return
+        owner, count = (None, self.posting) if self.posting else (peer, 1)
+        if owner not in self._queues:
+            self._queues[owner] = PostingThreads("mori", count, self.device.enter, self._serve)
+        self._queues[owner].put(transfer)
 
     def _serve(self, transfer: PostedTransfer) -> None:
         if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
@@ -196,7 +201,8 @@ class MoriEndpoint(RealEndpoint):
             return
         post = getattr(session, "batch_" + transfer.operation)
         transfer.handle = post(*blocks, self._engine.allocate_transfer_uid())
-        self.clock.call(partial(self._taken, transfer, time.monotonic()))
+        transfer.posted = self.clock.now
+        self.clock.call(partial(self._taken, transfer))
 
     def _session(self, transfer: PostedTransfer, memory: Any) -> Any:
         pair = _Pair(transfer.peer, transfer.local.handle.id, memory.id)
@@ -207,8 +213,7 @@ class MoriEndpoint(RealEndpoint):
             self._sessions[pair] = session
         return self._sessions[pair]
 
-    def _taken(self, transfer: PostedTransfer, posted: float) -> None:
-        transfer.posted = posted - self.clock.origin
+    def _taken(self, transfer: PostedTransfer) -> None:
         self._posted[transfer] = None
         self._look_at(transfer)
 

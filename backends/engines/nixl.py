@@ -157,7 +157,7 @@ class NixlEndpoint(RealEndpoint):
                 f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
                 f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
             )
-        self._threads = PostingThreads("nixl", self.settings.threads, self.device.enter, self._serve)
+        self._threads = PostingThreads("nixl", self.posting or 0, self.device.enter, self._serve)
         self.clock.watch(self)
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
         self._memory, self._number = (
@@ -173,7 +173,7 @@ class NixlEndpoint(RealEndpoint):
         except ImportError as error:
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if self.settings.threads > 1 else None
+        lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if self.posting else None
         config = api.nixl_agent_config(enable_prog_thread=self._progress_thread, backends=[], sync_mode=lock)
         settings = {"ucx_error_handling_mode": error_handling}
         if self._workers:
@@ -236,7 +236,7 @@ class NixlEndpoint(RealEndpoint):
         if peer not in self._announced:
             self.control.send(peer.line, _ACTIVE)
         self._announced[peer] = transfer.submitted
-        if self.settings.threads > 1:
+        if self.posting:
             self._threads.put(transfer)
             return
         transfer.handle = self._make(transfer)

@@ -123,6 +123,12 @@ class Processes:
         other.engine = engine
         return other
 
+    def _posting(self, spec: RankSpec) -> int | None:
+        # On GPUs engines were measured posting from the clock's thread.
+        if self.engine.threads > 1:
+            return self.engine.threads
+        return spec.posting if spec.place.gpu is None else None
+
     def _describe(
         self, spec: RankSpec, keys: Keys, network: EmulatedLink | None, processors: list[int]
     ) -> supervision.Start:
@@ -133,6 +139,7 @@ class Processes:
             arguments=spec.arguments,
             peers=[name for name in keys.public if name != spec.name],
             engine=self.engine,
+            posting=self._posting(spec),
             bind=self.bind if network is None else network.address(spec.place.node),
             device="" if network is None else namespaces.DEVICE,
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,

@@ -48,6 +48,7 @@ class Start(msgspec.Struct, tag=True):
     arguments: Mapping[str, Any]
     peers: list[str]
     engine: Engine
+    posting: int | None  # as `RankSpec` has it
     collective: Collective | None
     bind: str  # the address to listen on
     capacity: int  # bytes of memory

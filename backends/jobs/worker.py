@@ -206,8 +206,16 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
     clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), Records()
     device = _device(clock, start)
-    endpoint = load(start.engine.implementation)(
-        keys=start.keys, clock=clock, device=device, engine=start.engine, recorder=records, bind=start.bind
+    endpoint_class = load(start.engine.implementation)
+    posting = {"posting": start.posting} if any(way.posting_threads for way in endpoint_class.variants) else {}
+    endpoint = endpoint_class(
+        keys=start.keys,
+        clock=clock,
+        device=device,
+        engine=start.engine,
+        recorder=records,
+        bind=start.bind,
+        **posting,
     )
     program = getattr(importlib.import_module(module), function, None)
     if program is None:

@@ -331,6 +331,8 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     arguments: dict[str, Any] = {"job": plain, "requests": requests}
     programs = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
+    pushes = config.engine.handoff == "push"
+    posts = {"prefill": config.policy.queues if pushes else None, "decode": None}
     for side, instances, dp, where in (
         ("prefill", what.prefills, what.prefill_dp, prefill),
         ("decode", what.decodes, what.decode_dp, decode),
@@ -340,7 +342,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 given = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                programs.append(RankSpec(name, f"pdsim.serving.{side}:program", place, given))
+                programs.append(RankSpec(name, f"pdsim.serving.{side}:program", place, given, posts[side]))
     return programs
 
 

@@ -424,7 +424,8 @@ class KvSender:
     # --- writing ---
 
     def _start(self, write: Write, queue: int) -> Program | Event | None:
-        return self._handed_over(write, queue) if self._policy.handover else self._begin(write, queue)
+        handed_over = self._policy.handover and self._rank.clock.virtual  # a real thread waits by itself
+        return self._handed_over(write, queue) if handed_over else self._begin(write, queue)
 
     def _handed_over(self, write: Write, queue: int) -> Program:
         yield self._rank.clock.timeout(self._policy.handover)

@@ -90,12 +90,15 @@ class RankSpec:
     """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
 
     *arguments* and the program's return value are plain data (what JSON can hold).  *name* is unique in the job.
+    On a real engine *posting* threads post its transfers and wait for each; with 0 the one that asks for them does,
+    None is what is quickest for the engine.
     """
 
     name: str
     program: str
     place: Place = Place()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    posting: int | None = None
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,37 @@ def settle_after_loss(rank: Rank, to: str) -> Program:
             return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
 
 
+def write_at_once(rank: Rank, to: str, writes: int) -> Program:
+    """Write one after the other without waiting; return whether each was posted when `write` returned."""
+    buffer = rank.device.allocate(writes << 12)
+    buffer.write(0, bytes(number for number in range(writes) for _ in range(1 << 12)))
+    mine = rank.endpoint.register(buffer, "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    sink = peer.regions["sink"]
+    yield rank.endpoint.write(peer, Batch(mine, sink, [0], [0], [1]))  # by now the peer has answered
+    transfers = []
+    held = []
+    for number in range(writes):
+        offsets = [(number << 12) + (block << 10) for block in range(4)]
+        transfers.append(rank.endpoint.write(peer, Batch(mine, sink, offsets, offsets, [1 << 10] * 4), b"written"))
+        held.append(transfers[-1].posted > transfers[-1].submitted)
+    yield rank.clock.all_of(transfers)
+    return held
+
+
+def take_writes(rank: Rank, by: str, writes: int) -> Program:
+    """Return whether each of the writes has its bytes once all notifications are there."""
+    buffer = rank.device.allocate(writes << 12)
+    rank.endpoint.register(buffer, "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(by, rank.endpoint.address())
+    rank.endpoint.connect(address)
+    for _ in range(writes):
+        yield rank.endpoint.notifications.get()
+    return [buffer.read(number << 12, 1 << 12) == bytes([number]) * (1 << 12) for number in range(writes)]
+
+
 def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
     """As `settle_after_loss`, where the first *late* questions whether the peer is dead come before it is."""
     from backends.base import endpoint, processes
