@@ -123,17 +123,17 @@ def claims() -> Iterator[str]:
 
 def inline() -> Iterator[str]:
     """Yield the table of docs/reports.md of inline against queued posting over loopback, predicted and measured."""
-    yield "| backend, requests | throughput: predicted; measured | completion seen later: predicted; measured |"
-    yield "|---|---|---|"
+    heads = {mori_state.STARTS: "forwards start", mori_state.TTFT: "TTFT", mori_state.SEEN: "completion seen"}
+    yield f"| backend, requests | {' | '.join(heads.values())} |"
+    yield "|---|---|---|---|"
     points = [point for point in committed("seed_mori_state") if point.machine.startswith("loopback ")]
-    claims = (mori_state.THROUGHPUT, mori_state.TOLD)
-    found = {(point.machine, point.at, point.claim, point.target): point for point in points}
-    for machine, at in dict.fromkeys((point.machine, point.at) for point in points if point.claim == claims[0].name):
+    by = {(point.machine, point.at, point.claim, point.target): point for point in points}
+    for machine, at in dict.fromkeys((one.machine, one.at) for one in points if one.claim == mori_state.SEEN.name):
         cells = [f"{machine.partition(' ')[2]}, {at.partition(' ')[0]}"]
-        for claim in claims:
-            model, real = (found[machine, at, claim.name, target] for target in ("model", "real"))
-            spread = f"({real.low:.3g} to {real.high:.3g})"
-            cells.append(f"{claim.effect(model):.3g}; {claim.effect(real):.3g} {spread}")
+        for claim in heads:
+            model, real = (by.get((machine, at, claim.name, target)) for target in ("model", "real"))
+            measured = f"{claim.effect(real):.3g} ({real.low:.3g} to {real.high:.3g})" if real else "-"
+            cells.append(f"{claim.effect(model):.3g}; {measured}" if model else "-")
         yield f"| {' | '.join(cells)} |"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
+from experiments.serve.tables import values
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import PositiveInt, Seconds
@@ -29,13 +30,15 @@ from pdsim.transfer.job import Target
 __all__ = ["CLAIMS", "MoriStateOptions", "run"]
 THROUGHPUT = Claim("throughput", "inline posting serves about 10 % more at high concurrency", "tokens/s", "more")
 DRAIN = Claim("drain", "likewise where only handoffs take time", "tokens/s", "more")
-TOLD = Claim("told", "what is polled between two forwards is told later (a risk of it)", "s from prefill", "more")
+STARTS = Claim("starts", "the thread that posts begins forwards later", "s from arrival", "more")
+TTFT = Claim("ttft", "so first tokens come later", "s", "more")
+SEEN = Claim("seen", "what is polled between two forwards is seen later (a risk of it)", "s from prefill", "more")
 TCP = Claim("metadata", "metadata over TCP costs a handoff no more than over the engine", "us a handoff", "same")
 STATE = Claim("state", "state goes along: handoffs asked for, and those that succeeded", "handoffs", "same")
 SLICES = Claim("slices", "prefill TP > decode TP likewise", "handoffs", "same")
 POOL = 3 << 29  # bytes of a rank's pool, where memory is configured to be little: many requests at once, and state
 Rows = dict[tuple[str, int], dict[str, Any]]
-CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)
+CLAIMS = (THROUGHPUT, STARTS, TTFT, SEEN, DRAIN, TCP, STATE, SLICES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,17 @@ def _concurrency(trial: ReportRun, options: MoriStateOptions, requests: int) -> 
         rates: list[Any] = [value(result, "input_tokens_per_s") for result in points]
         trial.add(claim, at, *rates)
         if scale:
-            times: list[Any] = [value(result, "transfer_p50_s") for result in points]
-            trial.add(TOLD, at, *times)
+            for claimed, name in ((TTFT, "ttft_avg_s"), (SEEN, "transfer_p50_s")):
+                times: list[Any] = [value(result, name) for result in points]
+                trial.add(claimed, at, *times)
+            begun: list[Any] = [_begun(result) for result in points]
+            trial.add(STARTS, at, *begun)
+
+
+def _begun(result: Result) -> float | None:
+    # Seconds from the arrival of a request to its forward, the mean of all.
+    began = values(result.requests, "started_at") - values(result.requests, "arrival")
+    return float(began.mean()) if len(began) else None
 
 
 def _handoffs(
