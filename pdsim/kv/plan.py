@@ -429,7 +429,7 @@ class DecodePeer:
         if self._call == "chunk" or self.blocks is not None:
             return [write(rows)]
         calls = [(run,) for run in rows] if self._call == "descriptor" else [rows]
-        if self._policy.queues:  # a queue does one thing after the other
+        if self._policy.queues and not self._policy.handover:  # a queue does one thing after the other
             return [write(own, plane=0, count=planes) for own in calls]
         return [write(own, plane=plane) for own in calls for plane in range(planes)]
 
