@@ -56,6 +56,13 @@ WRONG = [
         ("workload=poisson", "workload.rate=2Gbps"),
         "workload.rate: '2Gbps' is not a number a second; write something like 4",
     ),
+    (
+        (
+            *["hw=8xh20", "backend=nixl", "parallel.prefill.tp=4", "parallel.decode.tp=2", "kv.staging=true"],
+            "kv.staging_ring=64GiB",
+        ),
+        "kv.staging_ring=64 GiB does not fit beside 65.8 GiB of weights and 12.9 GiB of KV into the 89.4 GiB of",
+    ),
     ("kv.staging=maybe", "kv.staging must be true or false, got 'maybe'"),
     (
         "launch.silence=5s",

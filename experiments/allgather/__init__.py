@@ -58,7 +58,7 @@ class AllgatherOptions(ExperimentOptions):
         """Return the points of each job in the order in which they are run."""
         jobs = []
         for ranks, reserved in product(self.ranks, (True, False) if self.growth else (True,)):
-            pools = self.pools if reserved else [pool for pool in self.pools if pool == SYMMETRIC]
+            pools = self.pools if reserved else [pool for pool in self.pools if pool != "default"]
             equal = [GatherPoint(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
             padded = [
                 GatherPoint(ranks, zigzag(batch, ranks).longest * self.row, pool, tuple(batch), reserved)

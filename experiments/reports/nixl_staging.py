@@ -18,7 +18,7 @@ from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import PositiveInt, Seconds
+from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
@@ -63,6 +63,7 @@ class NixlStagingOptions(shared.PromptBurstOptions):
     tokens: tuple[PositiveInt, ...] = (512, 8192)  # of a handoff
     prompts: tuple[PositiveInt, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
     descriptor: Seconds = 1.05e-6  # across nodes: NIXL prepared none when the report was written; 0 is the backend's
+    depth: NotNegativeInt = 0  # descriptors outstanding to a peer across nodes, more wait; 0: no limit (UCX: 256)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,8 +78,10 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.
     """
     options = NixlStagingOptions.of(config)
-    if options.descriptor and config.target == "model" and config.backend.inter is not None:
-        inter = replace(config.backend.inter, descriptor=max(options.descriptor, config.backend.inter.descriptor))
+    if config.target == "model" and (inter := config.backend.inter) is not None:
+        inter = replace(
+            inter, descriptor=max(options.descriptor, inter.descriptor), depth=options.depth or inter.depth
+        )
         config = replace(config, backend=replace(config.backend, inter=inter))
         target = target.using(config.backend)
     crossed = tuple(tp for tp in options.tp if options.placement == "sides" or _fits(config, *_sides(tp)))

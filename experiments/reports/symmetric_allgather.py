@@ -3,8 +3,8 @@
 
 Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory;
 after, it is allocated from a symmetric pool, registered with all ranks.  Equal pieces, and batches
-of unequal sequences, which are padded to the longest rank.  The pool is reserved before the run, 4
-GiB, or, as the review of the change asks, grows during it.
+of unequal sequences, which are padded to the longest rank.  ``kv.gather=both`` has the input
+symmetric, too.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks, grows during it.
 
 One run of `experiments.allgather` gives all points; claims compare rows of it.
 """
@@ -62,9 +62,10 @@ class SymmetricAllgatherOptions(ExperimentOptions):
     def __post_init__(self) -> None:
         self.gathering()  # whose rules these are
 
-    def gathering(self) -> allgather.AllgatherOptions:
-        """Return the options of `experiments.allgather`."""
+    def gathering(self, memory: str = SYMMETRIC) -> allgather.AllgatherOptions:
+        """Return the options of `experiments.allgather`; *memory* is what plain memory is compared with."""
         return allgather.AllgatherOptions(
+            pools=("default", memory),
             ranks=self.ranks,
             size=self.size,
             batches=self.batches,
@@ -93,14 +94,15 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     trial = ReportRun(config, target, progress, 1)
     left = [str(count) for count in options.ranks if count not in ranks]
     trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
-    gathered = trial.run("gathered", replace(options, ranks=ranks).gathering())
+    memory = "both" if config.kv.gather == "both" else SYMMETRIC
+    gathered = trial.run("gathered", replace(options, ranks=ranks).gathering(memory))
     times: dict[str, dict[str, dict[str, Any]]] = {}
     for row in as_rows(gathered, "All-gathers"):
         times.setdefault(_at(row), {})[row["pool"]] = row
     for at, pools in times.items():
-        for claim, before, after in _values(pools):
+        for claim, before, after in _values(pools, memory):
             trial.add(claim, at, before, after, f"{config.hw.name} {config.collective.name}")
-    trial.notes += list(_repaid(times))
+    trial.notes += list(_repaid(times, memory))
     return trial.result(CLAIMS)
 
 
@@ -110,20 +112,20 @@ def _at(row: dict[str, Any]) -> str:
     )
 
 
-def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | None, float | None]]:
-    plain, reserved = pools["default"]["med us"], pools[SYMMETRIC]["med us"]
+def _values(pools: dict[str, dict[str, Any]], memory: str) -> Iterator[tuple[Claim, float | None, float | None]]:
+    plain, reserved = pools["default"]["med us"], pools[memory]["med us"]
     yield EQUAL if pools["default"]["batch"] == "-" else PADDED, plain, reserved
-    grown = pools[f"{SYMMETRIC}, grown"]
+    grown = pools[f"{memory}, grown"]
     if grown["growths"] and grown["med us"] is not None:
         first = grown["med us"] + 1e3 * grown["growth ms"]
         yield RESERVED, first, reserved
         yield GROWN, plain, first
 
 
-def _repaid(measured: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+def _repaid(measured: dict[str, dict[str, dict[str, Any]]], memory: str) -> Iterator[str]:
     counts = []
     for pools in measured.values():
-        grown = pools[f"{SYMMETRIC}, grown"]
+        grown = pools[f"{memory}, grown"]
         times = [pools["default"]["med us"], grown["med us"]]
         if grown["growths"] and None not in times and times[1] < times[0]:
             counts.append(1e3 * grown["growth ms"] / (times[0] - times[1]))

@@ -143,6 +143,7 @@ def _run(words: Sequence[str]) -> int:
     if "--multirun" in asked:
         return _DO["sweep"]([word for word in words if word not in ("-m", "--multirun")])
     from pdsim.config import compose
+    from pdsim.kv.policy import described
     from pdsim.results import terminal
     from pdsim.run import run
 
@@ -151,6 +152,10 @@ def _run(words: Sequence[str]) -> int:
     if asked.get("--cfg", "job") != "job":
         raise ConfigError(f"--cfg {asked['--cfg']} is not known; --cfg job prints what the run will use")
     config = compose.composed(compose.CommandLine.of(rest, asked))
+    if config.target == "real" and (variables := list(described(os.environ, config.backend.implementation))):
+        sys.stderr.write(f"taken from SGLang's environment variables: {' '.join(variables)}\n")
+        rest = [*variables, *rest]  # of two values of a key the last one counts
+        config = compose.composed(compose.CommandLine.of(rest, asked))
     if "--cfg" in asked:
         from omegaconf import OmegaConf
 

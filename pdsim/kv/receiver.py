@@ -99,6 +99,10 @@ class KvReceiver:
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _IncomingRoom] = {}
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
+        self._notice = policy.notice
+        self._stall = policy.metadata_stall if policy.metadata_by != "control" else 0.0
+        self.held = 0.0
+        """Until when what has arrived holds the scheduler's thread, on the clock, in seconds."""
         buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(buffer, REGION)
         self._rows = HostMetadata(layout) if policy.metadata_on == "host" else buffer
@@ -153,6 +157,7 @@ class KvReceiver:
         arrival = decode(notification.payload)
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
+        self._hold(self._notice * notification.times)
         if arrival.chunk < 0:
             self.arrive(arrival, count=notification.times)
         elif self.landing is not None:
@@ -176,6 +181,10 @@ class KvReceiver:
                 room.last = arrival
         self._check(arrival.room, room)
 
+    def _hold(self, seconds: float) -> None:
+        if seconds and self._rank.clock.virtual:  # a real thread takes what it takes
+            self.held = max(self.held, self._rank.clock.now) + seconds
+
     def _room(self, number: int) -> _IncomingRoom:
         room = self._rooms.get(number)
         if room is None:
@@ -197,6 +206,7 @@ class KvReceiver:
             if number <= self._checked:
                 reason = reason or self._verify(room.reserve)
         del self._rooms[number]
+        self._hold(self._stall)
         self.report(TransferDone(number, reason=reason), room.last)
 
     def _verify(self, reserve: Destination) -> str:

@@ -95,7 +95,7 @@ class DecodeLeader(HandoffLeader):
         """Have the KV of *room* come to its *pages* and rows of *state*; the first *held* pages are here."""
 
     def posted(self) -> float:
-        """Return when this rank has posted the reads that it has begun."""
+        """Return until when this rank's thread posts reads, or takes what arrives."""
         return 0.0
 
     def notice(self, number: int) -> None:
@@ -403,11 +403,11 @@ class DecodeScheduler:
                 self.batch.join(request.room, request.input + 1, request.output - 1)
 
     def _begin_step(self) -> None:
-        # The step begins when the host is done with this boundary and, with ``posting_holds``, with posting reads.
+        # The step begins when the host is done with this boundary and, where that holds it, with transfers.
         # It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
         # lacks a page in.
         start = self.clock.now + self._held_up
-        if self.job.engine.posting_holds:
+        if self.job.engine.posting_holds or self.job.handoff.notice or self.job.handoff.metadata_stall:
             start = self.batch.held(self.clock.now, max(start, self.handoff.posted()))
         if pieces := self.preemption.pieces():
             end = self.batch.begin_mixed(start, pieces)

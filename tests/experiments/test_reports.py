@@ -185,6 +185,8 @@ def test_symmetric_memory_gathers_faster_until_its_pool_grows():
     assert min(effects(result, "reserved", nccl).values()) > 1.05
     assert max(effects(result, "grown", nccl).values()) < 1.0
     assert any(note.startswith("a growth is made up for after ") for note in result.notes)
+    both = effects(measured("symmetric_allgather", "kv.gather=both"), "reserved", nccl)
+    assert both["8 x 32 MiB"] > 1.2 * effects(result, "reserved", nccl)["8 x 32 MiB"]  # the input's growth, too
 
 
 def test_more_ranks_than_gpus_are_left_out_and_named():

@@ -256,3 +256,29 @@ def test_a_scheduler_begins_no_forward_while_it_posts_inline(policy: Policy, sec
 def test_a_queue_begins_a_write_when_its_thread_has_the_lock():
     soon, late = (slow_posts(Policy(queues=1, metadata="batch", handover=seconds)) for seconds in (0.0, 5e-3))
     assert late[0]["transfer"] - soon[0]["transfer"] == pytest.approx(5e-3, abs=1e-9)
+
+
+def test_each_write_of_a_queue_waits_for_the_lock():
+    soon, late = (
+        slow_posts(Policy(queues=1, call="plane", metadata="control", handover=seconds))[0]["transfer"]
+        for seconds in (0.0, 5e-3)
+    )
+    assert late - soon == pytest.approx((2 * GQA.layers + 1) * 5e-3, abs=1e-9)  # K and V of each layer, metadata
+
+
+@pytest.mark.parametrize(
+    ("policy", "held"),
+    [
+        ({"metadata_stall": 7e-3}, 7e-3),
+        ({"metadata_stall": 7e-3, "metadata": "control"}, 0.0),
+        ({"notice": 1e-3, "metadata": "batch"}, 1e-3),
+        ({"notice": 1e-3, "notify": "message"}, 0.0),
+    ],
+)
+def test_what_arrives_holds_the_steps_of_decode(policy: dict[str, Any], held: float):
+    one = replace(GENERATED, count=1, input_mean=256, input_cv=0, output_mean=4, output_cv=0)
+    ways = {name: policy[name] for name in ("metadata", "notify") if name in policy}
+    common: dict[str, Any] = {"workload": one, "kv": replace(STAGED, staging=False), "memory": "timing"}
+    (free,), (late,) = (rows(serve(staged(1, 1, policy=Policy(**own), **common))) for own in (ways, policy))
+    assert late["e2e"] - free["e2e"] == pytest.approx(held, abs=1e-9)
+    assert late["transfer"] == free["transfer"]

@@ -334,6 +334,10 @@ class PushDecodeLeader(DecodeLeader):
             self._receiver.reserve(reserve)
         engine.send(leader(request.prefill), there)
 
+    def posted(self) -> float:
+        """Return until when notifications and metadata hold the scheduler: this side posts nothing."""
+        return self._receiver.held
+
     def read(self, room: DecodeRequest) -> None:
         self.slots.release(room.request.room)
 

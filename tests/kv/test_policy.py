@@ -1,0 +1,39 @@
+"""What SGLang's environment variables mean, as keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdsim.core.errors import ConfigError
+from pdsim.kv.policy import described
+
+
+@pytest.mark.parametrize(
+    ("engine", "variables", "keys"),
+    [
+        (
+            "mooncake",
+            {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"},
+            ["backend.policy.pool=intra_node_nvlink"],
+        ),
+        ("mooncake", {"SGLANG_MOONCAKE_SEND_AUX_TCP": "true"}, ["backend.policy.metadata=control"]),
+        ("mori", {"SGLANG_MOONCAKE_SEND_AUX_TCP": "1"}, []),
+        ("mori", {"SGLANG_MORI_SEND_AUX_RDMA": "1"}, ["backend.policy.metadata=write"]),
+        ("nixl", {"SGLANG_DISAGG_STAGING_BUFFER": "0"}, []),
+        (
+            "nixl",
+            {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "512"},
+            ["kv.staging=true", "kv.staging_ring=512MiB"],
+        ),
+    ],
+)
+def test_variables_of_sglang_are_keys(engine: str, variables: dict[str, str], keys: list[str]):
+    assert list(described(variables, engine)) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "BAREX"), ("SGLANG_DISAGGREGATION_QUEUE_SIZE", "few")]
+)
+def test_a_variable_that_no_key_has_is_refused(name: str, text: str):
+    with pytest.raises(ConfigError, match=f"{name}={text} .*; unset it, or set backend.policy"):
+        list(described({name: text}, "mooncake"))
