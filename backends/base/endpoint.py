@@ -327,8 +327,8 @@ class RealEndpoint(ABC):
     a peer; `post` for each transfer; `stop_engine` once.
 
     *keys* say which rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the
-    address that sockets listen on, *posting* that of `pdsim.transfer.job.RankSpec`.  The states of a transfer, and the
-    method that an engine calls as it passes from state to state::
+    address that sockets listen on, *posting* that of `pdsim.transfer.job.RankSpec`.  The states of a transfer, and
+    the method that an engine calls as it passes from state to state::
 
                          post() raises
         prepared ───────────────────────────────┐

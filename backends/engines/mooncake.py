@@ -101,9 +101,9 @@ class MooncakeEndpoint(RealEndpoint):
     ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
 
     Over a network `post` queues a transfer for the threads of its peer, so that a peer that has stopped does not
-    delay another; one of them posts it and busy-polls until its end.  With *posting* so many threads of the rank take
-    its transfers to all peers in turn, over NVLink too, as SGLang's workers do; with 0 the clock's thread posts and
-    that of the peer waits, for what does not block asks about the first block of a batch only.  Otherwise over
+    delay another; one of them posts it and busy-polls until its end.  With *posting* so many threads of the rank
+    take its transfers to all peers in turn, over NVLink too, as SGLang's workers do; with 0 the clock's thread posts
+    and that of the peer waits, for what does not block asks about the first block of a batch only.  Otherwise over
     NVLink, where no peer takes part and a thread costs more than many batches, the clock's thread posts and asks.  A
     batch id is a pointer that is freed with the answer: it is used once and never leaves its thread.
     """
