@@ -178,7 +178,7 @@ def test_host_memory_is_limited_over_all_pools_and_held_ones():
 
 
 @pytest.mark.parametrize(("posting", "held"), [(0, True), (1, False), (3, False)])
-@pytest.mark.parametrize("name", ("mooncake_tcp", "nixl_tcp"))
+@pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
 def test_a_post_holds_its_caller_only_without_threads(name: str, posting: int, held: bool):
     ranks = [spec("a", programs.write_at_once, to="b", writes=9), spec("b", programs.take_writes, by="a", writes=9)]
     ranks[0] = replace(ranks[0], posting=posting)
