@@ -32,7 +32,7 @@ from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import DTYPES, Llm
 from pdsim.models.parallel import Parallel, Side
-from pdsim.serving.deployment import colocated_places, places
+from pdsim.serving.deployment import colocated_places, places, staging_problems
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.settings import Live, Workload
 from pdsim.transfer.job import Place
@@ -407,24 +407,6 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
         )
 
 
-def _staging_memory(config: Config) -> Iterator[str]:
-    gpu, prefill, decode = config.hw.gpu, config.parallel.prefill, config.parallel.decode
-    if gpu is None or not config.hw.gpus or prefill.attention_tp == decode.attention_tp:
-        return
-    for name, side, key, size, count in (
-        ("prefill", prefill, "staging_buffer", config.kv.staging_buffer, config.policy.queues),
-        ("decode", decode, "staging_ring", config.kv.staging_ring, 1),
-    ):
-        weights = weight_bytes(config.model, side)
-        pool = config.kv.pool or max(0.0, gpu.memory * config.scheduler.memory_fraction - weights)
-        if weights + pool + count * size > gpu.memory:
-            yield (
-                f"kv.{key}={format_size(size)}{f' for each of {count} queues' if count > 1 else ''} does not fit "
-                f"beside {format_size(weights)} of weights and {format_size(pool)} of KV into the "
-                f"{format_size(gpu.memory)} of each GPU of {name}; lower it, scheduler.memory_fraction or kv.pool"
-            )
-
-
 def _handoff(config: Config) -> Iterator[str]:
     kv, engine, backend = config.kv, config.engine, config.backend
     if kv.staging and not config.policy.staging:
@@ -433,7 +415,9 @@ def _handoff(config: Config) -> Iterator[str]:
             "use a mooncake or nixl backend, or leave kv.staging out"
         )
     if kv.staging:
-        yield from _staging_memory(config)
+        yield from staging_problems(
+            config.hw, config.model, config.parallel, kv, config.scheduler, config.policy.queues
+        )
     if kv.staging and engine.page_order == "heads":
         yield (
             "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), where "

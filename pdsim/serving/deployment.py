@@ -39,6 +39,7 @@ __all__ = [
     "pages_per_rank",
     "places",
     "rank_name",
+    "staging_problems",
 ]
 
 ROUTER = "router"
@@ -344,6 +345,27 @@ def pages_per_rank(
             f"are left for KV at tp={side.tp}; raise tp, kv.pool or scheduler.memory_fraction, or lower kv.page_size"
         )
     return count
+
+
+def staging_problems(
+    machine: Machine, model: Llm, parallel: Parallel, kv: Kv, scheduler: SchedulerLimits, queues: int
+) -> Iterator[str]:
+    """Yield a line for each side whose GPUs have no room for staging beside weights and KV."""
+    gpu, prefill, decode = machine.gpu, parallel.prefill, parallel.decode
+    if gpu is None or not machine.gpus or prefill.attention_tp == decode.attention_tp:
+        return
+    for name, side, key, size, count in (
+        ("prefill", prefill, "staging_buffer", kv.staging_buffer, queues),
+        ("decode", decode, "staging_ring", kv.staging_ring, 1),
+    ):
+        weights = weight_bytes(model, side)
+        pool = kv.pool or max(0.0, gpu.memory * scheduler.memory_fraction - weights)
+        if weights + pool + count * size > gpu.memory:
+            yield (
+                f"kv.{key}={format_size(size)}{f' for each of {count} queues' if count > 1 else ''} does not fit "
+                f"beside {format_size(weights)} of weights and {format_size(pool)} of KV into the "
+                f"{format_size(gpu.memory)} of each GPU of {name}; lower it, scheduler.memory_fraction or kv.pool"
+            )
 
 
 def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
