@@ -38,9 +38,8 @@ ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang
 LAUNCH = {
     "h200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "model.kv_dtype=bf16"),
     "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82"),
-    "b200 fp4": ("scheduler.chunk=16384", "scheduler.memory_fraction=0.85"),
 }
-"""What the scripts of InferenceX start servers with (``benchmarks/dsr1_*``), by GPU, or GPU and precision."""
+"""What the scripts of InferenceX start servers with (``benchmarks/dsr1_fp8_*``)."""
 METRICS = {"output": "output_tput_per_gpu", "tpot": "median_tpot", "ttft": "median_ttft"}
 
 
@@ -91,7 +90,7 @@ class Server(NamedTuple):
     def words(self) -> list[str]:
         """Return the overrides that choose it."""
         own = [f"engine={ENGINES[self.framework]}", "model=deepseek-v3", "experiment=serve"]
-        own += LAUNCH.get(f"{self.hardware} {self.precision}", LAUNCH.get(self.hardware, ()))
+        own += LAUNCH.get(self.hardware, ())
         own += [
             f"parallel.{side}.tp={tp}" for side, (tp, *_) in (("prefill", self.prefill), ("decode", self.decode))
         ]
@@ -160,10 +159,16 @@ def _servers(options: ScorecardOptions) -> tuple[dict[tuple[Server, int], list[d
     for row in (row for name in options.files for row in _read(Path(name))):
         if options.gpus and row["hardware"] not in options.gpus:
             continue
-        if row["spec_method"] != "none" or row["framework"] not in ENGINES:
-            left_out["rows with speculative decoding" if row["framework"] in ENGINES else row["framework"]] += 1
-            continue
-        servers[Server.of(row), int(row["conc"])].append(row)
+        if row["framework"] not in ENGINES:
+            left_out[row["framework"]] += 1
+        elif row["spec_method"] != "none":
+            left_out["rows with speculative decoding"] += 1
+        elif row["precision"] != "fp8":
+            left_out[f"rows of {row['precision']}, which no model here has"] += 1
+        elif not all(row[column] for column in METRICS.values()):
+            left_out["rows without a median"] += 1
+        else:
+            servers[Server.of(row), int(row["conc"])].append(row)
     return servers, left_out
 
 

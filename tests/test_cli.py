@@ -64,6 +64,20 @@ def test_list_says_in_one_line_what_each_choice_is(pdsim_says):
     assert "backend=" in pdsim_says("list")[1]
 
 
+def test_a_copy_of_the_schema_s_template_runs(pdsim_says, tmp_path):
+    status, out, _ = pdsim_says("list", "hw", "--schema")
+    assert status == 0
+    assert "hw.gpu.memory: size, > 0 (default: required)" in out
+    template = Path(out.rpartition("begin with a copy of ")[2].partition(" as DIR")[0])
+    (tmp_path / "hw").mkdir()
+    (tmp_path / "hw" / "mine.yaml").write_text(template.read_text().replace("name: 8xh100", "name: mine"))
+    words = ["hw=mine", "model=qwen3-8b", "workload.count=1", f"output={tmp_path}", "-q"]
+    assert pdsim_says("run", "--config-dir", str(tmp_path), *words)[0] == 0
+    status, _, error = pdsim_says("run", "--config-dir", str(tmp_path), "hw=mine", "hw.gpu.memry=1GB")
+    assert status == 2
+    assert error.strip().endswith("all keys: pdsim list hw --schema")
+
+
 def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
     status, out, _ = pdsim_says("doctor")
     assert status == 0

@@ -249,10 +249,12 @@ Options:
   --to DIR          folder for them (default: here; conf/compute makes the YAML a choice)"""
 
 PAGES["list"] = """\
-usage: pdsim list [GROUP ...] [--config-dir DIR]
+usage: pdsim list [GROUP ...] [--schema] [--config-dir DIR]
 
 List the choices with a line about each: of all groups, or of some of
-{groups}."""
+{groups}.
+
+  --schema          print the keys of a file of GROUP: type, range, default and meaning, and a file to begin with"""
 
 PAGES["doctor"] = """\
 usage: pdsim doctor [--host] [--config-dir DIR]

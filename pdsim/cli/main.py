@@ -387,6 +387,8 @@ def _list(words: Sequence[str]) -> int:
     known = plugins.groups(own)
     if wrong := [word for word in chosen if word not in known]:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
+    if "--schema" in asked:
+        return _schema(chosen)
     for group in chosen or known:
         _say(f"{group}=")
         names = plugins.options(group, own)
@@ -398,6 +400,18 @@ def _list(words: Sequence[str]) -> int:
             provided = ((name, plugins.provider(group, name)) for name in plugins.names(group))
             known = [name if package == "pdsim" else f"{name} (from {package})" for name, package in provided]
             _say(f"implementations of {what} for target=real: {', '.join(known)} (pdsim doctor: which work here)")
+    return 0
+
+
+def _schema(groups: Sequence[str]) -> int:
+    from pdsim.config import keys
+
+    if not groups:
+        raise ConfigError("--schema needs a group; write pdsim list hw --schema")
+    for group in groups:
+        _say("\n".join(map(str, keys.named(group))))
+        base = plugins.conf() / group / f"{'8xh100' if group == 'hw' else plugins.options(group)[0]}.yaml"
+        _say(f"begin with a copy of {base} as DIR/{group}/NAME.yaml, and run with --config-dir DIR {group}=NAME")
     return 0
 
 

@@ -204,7 +204,7 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
     hints = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     if "sources" in hints:
         values = _gathered(values)
-    problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
+    problems = [_unknown(str(key), list(hints), at) for key in values if key not in hints]
     made: dict[str, Any] = {}
     missing: list[str] = []
     for each in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
@@ -325,10 +325,10 @@ def required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _unknown(key: str, known: Iterable[str], at: str) -> str:
-    names = list(known)
+def _unknown(key: str, names: Sequence[str], at: str) -> str:
     hint = near(key, names, join(at, "{}"))
-    return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}"
+    schema = "; all keys: pdsim list hw --schema" if at.partition(".")[0] == "hw" else ""
+    return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}{schema}"
 
 
 def _located(message: str, cls: type, at: str) -> str:
