@@ -52,7 +52,6 @@ class PeerLine:
 
     @property
     def name(self) -> str:
-        """The rank at the other end."""
         return self.card.name
 
 
@@ -101,7 +100,6 @@ class Control:
         clock.watch(self)
 
     def poll(self) -> bool:
-        """Deliver notes and notice lost lines."""
         if not self._epoll.poll(0):
             return False
         progressed = self._inbox.poll()
@@ -110,16 +108,13 @@ class Control:
         return progressed
 
     def fileno(self) -> int:
-        """Return an epoll descriptor over all sockets."""
         return self._epoll.fileno()
 
     def busy(self) -> bool:
-        """Return False: the descriptor tells."""
         return False
 
     @property
     def refused(self) -> int:
-        """Notes and connections that were refused."""
         return self._inbox.refused
 
     @property

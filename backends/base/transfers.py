@@ -55,7 +55,6 @@ class PeerState:
 
     @property
     def name(self) -> str:
-        """The peer's rank."""
         return self.line.name
 
 

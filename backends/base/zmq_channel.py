@@ -54,7 +54,6 @@ class Keys(msgspec.Struct, frozen=True):
     public: dict[str, str]
 
     def __repr__(self) -> str:
-        """Leave the secret out."""
         return f"Keys(name={self.name!r}, {len(self.public)} ranks)"
 
     def listen(self, socket: Any) -> None:
@@ -166,7 +165,6 @@ class Inbox:
 
     @property
     def refused(self) -> int:
-        """Messages and connections that were refused."""
         return self._refused + self._authenticator.refused
 
     def poll(self) -> bool:
@@ -181,11 +179,9 @@ class Inbox:
         return progressed
 
     def fileno(self) -> int:
-        """Return ZeroMQ's descriptor, which `poll` re-arms by draining the socket."""
         return self._fd
 
     def busy(self) -> bool:
-        """Return False: the descriptor tells."""
         return False
 
     def drop(self, sender: str) -> None:
@@ -194,11 +190,9 @@ class Inbox:
         self._dropped.add(sender)
 
     def welcome(self, sender: str) -> None:
-        """Hear *sender*, which was started again."""
         self._dropped.discard(sender)
 
     def close(self) -> None:
-        """Close the socket and its port."""
         self._socket.close()
 
     def _take(self, frames: list[Any]) -> None:
@@ -258,7 +252,6 @@ class ZmqChannel:
 
     @property
     def refused(self) -> int:
-        """Messages and connections that were refused."""
         return self._inbox.refused
 
     def open(self, uris: Mapping[str, str]) -> None:
@@ -321,7 +314,6 @@ class ZmqChannel:
         return self._received.get()
 
     def refuse(self, sender: str) -> None:
-        """Count a message of *sender* as refused, and drop its connection."""
         self._inbox.drop(sender)
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:

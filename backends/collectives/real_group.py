@@ -147,7 +147,6 @@ class RealGroups:
         return group
 
     def close(self) -> None:
-        """Leave all groups."""
         for group in self._groups.values():
             group.close()
 
@@ -316,7 +315,6 @@ class RealGroup:
         self._clock.watch(self)
 
     def poll(self) -> bool:
-        """Look whether the call under way is over."""
         call = self._calls[0] if self._calls else None
         if call is None or call.work is None:
             self._clock.unwatch(self)
@@ -333,11 +331,9 @@ class RealGroup:
         return True
 
     def fileno(self) -> int | None:
-        """Return None: only polling can tell."""
         return None
 
     def busy(self) -> bool:
-        """Return whether a call is under way."""
         return bool(self._calls) and self._calls[0].work is not None
 
     def _finish(self, call: _Call, error: TransferError | None, took: float = 0.0) -> None:

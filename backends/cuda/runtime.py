@@ -79,17 +79,14 @@ class Cudart:
     # --- devices ---------------------------------------------------------------------------------------------------
 
     def devices(self) -> int:
-        """Return how many GPUs this process sees."""
         count = c_int()
         self._call("cudaGetDeviceCount", byref(count))
         return count.value
 
     def use(self, device: int) -> None:
-        """Make the calling thread work on GPU number *device*."""
         self._call("cudaSetDevice", device)
 
     def memory(self) -> int:
-        """Return the bytes of the current GPU's memory."""
         free, total = c_size_t(), c_size_t()
         self._call("cudaMemGetInfo", byref(free), byref(total))
         return total.value
@@ -107,11 +104,9 @@ class Cudart:
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
-        """Give memory back; waits for everything that the GPU has been given."""
         self._call("cudaFree", address)
 
     def zero(self, address: int, size: int, stream: int) -> None:
-        """Set *size* bytes to zero, and wait for it."""
         self._call("cudaMemsetAsync", address, 0, size, stream)
         self.wait(stream)
 
@@ -123,7 +118,6 @@ class Cudart:
         return data.tobytes()
 
     def store(self, address: int, data: bytes, stream: int) -> None:
-        """Copy *data* to *address*, and wait until it is there."""
         source = np.frombuffer(data, np.uint8)
         self.copy(address, source.ctypes.data, len(data), stream)
         self.wait(stream)
@@ -157,11 +151,9 @@ class Cudart:
         return int(stream.value or 0)
 
     def end_stream(self, stream: int) -> None:
-        """Give *stream* back once its work is done."""
         self._call("cudaStreamDestroy", stream)
 
     def wait(self, stream: int) -> None:
-        """Block until all work of *stream* is done."""
         self._call("cudaStreamSynchronize", stream)
 
     def event(self) -> int:

@@ -100,17 +100,14 @@ class ChildProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End the process by SIGKILL, which also ends one that is stopped."""
         if self.process.poll() is None:
             self.process.kill()
 
     def signal(self, number: int) -> None:
-        """Send the process a signal, unless it has ended."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def stop(self) -> None:
-        """Make sure that nothing of the process is left."""
         self.kill()
         self.process.wait()
         self.connection.close()

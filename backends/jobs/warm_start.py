@@ -41,19 +41,15 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return how it ended, or None if it has not."""
         return self._look(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Return how it ended, when it has."""
         return self._look(0)
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

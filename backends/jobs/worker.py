@@ -58,7 +58,6 @@ class Records:
         self.spill = None
 
     def transfer(self, record: TransferRecord) -> None:
-        """Keep *record*."""
         self.transfers.append(record)
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
@@ -104,7 +103,6 @@ class Moves:
         self._decoder = supervision.Decoder()
 
     def poll(self) -> bool:
-        """Learn where ranks are now; return whether any has moved."""
         try:
             piece = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -117,11 +115,9 @@ class Moves:
         return bool(moves)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor."""
         return self._connection.fileno()
 
     def busy(self) -> bool:
-        """Return False: the descriptor tells."""
         return False
 
 

@@ -166,7 +166,6 @@ class LiveDeployment:
         return asyncio.run(self._serve(requests, progress, policy))
 
     def role(self, role: str) -> list[LiveServer]:
-        """Return the servers of *role*."""
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:

@@ -131,7 +131,6 @@ class Direct(RequestRoute):
     servers: Sequence[LiveServer]
 
     async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Stream from one server."""
         with _visit(self._choose(self.servers), request.input + request.output) as server:
             row.prefill = row.decode = server.name
             body = self.form.body(prompt, request.output, stream=True)
@@ -168,7 +167,6 @@ class VllmPair(RequestRoute):
     decodes: Sequence[LiveServer]
 
     async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Ask prefill for one token, and decode for all with the parameters in its answer."""
         form, name = self.form, uuid4().hex
         with _visit(self._choose(self.prefills), request.input) as server:
             row.prefill = server.name
@@ -206,7 +204,6 @@ class SglangPair(RequestRoute):
     connections = 2
 
     async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Send to both sides and stream from decode; what fails first ends the request."""
         prefill, decode = self._choose(self.prefills), self._choose(self.decodes)
         row.prefill, row.decode = prefill.name, decode.name
         room = {

@@ -60,7 +60,6 @@ class GuestTarget:
         kill: Mapping[str, float] | None = None,
         restart: Mapping[str, float] | None = None,
     ) -> Outcome:
-        """Run *ranks* in the guest; see `pdsim.transfer.Target.run`."""
         job = (self.engine, list(ranks), dict(kill or {}), dict(restart or {}), self.options)
         server = self.engines.server(self.engine.implementation)
         outcome: Outcome = server.run(job, self.options["deadline"] + self.options["startup"] + 60.0 * PATIENCE)

@@ -97,7 +97,6 @@ class Guest:
         return answer
 
     def until_ready(self, seconds: float) -> None:
-        """Wait until the guest takes commands."""
         while self._line(seconds) != "ready":
             pass
 

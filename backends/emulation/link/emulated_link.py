@@ -65,11 +65,9 @@ class EmulatedLink:
         self._forwarder = forwarder
 
     def address(self, node: int) -> str:
-        """Return the address of *node* on the link."""
         return _address(node)
 
     def namespace(self, node: int) -> int:
-        """Return the namespace of *node*, a descriptor."""
         return self._nodes[node].namespace
 
     def go(self, origin: float) -> None:

@@ -102,7 +102,6 @@ class Hop:
         return start + nbytes / self._rate
 
     def due(self, now: float) -> list[tuple[float, bytes]]:
-        """Take out and return what has arrived."""
         flight, due = self.flight, []
         while flight and flight[0][0] <= now:
             due.append(flight.popleft())
@@ -146,7 +145,6 @@ class ForwarderChain:
         return [tun for node, tun in enumerate(self._tuns) if not (up and node < last) and not (down and node > 0)]
 
     def read(self, tun: int) -> None:
-        """Take what *tun* has."""
         node = self._tuns.index(tun)
         with contextlib.suppress(BlockingIOError):
             for _ in range(BURST):
