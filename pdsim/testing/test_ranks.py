@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Channels keep order, devices account for memory and work in turn, and closing releases all."""
 
+from typing import Any
+
 import pytest
 
 from pdsim.testing.programs import living
@@ -17,7 +19,7 @@ def test_closing_twice_releases_everything(job):
 def test_messages_of_each_sender_keep_their_order(job):
     """Order is promised from one sender to one receiver only, whatever comes from others in between."""
     talk = {"a": ["c", "d"], "b": ["d", "c"]}
-    ranks = {name: (living.send_numbers, {"to": to, "count": 500}) for name, to in talk.items()}
+    ranks: dict[str, Any] = {name: (living.send_numbers, {"to": to, "count": 500}) for name, to in talk.items()}
     ranks |= {name: (living.receive_numbers, {"senders": ["a", "b"], "count": 500}) for name in "cd"}
     outcome = job(ranks)
     for name in "cd":
