@@ -257,7 +257,7 @@ NOT_DRAWN = {
     "prefill_batch": "rooms in a forward: limited by the chunk, which is drawn",
     "rates, shed": "of the router alone, before a request is sent out: tests/serving",
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
-    "handoff.handover": "a length of posting, which other times of the scenario vary",
+    "handoff.handover, handoff.notice, handoff.metadata_stall": "lengths of steps, which other times vary",
     "checked": "all contents are checked",
     "gather": "memory of the gathers among context-parallel ranks, which only their times depend on",
     "kv_dtype": "bytes are drawn with the models",
