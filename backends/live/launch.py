@@ -111,7 +111,8 @@ def _answers(url: str) -> bool:
 def _reason(folder: Path, name: str) -> str:
     log = folder / f"{name}.log"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    error = next((match.group() for line in lines[2:] if (match := _ERROR.search(line))), "")
+    lines_of_errors = (line for line in lines[2:] if "WARNING" not in line)  # warnings quote errors to come
+    error = next((match.group() for line in lines_of_errors if (match := _ERROR.search(line))), "")
     return f"{(error or lines[-1])[:LINE]} (all of it in {log})"
 
 

@@ -53,7 +53,9 @@ def test_a_server_is_up_within_the_block_and_gone_after(tmp_path):
 
 
 def test_a_server_that_ends_by_itself_says_why(tmp_path):
-    broken = launch("prefill0", sys.executable, "-c", "print('first'); raise RuntimeError('no such model')")
+    broken = launch(
+        "prefill0", sys.executable, "-c", "print('WARNING OSError: later'); raise RuntimeError('no such model')"
+    )
     with (
         pytest.raises(BackendUnavailable, match="prefill0 ended with status 1: RuntimeError: no such model"),
         started([broken], tmp_path, 30.0),
