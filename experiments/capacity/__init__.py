@@ -26,8 +26,6 @@ from pdsim.transfer.job import Target
 
 __all__ = ["TARGETS", "CapacityOptions", "run"]
 
-Hundreds = Annotated[int, ">= 100"]
-Inner = Annotated[float, "> 0 and < 1"]
 
 TARGETS = ("model",)
 """Where the experiment can run."""
@@ -45,13 +43,13 @@ class CapacityOptions(ExperimentOptions):
     prefill_tp: tuple[int, ...] = (1, 2, 4, 8)  # tensor parallelism of prefill instances
     decode_tp: tuple[int, ...] = (1, 2, 4, 8)  # and of decode instances
     instances: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # of either side, in every combination that fits
-    attainment: Inner = 0.9  # share of requests that must meet the SLO
-    requests: Hundreds = 200  # of a probe
+    attainment: Annotated[float, "> 0 and < 1"] = 0.9  # share of requests that must meet the SLO
+    requests: Annotated[int, ">= 100"] = 200  # of a probe
     finalists: PositiveInt = 5  # deployments that are searched again, with more requests and half the tolerance
-    final_requests: Hundreds = 2000  # of a probe of those
+    final_requests: Annotated[int, ">= 100"] = 2000  # of a probe of those
     warmup: Annotated[float, ">= 0 and < 1"] = 0.1  # share of them, the first, that do not count
-    tolerance: Inner = 0.08  # of the load, to which the search goes on
-    start: Inner = 0.6  # load of the first probe of each parallelism
+    tolerance: Annotated[float, "> 0 and < 1"] = 0.08  # of the load, to which the search goes on
+    start: Annotated[float, "> 0 and < 1"] = 0.6  # load of the first probe of each parallelism
     router: str = "least_tokens"  # as `experiment.router` of experiment=serve
     processes: PositiveInt = 2  # that search deployments at the same time
 
