@@ -540,7 +540,7 @@ def _disagreement(said: Mapping[str, _Intent]) -> TransferError | None:
 def _background(
     clock: WallClock, function: Callable[[], Any], then: Callable[[Any, BaseException | None], None]
 ) -> None:
-    """Run *function* on a daemon of its own, and ``then(result, error)``, one of which is None, on the clock's."""
+    """Run *function* on a new daemon thread, then ``then(result, error)`` on the clock's; one of the two is None."""
 
     def work() -> None:
         result, error = None, None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's TransferEngine: over TCP, over RDMA (``mooncake``), and over NVLink between the GPUs of a machine.
 
-It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
+It always listens on all interfaces and takes writes to registered memory from anyone: run it on a
 trusted network, or in a network namespace.  Its own notifications are text, travel apart from the data and must be
 polled for, so ours go over `backends.base.control` after the target has acknowledged the bytes.  A batch that failed
 may have other blocks under way, since the engine stops looking at the first bad one: it stays in quarantine.
@@ -267,7 +267,7 @@ class MooncakeEndpoint(RealEndpoint):
     def poll(self) -> bool:
         """Report what has ended over NVLink and post what waited for it; return whether anything has.
 
-        All copies of a thread are on one stream, of which the engine asks whether it is idle.  So all are asked
+        All copies of a thread are on one stream, and the engine asks whether it is idle.  So all are asked
         before any goes on: what is posted then would keep the stream from being idle.
         """
         codes: dict[PostedTransfer, int] = {}

@@ -70,7 +70,7 @@ class Records:
 class Pulse:
     """Tells the supervisor every *interval* seconds that the clock goes, and every `COUNTED` what *rank* counts.
 
-    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.
+    Heartbeats are events of the clock, so silence means that the clock has stopped.
     """
 
     def __init__(self, connection: socket.socket, rank: Rank, clock: WallClock, interval: float) -> None:

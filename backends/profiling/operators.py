@@ -32,7 +32,7 @@ PAGE = 256
 def build(case: Case, device: str) -> list[Call]:
     """Return the calls of *case*, one for each copy of its inputs; every call does the same.
 
-    Raise a `KeyError` for an operator that is none, and whatever PyTorch raises if it cannot do this size here.
+    Raise a `KeyError` for an unknown operator, and PyTorch's own error for a size that it cannot do.
     """
     makers = {
         "launch": _launch,
@@ -168,7 +168,7 @@ def _compiled(name: str, device: str) -> Callable[..., Any]:
         }
         fused(*trials[name])
         torch.cuda.synchronize()
-    except Exception as error:  # whatever a compiler may say: the kernels of PyTorch's own are measured then
+    except Exception as error:  # compilers raise anything; PyTorch's own kernels are measured instead
         print(f"not compiled: {name}: {str(error)[:200]}", flush=True)  # noqa: T201
         return call
     return fused

@@ -29,7 +29,7 @@ START = 240.0
 class Server:
     """A server of jobs in *guest* on the engine *name*, an implementation, that has imported *module*, its library.
 
-    *python* is the command that runs Python there, *env* what is added to its environment.  It is started when this
+    *python* is the command that runs Python there, *env* its extra variables.  It is started when this
     is made; `run` takes one job after the other.  A job that is not answered in time makes it useless, since a late
     answer would be taken for the next job's.
     """
@@ -114,7 +114,7 @@ class Installed:
 
 
 _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
-"""Libraries of which NIXL brings its own, which know no soft-RoCE, and their versions on Debian."""
+"""Libraries, with Debian's versions, that replace NIXL's own, which do not support soft-RoCE."""
 
 
 def _give_soft_roce(guest: Guest) -> None:
