@@ -18,7 +18,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 11
+VERSION = 12
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -144,13 +144,6 @@ class Submit(KvMessage, frozen=True):
     source: PrefillDone | None = None  # where the KV is, for a decode leader that pulls it
 
 
-class RoomRegistered(KvMessage, frozen=True):
-    """A prefill leader to the bootstrap service: this room is this instance's."""
-
-    room: int
-    instance: str  # incarnation
-
-
 class RoomQuery(KvMessage, frozen=True):
     """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
 
@@ -158,11 +151,11 @@ class RoomQuery(KvMessage, frozen=True):
     instance: str  # the incarnation that asks
 
 
-class RoomReply(KvMessage, frozen=True):
-    """The answer to `RoomQuery`: the incarnation that has each of those rooms that are known."""
+class RoomLocations(KvMessage, frozen=True):
+    """Which incarnation has each room: a prefill leader to the bootstrap service, or its answer to `RoomQuery`."""
 
-    incarnation: str
     instances: dict[int, str]
+    incarnation: str = ""  # that asked
 
 
 class Destination(KvMessage, frozen=True):
@@ -203,14 +196,6 @@ class Renew(KvMessage, frozen=True):
 
     incarnation: str
     rooms: tuple[int, ...]
-
-
-class Revoked(KvMessage, frozen=True):
-    """A prefill leader to a decode leader: stop reading this room, and say `ReadDone` once nothing is read."""
-
-    incarnation: str
-    room: int
-    prefill: str  # the incarnation that asks
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -299,13 +284,7 @@ class TransferDone(KvMessage, frozen=True):
 
 
 class RankQuiesced(KvMessage, frozen=True):
-    """A rank to its leader: nothing of the failed room moves on this rank any more."""
-
-    room: int
-
-
-class Released(KvMessage, frozen=True):
-    """A prefill leader to a decode leader: nothing of the aborted room is or will be written any more."""
+    """A rank to its leader: nothing of the failed room moves here; a prefill leader to decode's: on no rank here."""
 
     room: int
 
@@ -327,10 +306,11 @@ class Finished(KvMessage, frozen=True):
 
 
 class Abort(KvMessage, frozen=True):
-    """Give the room up: the router to leaders, a decode leader to a prefill leader, a leader to its followers."""
+    """Give the room up: the router to leaders, one leader to the other, a leader to its followers."""
 
     room: int
-    incarnation: str = ""  # of the prefill instance that a decode leader means: no other can speak for it
+    incarnation: str = ""  # of the other leader's instance: no other can speak for it
+    prefill: str = ""  # incarnation that waits for a `ReadDone`
 
 
 class Dropped(KvMessage, frozen=True):

@@ -164,7 +164,7 @@ class DecodeScheduler:
         self._stopping = False
         engine.rank.gauge("pages", instance, lambda: pages.pool.used / pages.pool.pages)
         engine.works.append(self._waits)
-        engine.handlers |= {Submit: self._submit, RankQuiesced: self._quiet, Abort: self._abort}
+        engine.handlers |= {Submit: self._submit, RankQuiesced: self.quiesced, Abort: self.abort}
 
     # --- the rank: see `InstanceScheduler` ---
 
@@ -234,7 +234,8 @@ class DecodeScheduler:
             waited = True
         return waited
 
-    def _abort(self, _: str, message: Abort) -> None:
+    def abort(self, _: str, message: Abort) -> None:
+        """Give a room up for the router, which hears whether any of its bytes can have moved."""
         room, untouched = self.rooms.get(message.room), False
         if room is None:
             untouched = self.withdraw(message.room)
@@ -279,7 +280,8 @@ class DecodeScheduler:
         self.engine.send(ROUTER, TransferDone(number, reason=reason))
         self.fail(room)
 
-    def _quiet(self, _: str, message: RankQuiesced) -> None:
+    def quiesced(self, _: str, message: RankQuiesced) -> None:
+        """Count a rank on which nothing of a failed room moves; the last one frees its pages."""
         room = self.rooms.get(message.room)
         if room is None:
             self.engine.ignore()

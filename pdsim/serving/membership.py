@@ -13,7 +13,7 @@ from typing import Any
 
 from pdsim.core.errors import MessageError
 from pdsim.kv.layout import dp_rank
-from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, Ready, RegisterRank, RoomQuery, RoomReply
+from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, Ready, RegisterRank, RoomLocations, RoomQuery
 from pdsim.kv.rooms import ExpiringMap
 from pdsim.serving.deployment import Deployment, incarnation_name, instance_of, rank_name
 from pdsim.serving.policies import RoutingQuery, route, router_policy
@@ -278,7 +278,7 @@ class Membership:
 
     def _locate(self, sender: str, message: RoomQuery) -> None:
         known = {room: where for room in message.rooms if (where := self.directory.get(room)) is not None}
-        self._process.send(sender, RoomReply(message.instance, known))
+        self._process.send(sender, RoomLocations(known, message.instance))
 
     def _lose(self, instance: str, reason: str) -> None:
         registry, job = self.registry, self._job

@@ -25,7 +25,7 @@ from pdsim.kv.messages import (
     Pong,
     PrefillDone,
     RequestHints,
-    RoomRegistered,
+    RoomLocations,
     Stop,
     Submit,
     TransferDone,
@@ -323,7 +323,7 @@ class Router(RankProcess):
         self._born = self.clock.now
         handlers: dict[type[KvMessage], Handler] = {
             Pong: self._pong,
-            RoomRegistered: self._took,
+            RoomLocations: self._took,
             PrefillDone: self._lent,
             Finished: self._finished,
             TransferDone: self._transferred,
@@ -425,11 +425,12 @@ class Router(RankProcess):
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
-    def _took(self, _: str, message: RoomRegistered) -> None:
-        if message.room in self._rooms:
-            self.membership.directory.set(message.room, message.instance)
-        else:
-            self.ignore()
+    def _took(self, _: str, message: RoomLocations) -> None:
+        for room, incarnation in message.instances.items():
+            if room in self._rooms:
+                self.membership.directory.set(room, incarnation)
+            else:
+                self.ignore()
 
     def _lent(self, _: str, message: PrefillDone) -> None:
         request = self._find(message.room)

@@ -614,7 +614,7 @@ MUTANTS = (
            ((PushDecodeLeader, "_count", frees_when_complete),
             (PushDecodeLeader, "read", nothing))),
     Mutant("S5", "pages are given back while one rank still scatters", "I3",
-           ((DecodeScheduler, "_quiet", quiet_with_the_first),),
+           ((DecodeScheduler, "quiesced", quiet_with_the_first),),
            lambda scenario: staged_and_failing(scenario) and scenario.job.decode.size > 1),
     Mutant("S6", "a write that the engine reports as failed counts as done", "I2",
            ((KvSender, "_written", failure_is_success),),

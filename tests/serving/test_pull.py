@@ -10,7 +10,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from experiments.serve import ServeOptions, job, specs
-from pdsim.kv.messages import Renew, Revoked, TransferDone
+from pdsim.kv.messages import Abort, Renew, TransferDone
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
 from pdsim.serving.rank_process import EngineRank
@@ -118,7 +118,7 @@ def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the
     assert first == "TransferTimeout: the lease of 0.4 s ended without a heartbeat of the reader"
     assert statuses(outcome)[1] == "ok"
     assert at_rest(outcome, "prefill0.0", "decode0.0")
-    assert [message.room for message in silent if isinstance(message, Revoked)] == [1]
+    assert [message.room for message in silent if isinstance(message, Abort) and message.prefill] == [1]
     assert [message.room for message in silent if isinstance(message, TransferDone) and not message.reason] == [2]
 
 

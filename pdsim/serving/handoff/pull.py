@@ -6,7 +6,7 @@
 `Submit`               router to decode leader, which allocates pages and has its ranks read (`ReadRequest`)
 `Renew`                decode leader to prefill leader, every heartbeat: these rooms are still wanted
 `ReadDone`             decode leader to prefill leader: nothing of the room is read any more
-`Revoked`              prefill leader to decode leader: the lease is over, or the request; `ReadDone` follows
+`Abort`                prefill leader to decode leader: the lease is over, or the request; `ReadDone` follows
 =====================  =====================================================================================
 
 Pages that may still be read are never handed out again: a room that ends early is in quarantine until `ReadDone`
@@ -26,7 +26,6 @@ from pdsim.kv.messages import (
     ReadRequest,
     Ready,
     Renew,
-    Revoked,
     Submit,
     TransferDone,
 )
@@ -156,7 +155,7 @@ class PullPrefillLeader(PrefillLeader):
         if room.state != "revoked":
             self._end_lease(number)
             decode = room.request.decode
-            self._engine.send(leader(decode), Revoked(decode, number, self._engine.incarnation))
+            self._engine.send(leader(decode), Abort(number, decode, self._engine.incarnation))
             self._scheduler.wake()  # pages in quarantine may be in the way
 
     def _end_lease(self, number: int) -> None:
@@ -250,7 +249,7 @@ class PullDecodeLeader(DecodeLeader):
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that must not be read
         self._beats = False  # whether a heartbeat is due
         engine.handlers |= {
-            Revoked: engine.current(self._revoked),
+            Abort: self._abort,
             ReadDone: engine.current(lambda _, message: self._take_up(message.room)),
             TransferDone: self._count_read,
         }
@@ -320,7 +319,13 @@ class PullDecodeLeader(DecodeLeader):
         self._nbytes.pop(number, None)
         self.unadmitted(number)
 
-    def _revoked(self, _: str, message: Revoked) -> None:
+    def _abort(self, sender: str, message: Abort) -> None:
+        if sender == ROUTER:
+            self._scheduler.abort(sender, message)
+            return
+        if message.incarnation != self._engine.incarnation:
+            self._engine.ignore()
+            return
         room = self._scheduler.rooms.get(message.room)
         if room is None:
             self._scheduler.withdraw(message.room)

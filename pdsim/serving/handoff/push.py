@@ -6,11 +6,12 @@
 `Destination`          decode leader to prefill leader: here are the pages, and a row for metadata
 `Arrival`              with each write, prefill rank to decode rank; `TransferDone` goes to the decode leader
 `TransferDone`         prefill leader to router: all of it is written
-`Abort`, `Released`    decode leader to prefill leader: give it up; and back: nothing of it moves any more
+`Abort`                decode leader to prefill leader: give it up
+`RankQuiesced`         and back: nothing of it moves any more
 =====================  =====================================================================================
 
 Pages at decode that may still be written are never handed out again: a room that ends early is in quarantine until
-`Released` or, if its prefill instance is gone, until every decode rank has proof that nothing of it moves.
+`RankQuiesced` or, if its prefill instance is gone, until every decode rank has proof that nothing of it moves.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from pdsim.kv.messages import (
     Chunk,
     Destination,
     Forward,
+    RankQuiesced,
     Ready,
-    Released,
+    RoomLocations,
     RoomQuery,
-    RoomRegistered,
-    RoomReply,
     StagingRelease,
     StagingReply,
     StagingRequest,
@@ -43,7 +43,7 @@ from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
-from pdsim.serving.deployment import ROUTER, index_of, leader
+from pdsim.serving.deployment import ROUTER, index_of, instance_of, leader
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
 from pdsim.serving.rank_process import EngineRank, FenceCount, PeerConnector, PeerFence, ReadyCount
 
@@ -144,7 +144,7 @@ class PushPrefillLeader(PrefillLeader):
     def accept(self, room: PrefillRequest) -> None:
         number = room.request.room
         if self._scheduler.job.query_dp:
-            self._engine.send(ROUTER, RoomRegistered(number, self._engine.incarnation))
+            self._engine.send(ROUTER, RoomLocations({number: self._engine.incarnation}))
         self._timers.add(number)
         destination = self._destinations.pop(number)
         if destination is not None:
@@ -173,7 +173,7 @@ class PushPrefillLeader(PrefillLeader):
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
         # Decode hears at once that nothing moves of a room that is not there.
         if sender != ROUTER and room is None:
-            self._engine.send(sender, Released(number))
+            self._engine.send(sender, RankQuiesced(number))
         self._over.set(number, None)
         self._destinations.pop(number)
 
@@ -184,7 +184,7 @@ class PushPrefillLeader(PrefillLeader):
             self.slots.release(number)
         if room.failed:  # its pages at decode are free, and a late `Destination` must not revive it
             self._over.set(number, None)
-            self._engine.send(leader(room.request.decode), Released(number))
+            self._engine.send(leader(room.request.decode), RankQuiesced(number))
 
     def _destination(self, _: str, message: Destination) -> None:
         # One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
@@ -282,8 +282,8 @@ class PushDecodeLeader(DecodeLeader):
         self._receiver.report = lambda message, arrival: self._count(engine.index, message, arrival)
         engine.handlers |= {
             TransferDone: lambda sender, message: self._count(index_of(sender), message, None),
-            Released: self._released,
-            RoomReply: engine.current(lambda _, message: self._lookup.answer(message.instances)),
+            RankQuiesced: self._quiesced,
+            RoomLocations: engine.current(lambda _, message: self._lookup.answer(message.instances)),
         }
 
     @property
@@ -363,7 +363,10 @@ class PushDecodeLeader(DecodeLeader):
         if room.arrive(rank, self._scheduler.clock.now):
             self._scheduler.arrived(room)
 
-    def _released(self, _: str, message: Released) -> None:
+    def _quiesced(self, sender: str, message: RankQuiesced) -> None:
+        if instance_of(sender) == self._engine.instance:
+            self._scheduler.quiesced(sender, message)
+            return
         room = self._scheduler.rooms.get(message.room)
         if room is None or not (room.waits or room.failed):
             self._engine.ignore()
