@@ -63,14 +63,12 @@ class _QuietRouter(Router):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._served = self.requests
         self._probes: tuple[RoutedRequest, ...] | None = None
         self._resting = False
-        self._histories: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
+        self._histories: tuple[list[Any], ...] = tuple([0.0, []] for _ in range(self.count))
 
     def report(self) -> dict[str, Any]:
         probes = [[instance_of(p.prefill), instance_of(p.decode), p.status] for p in self._probes or ()]
-        self.requests = self._served
         return super().report() | {"probes": probes, "histories": list(self._histories)}
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
@@ -107,13 +105,13 @@ class _QuietRouter(Router):
 
     def _probe(self) -> None:
         self._resting = False
-        first = len(self.requests)
+        first = self.count
         pairs = [(prefill, decode) for prefill in self.job.prefills for decode in self.job.decodes]
         self._probes = tuple(RoutedRequest(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
-        self.requests = [*self._served, *self._probes]
+        self.count += len(pairs)
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
             probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
-            probe.room = 1 + probe.number + probe.tries * len(self.requests)
+            probe.room = 1 + probe.number + probe.tries * self.count
             if self.registry.linked(prefill, decode):
                 self._rooms[probe.room] = probe
                 self._send_out(probe, self.registry.current(prefill), self.registry.current(decode))

@@ -37,9 +37,9 @@ class _OneByOne(Arrivals):
         self._advance(None)
 
     def _advance(self, _: Event | None) -> None:
-        if self._next < len(self._requests) and not self._process.has_ended:
+        if self._next < len(self._table) and not self._process.has_ended:
             self._next += 1
-            self._arrive(self._requests[self._next - 1])
+            self._arrive(self.request(self._next - 1))
         self._idle()
 
 

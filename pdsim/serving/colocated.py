@@ -23,8 +23,9 @@ from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of
-from pdsim.serving.rank_process import LinkTraffic
+from pdsim.serving.rank_process import LinkTraffic, RankProcess
 from pdsim.serving.requests import RequestTable
+from pdsim.serving.router import Arrivals, RoutedRequest
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank
@@ -52,25 +53,17 @@ def program(
     return (yield from _Service(rank, Deployment.from_plain(job), RequestTable.of(requests), places).run())
 
 
-class _Service:
-    """The engines of the job, the requests, and who is served where."""
+class _Service(RankProcess):
+    """The engines of the job, and who is served where; nobody sends this rank anything."""
 
     def __init__(
-        self,
-        rank: Rank,
-        job: Deployment,
-        requests: RequestTable,
-        places: Sequence[Sequence[int | None]],
+        self, rank: Rank, job: Deployment, requests: RequestTable, places: Sequence[Sequence[int | None]]
     ) -> None:
-        self.clock = rank.clock
-        self.job = job
-        self.requests = requests
-        self.arrivals = requests.arrival.tolist()
-        self.waiting: dict[int, list[int]] = {}  # by the request whose end they come after
-        for number, earlier in enumerate([] if requests.after is None else requests.after.tolist()):
-            if earlier >= 0:
-                self.waiting.setdefault(earlier, []).append(number)
-        self.closed = {number for numbers in self.waiting.values() for number in numbers}
+        super().__init__(rank, job)
+        self.rows: list[Any] = [None] * len(requests)
+        self.hits: dict[int, tuple[int, int]] = {}  # tokens that were cached, and those in host memory of them
+        self.under_way: dict[int, RoutedRequest] = {}
+        self.arrivals = Arrivals(self, requests, job.hashed, self._arrive, self._end_if_done)
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
         self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, "colocated")
@@ -81,56 +74,44 @@ class _Service:
             name: ColocatedEngine(self.clock, job, self._finished, traffic[number * ranks : (number + 1) * ranks])
             for number, name in enumerate(self.load)
         }
-        self.ended: dict[int, ColocatedRequest] = {}
-        self.all_done = self.clock.event()
-        self.start = self.clock.now
 
     def run(self) -> Program:
         for engine in self.engines.values():
             self.clock.process(engine.run())
-        for number, arrival in enumerate(self.arrivals):
-            if number not in self.closed:
-                self.clock.call_at(self.start + arrival, self._arrive, number)
-        yield self.all_done
-        report: dict[str, Any] = {
-            "start": self.start,
-            "rows": [self._row(number) for number in range(len(self.requests))],
-        }
-        if self.closed:
-            report["arrivals"] = self.arrivals
+        self.arrivals.begin(self.clock.now)
+        yield self.ended
+        report: dict[str, Any] = {"start": self.arrivals.start, "rows": self.rows}
+        if self.arrivals.times is not None:
+            report["arrivals"] = self.arrivals.times
         if self.job.cache.prefill:
-            report["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
-            report["host_hits"] = {number + 1: one.loaded for number, one in self.ended.items() if one.loaded}
+            report["hits"] = {number + 1: cached for number, (cached, _) in self.hits.items()}
+            report["host_hits"] = {number + 1: loaded for number, (_, loaded) in self.hits.items() if loaded}
         return report
 
-    def _arrive(self, number: int) -> None:
-        given, wanted = int(self.requests.input[number]), int(self.requests.output[number])
-        blocks = self.requests.blocks(number) if self.job.hashed else ()
-        name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
-        self.load[name] += given + wanted
-        request = Submit(number, given, wanted, name, name)
-        priority = 0 if self.requests.priority is None else int(self.requests.priority[number])
-        seconds = self.host.arrive(given, self.clock.now)
-        submit = self.engines[name].submit
+    def _arrive(self, request: RoutedRequest) -> None:
+        query = RoutingQuery(list(self.engines), self.load, request.input, request.blocks)
+        name = route(self.policy, query)
+        request.prefill = request.decode = name
+        request.room = request.number
+        self.under_way[request.number] = request
+        self.load[name] += request.input + request.output
+        seconds = self.host.arrive(request.input, self.clock.now)
         if seconds:
-            self.clock.call_at(self.clock.now + seconds, lambda one: submit(one, blocks, priority), request)
+            self.clock.call_at(self.clock.now + seconds, self.engines[name].submit, request)
         else:
-            submit(request, blocks, priority)
+            self.engines[name].submit(request)
 
     def _finished(self, one: ColocatedRequest) -> None:
-        request = one.request
-        self.load[request.prefill] -= request.input + request.output
-        self.ended[request.room] = one
-        for number in self.waiting.pop(request.room, ()):
-            self.arrivals[number] += self.clock.now - self.start
-            self.clock.call_at(self.start + self.arrivals[number], self._arrive, number)
-        if len(self.ended) == len(self.requests):
-            self.all_done.succeed()
+        number, name, begin, first = one.request.room, one.request.prefill, one.started, one.joined
+        self.load[name] -= one.request.input + one.request.output
+        self.rows[number] = [name, name, 0, "ok", *[begin] * 3, *[first] * 4, one.finished]
+        self.hits[number] = one.cached, one.loaded
+        self.arrivals.follow(self.under_way.pop(number))
+        self._end_if_done()
 
-    def _row(self, number: int) -> list[Any]:
-        one = self.ended[number]
-        name, begin, first = one.request.prefill, one.started, one.joined
-        return [name, name, 0, "ok", begin, begin, begin, first, first, first, first, one.finished]
+    def _end_if_done(self) -> None:
+        if self.arrivals.over and not self.under_way:
+            self.end()
 
 
 @dataclass(slots=True)
@@ -185,12 +166,11 @@ class ColocatedEngine:
         self._moving = [0, 0]  # tokens that go to host memory, and back, before the next step
         self._news: Event | None = None
 
-    def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
-        """Take *request*, which the next step may begin; *blocks* are the hashes of its prompt's."""
-        keys = page_keys(blocks, request.input, self.job.page_size)
-        self._queue.append(
-            ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority)
-        )
+    def submit(self, request: RoutedRequest) -> None:
+        """Take *request*, which the next step may begin."""
+        keys = page_keys(request.blocks, request.input, self.job.page_size)
+        total, left, priority = request.input, request.output - 1, request.priority
+        self._queue.append(ColocatedRequest(request.submission(), total, left, keys=keys, priority=priority))
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 

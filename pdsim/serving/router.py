@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router: sends each request to a prefill and a decode instance, and keeps its account until it is over.
 
-A request is an object only while it is under way: a row of a table before it arrives, and of a `RequestLog` when it
-is over.  So a run of millions has as many objects as requests are served at a time.
+A request is an object only while it is under way: before and after it is a row of a table, so that a run of millions
+has as many objects as requests are served at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from typing import Any, ClassVar
 
+import numpy as np
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
@@ -20,7 +21,6 @@ from pdsim.kv.messages import (
     Abort,
     Dropped,
     Finished,
-    KvMessage,
     Ping,
     Pong,
     PrefillDone,
@@ -31,16 +31,16 @@ from pdsim.kv.messages import (
     TransferDone,
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
-from pdsim.serving.membership import InstanceRegistry, Membership
+from pdsim.serving.membership import Membership
 from pdsim.serving.policies import handoff_of
-from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.requests import RequestLog, RequestTable
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
-__all__ = ["Arrivals", "IncomingRequests", "OutstandingTokens", "RoutedRequest", "Router", "program"]
+__all__ = ["Arrivals", "RoutedRequest", "Router", "program"]
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class RoutedRequest:
     nbytes: int = 0
     answered: bool = False  # prefill has computed it, and decode is asked to pull it
     prefilled: bool = False
-    counted: bool = False  # among the tokens outstanding
     expected: int = 0  # tokens of its output that are counted
+    outstanding: tuple[int, int, int] = (0, 0, 0)  # tokens counted at prefill, at decode, and on the way there
     lost: str = ""  # why it cannot go on; its other instance is asked whether it can be sent again
     asked: str = ""  # the leader of that instance
     status: str = ""  # "" while it is under way
@@ -78,140 +78,48 @@ class RoutedRequest:
         return Submit(self.room, self.input, self.output, self.prefill, self.decode, hints)
 
 
-class IncomingRequests:
-    """The requests of *table*, each made when it is read, a new object each time.
-
-    *leaves* are users who leave, as the router's program has them; without *hashed* nobody sees what prompts share.
-    """
-
-    def __init__(self, table: RequestTable, leaves: Sequence[Sequence[float]], hashed: bool) -> None:
-        self._table = table
-        self._leaves = {int(which): patience for which, patience in leaves}
-        self._hashed = hashed
-
-    def most(self) -> tuple[int, int]:
-        """Return the most tokens of any prompt, and of any output; 1 if there are no requests."""
-        return int(self._table.input.max(initial=1)), int(self._table.output.max(initial=1))
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __iter__(self) -> Iterator[RoutedRequest]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, number: int) -> RoutedRequest:
-        table, patience = self._table, self._leaves.get(number)
-        if patience is None and table.patience is not None and not isnan(table.patience[number]):
-            patience = float(table.patience[number])
-        # not a `Request`, whose hashes would be most of the work
-        return RoutedRequest(
-            float(table.arrival[number]),
-            int(table.input[number]),
-            int(table.output[number]),
-            patience,
-            table.blocks(number) if self._hashed else (),
-            0 if table.priority is None else int(table.priority[number]),
-            number,
-        )
-
-
-class OutstandingTokens:
-    """Counts the tokens outstanding at the instances of *registry*: the load that router policies balance.
-
-    A prefill instance has the tokens of a prompt until it has answered; a decode instance those of the prompt and of
-    the expected output until the request is over, and the prompt's KV is under way to it until prefill has written
-    it.  With *output_known* the expected output is the request's own, otherwise the mean of those that are done.
-    """
-
-    def __init__(self, registry: InstanceRegistry, output_known: bool) -> None:
-        self.generated = 0, 0  # requests that have all their tokens, and how many those were
-        self._registry = registry
-        self._output_known = output_known
-
-    def count(self, request: RoutedRequest) -> None:
-        """Count *request* at the two instances that it is sent to."""
-        done, tokens = self.generated
-        request.counted = True
-        request.expected = request.output if self._output_known else tokens // done if done else 0
-        self._registry.add(request.prefill, request.input)
-        self._registry.add(request.decode, request.input + request.expected)
-        self._registry.send(request.decode, request.input)
-
-    def answered(self, request: RoutedRequest) -> None:
-        """Subtract the prompt of *request*, whose KV waits to be pulled, from its prefill instance."""
-        request.answered = True
-        self._registry.add(request.prefill, -request.input)
-
-    def prefilled(self, request: RoutedRequest) -> None:
-        """Subtract the prompt of *request*, whose KV is moved, from prefill and from what is under way; once."""
-        if request.prefilled:
-            return
-        request.prefilled = True
-        if request.counted:
-            self._registry.send(request.decode, -request.input)
-        if not request.answered:
-            self._registry.add(request.prefill, -request.input)
-
-    def done(self, request: RoutedRequest) -> None:
-        """Record the length of a complete answer."""
-        self.generated = self.generated[0] + 1, self.generated[1] + request.output
-
-    def uncount(self, request: RoutedRequest) -> None:
-        """Subtract what is still counted of *request*, which is over or will be sent again."""
-        if request.counted:
-            request.counted = False
-            if not request.prefilled:
-                self._registry.send(request.decode, -request.input)
-            if not (request.prefilled or request.answered):
-                self._registry.add(request.prefill, -request.input)
-            self._registry.add(request.decode, -request.input - request.expected)
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals:
-    """Calls *arrive* with each of *requests* when it arrives, and *idle* whenever no further one is scheduled.
+    """Calls *arrive* with each request of *table* when it arrives, and *idle* whenever no further one is scheduled.
 
-    In closed loops a user thinks after an answer.  *after* has, for each request, the number of the one whose end
-    its user waits for, -1 for none; it is empty if nobody waits.  The arrival of a request that waits is its think
-    time, in seconds after that end (`follow`), that of any other seconds after `begin`.
-
-    One event is scheduled at a time, so *requests* may be any number; those without *after* must be in order of
-    arrival.  Nothing arrives once *process*, the router, has ended.
+    In closed loops a user thinks after an answer: the arrival of a request with `Request.after` is its think time,
+    in seconds after that end (`follow`), that of any other seconds after `begin`.  One event is scheduled at a time;
+    requests without ``after`` must be in order of arrival.  Nothing arrives once *process* has ended.  Without
+    *hashed* nobody sees which blocks prompts share.
     """
 
     def __init__(
         self,
         process: RankProcess,
-        requests: IncomingRequests,
-        after: Sequence[int],
+        table: RequestTable,
+        hashed: bool,
         arrive: Callable[[RoutedRequest], None],
         idle: Callable[[], None],
     ) -> None:
         self.start = 0.0  # when the first could have arrived, in seconds on the clock
         self._process = process
-        self._requests = requests
+        self._table = table
+        self._hashed = hashed
         self._arrive = arrive
         self._idle = idle
         self._next = 0  # the request that arrives next
         self._waiting: dict[int, list[int]] = {}  # by the number of the one whose end they come after
-        self._open: list[int] | None = None  # those that wait for no other
-        if after:
-            for number, earlier in enumerate(after):
+        self._open: list[int] | None = None  # those that wait for no other; None: all
+        self.times: list[float] | None = None
+        """Seconds after `start` at which each has arrived, where users wait; until then its think time."""
+        if table.after is not None and (table.after >= 0).any():
+            for number, earlier in enumerate(table.after.tolist()):
                 if earlier >= 0:
                     self._waiting.setdefault(earlier, []).append(number)
-            self._open = [number for number, earlier in enumerate(after) if earlier < 0]
-        self._later = sum(map(len, self._waiting.values()))  # requests whose users wait for an answer, or think
-        self.times = [float(request.arrival) for request in requests] if after else None
-        """Seconds after `start` at which each has arrived, where users wait; until then its think time."""
+            self._open = np.flatnonzero(table.after < 0).tolist()
+            self.times = table.arrival.tolist()
+        self._count = len(table) if self._open is None else len(self._open)
+        self._later = len(table) - self._count  # requests whose users wait for an answer, or think
 
     @property
     def over(self) -> bool:
         """Whether no further request can arrive: all that come by themselves have, and nobody waits or thinks."""
         return self._next == self._count and not self._later
-
-    @property
-    def _count(self) -> int:
-        return len(self._requests) if self._open is None else len(self._open)
 
     def begin(self, start: float) -> None:
         """Let requests arrive, whose times count from *start*, which is now."""
@@ -222,17 +130,31 @@ class Arrivals:
         """Let the requests arrive that come after *request*, which is over, each after its think time."""
         clock = self._process.clock
         for number in self._waiting.pop(request.number, ()):
-            follower = self._requests[number]
+            follower = self.request(number)
             ended = request.finished.finished if request.finished is not None else clock.now
             arrival = max(clock.now, ended + follower.arrival)
             assert self.times is not None
             follower.arrival = self.times[number] = arrival - self.start
             clock.call_at(arrival, lambda request: self._process.guard(self._arrive_later, request), follower)
 
+    def request(self, number: int) -> RoutedRequest:
+        """Return request *number*, a new object each time."""
+        table = self._table
+        patience = nan if table.patience is None else float(table.patience[number])
+        return RoutedRequest(
+            float(table.arrival[number]),
+            int(table.input[number]),
+            int(table.output[number]),
+            None if isnan(patience) else patience,
+            table.blocks(number) if self._hashed else (),
+            0 if table.priority is None else int(table.priority[number]),
+            number,
+        )
+
     def _advance(self, _: Event | None) -> None:
         clock = self._process.clock
         while self._next < self._count and not self._process.has_ended:
-            request = self._requests[self._next if self._open is None else self._open[self._next]]
+            request = self.request(self._next if self._open is None else self._open[self._next])
             arrival = self.start + request.arrival
             if arrival > clock.now:
                 event = clock.at(arrival)
@@ -269,10 +191,9 @@ def program(
 class Router(RankProcess):
     """The rank that requests arrive at.
 
-    `Arrivals` says when they arrive, `Membership` which instances there are, `OutstandingTokens` how busy each is.
-    A lost instance gets no more requests.  A request that depends on it fails, unless the leader of its other
-    instance says that none of its bytes can have moved: then it is sent again, in another room, at most
-    `Deployment.retries` times.
+    `Arrivals` says when they arrive, `Membership` which instances there are, and how busy.  A lost instance gets no
+    more requests.  A request that depends on it fails, unless the leader of its other instance says that none of its
+    bytes can have moved: then it is sent again, in another room, at most `Deployment.retries` times.
 
     The router pings every rank three times in `Deployment.deadline`.  If no request progresses for as long as a loss
     can take to be noticed and twice the time that the longest request can take, all open requests fail.  A rank that
@@ -304,24 +225,28 @@ class Router(RankProcess):
     ) -> None:
         super().__init__(rank, job)
         table = RequestTable.of(requests)
+        if leaves:
+            patience = np.full(len(table), nan) if table.patience is None else table.patience.copy()
+            for which, seconds in leaves:
+                patience[int(which)] = seconds
+            table = table.but(patience=patience)
+        self.count = len(table)
         self.membership = Membership(self, job, self.begin, self.instance_lost)
         self.registry = self.membership.registry
-        incoming = IncomingRequests(table, leaves, job.hashed)
-        self.requests: IncomingRequests | Sequence[RoutedRequest] = incoming
-        self.log = RequestLog(len(requests), rank.recorder.spill)
-        after = () if table.after is None or (table.after < 0).all() else table.after.tolist()
-        self.arrivals = self.arrivals_type(self, incoming, after, self._arrive, self._stop_if_done)
-        self.tokens = OutstandingTokens(self.registry, job.output_known)
+        self.log = RequestLog(self.count, rank.recorder.spill)
+        self.arrivals = self.arrivals_type(self, table, job.hashed, self._arrive, self._stop_if_done)
+        self.generated = 0, 0  # requests that have all their tokens, and how many those were
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.start = 0.0
         # a rank that dies just after it answered is lost a deadline and up to one ping later
-        self._patience = job.deadline * 4 / 3 + 2 * job.longest(*incoming.most())
+        most = int(table.input.max(initial=1)), int(table.output.max(initial=1))
+        self._patience = job.deadline * 4 / 3 + 2 * job.longest(*most)
         self._moved = 0.0  # when a request or a write last progressed
-        rank.counts(lambda: self.tokens.generated[0], len(self.requests))
+        rank.counts(lambda: self.generated[0], self.count)
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
-        handlers: dict[type[KvMessage], Handler] = {
+        self.handlers |= {
             Pong: self._pong,
             RoomLocations: self._took,
             PrefillDone: self._lent,
@@ -329,7 +254,6 @@ class Router(RankProcess):
             TransferDone: self._transferred,
             Dropped: self._dropped,
         }
-        self.handlers |= handlers
 
     def report(self) -> dict[str, Any]:
         """Return the start, the rows, how many messages came too late, and how many rooms are open."""
@@ -387,7 +311,7 @@ class Router(RankProcess):
     def _submit(self, request: RoutedRequest) -> None:
         # It fails at once if no pair is left, and is shed if the chosen prefill instance has `Deployment.shed`
         # tokens outstanding or more, unless it has a priority.
-        request.room = 1 + request.number + request.tries * len(self.requests)
+        request.room = 1 + request.number + request.tries * self.count
         self._rooms[request.room] = request
         pair = self.registry.choose(request.room, request.input, request.blocks)
         if pair is None:
@@ -402,7 +326,9 @@ class Router(RankProcess):
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         request.prefill, request.decode = prefill, decode
         request.tries += 1
-        self.tokens.count(request)
+        done, tokens = self.generated
+        request.expected = request.output if self.job.output_known else tokens // done if done else 0
+        self._count(request)
         self._moved = self.clock.now
         self._pass_on(request, self._send_on)
 
@@ -437,7 +363,8 @@ class Router(RankProcess):
         if request is None or request.lost or request.answered:
             return
         self._moved = self.clock.now
-        self.tokens.answered(request)
+        request.answered = True
+        self._count(request)
         pull = replace(request.submission(), source=message)
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
@@ -450,7 +377,8 @@ class Router(RankProcess):
             return
         request.nbytes = message.nbytes
         self._moved = self.clock.now
-        self.tokens.prefilled(request)
+        request.prefilled = True
+        self._count(request)
         if request.finished is not None:
             self._close(request, "ok")
 
@@ -476,7 +404,7 @@ class Router(RankProcess):
         if not message.untouched or request.tries > self.job.retries:
             self._close(request, request.lost)
             return
-        self.tokens.uncount(request)
+        self._count(request, over=True)
         del self._rooms[request.room]
         self.membership.directory.pop(request.room)
         request.lost = request.asked = ""
@@ -509,12 +437,12 @@ class Router(RankProcess):
     def _close(self, request: RoutedRequest, status: str) -> None:
         request.status = status
         if status == "ok":
-            self.tokens.done(request)
+            self.generated = self.generated[0] + 1, self.generated[1] + request.output
         self._moved = self.clock.now
         self._log(request)
         del self._rooms[request.room]
         self.membership.directory.pop(request.room)
-        self.tokens.uncount(request)
+        self._count(request, over=True)
         self.arrivals.follow(request)
         self._stop_if_done()
 
@@ -522,6 +450,18 @@ class Router(RankProcess):
         if request.number < len(self.log):
             prefill, decode = instance_of(request.prefill), instance_of(request.decode)
             self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
+
+    def _count(self, request: RoutedRequest, over: bool = False) -> None:
+        # The load that policies balance: prefill has a prompt until it has answered, decode has prompt and expected
+        # output until the request is over, and the prompt is on the way there until prefill has written it.
+        moves = 0 if over or request.prefilled else request.input
+        waits = 0 if request.answered else moves
+        tokens = waits, 0 if over else request.input + request.expected, moves
+        before, request.outstanding = request.outstanding, tokens
+        self.registry.add(request.prefill, waits - before[0])
+        self.registry.add(request.decode, tokens[1] - before[1])
+        if moves != before[2]:
+            self.registry.send(request.decode, moves - before[2])
 
     def _stop_if_done(self) -> None:
         if not self._rooms and self.arrivals.over and not self.has_ended:

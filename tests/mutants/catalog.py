@@ -457,9 +457,9 @@ def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -
         original(self, sender_, message)
 
 
-def counted_for_ever(original: Any, self: router.OutstandingTokens, request: Any) -> None:
-    if request.finished is not None:
-        original(self, request)
+def counted_for_ever(original: Any, self: router.Router, request: Any, over: bool = False) -> None:
+    if not over or request.finished is not None:
+        original(self, request, over)
 
 
 def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
@@ -599,7 +599,7 @@ MUTANTS = (
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            ((KvSender, "_start", gathers_what_failed),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
-           ((router.OutstandingTokens, "uncount", counted_for_ever),), failing),
+           ((router.Router, "_count", counted_for_ever),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the incarnation before it", "I9",

@@ -29,7 +29,7 @@ def test_a_killed_run_shows_what_it_had_written(tmp_path: Path, monkeypatch: pyt
 
     def close(self: Router, *arguments: object) -> None:
         ended(self, *arguments)  # type: ignore[arg-type]
-        if self.tokens.generated[0] == 30:
+        if self.generated[0] == 30:
             raise Killed
 
     with monkeypatch.context() as context:
