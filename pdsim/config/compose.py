@@ -189,11 +189,14 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
     """
     from pdsim import config as schema
     from pdsim.config import rules
+    from pdsim.models import huggingface
 
     for word in words:
         key, _, name = word.partition("=")
         if key == "calibration" and not values.get(key):
             raise ConfigError(_missing(f"calibration/{name.strip(chr(39) + chr(34))}", None))
+    if isinstance(values.get("model"), Mapping):
+        values = {**values, "model": huggingface.expanded(values["model"])}
     config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
     rules.check_quantities(config, values, leaves(ready(words)))
     rules.check(config)
@@ -210,7 +213,15 @@ def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
     the folders *own*.  Raise a `ConfigError` for an argument that is not an override, with a suggestion.
     """
     known = {group: plugins.options(group, own) for group in plugins.groups(own)} if own else _installed()
-    return [_override(word, known) for word in words]
+    return [each for word in words for each in _expanded(word, known)]
+
+
+def _expanded(word: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    # model=Qwen/Qwen3-8B or model=./folder, where no file of the group has this name
+    key, _, name = word.partition("=")
+    if key == "model" and "/" in name and "," not in name and name not in known["model"]:
+        return ["model=hf", f"++model.{'path' if name[0] in './~' or Path(name).exists() else 'id'}='{name}'"]
+    return [_override(word, known)]
 
 
 @cache
