@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
 from experiments.reports.report_points import committed
 from pdsim.results import drawing
-from pdsim.results.report import before_after
+from pdsim.results.report.figures import claims as claims_figure
 
 __all__ = ["FIGURES", "figure"]
 
@@ -32,7 +32,7 @@ def figure(name: str) -> bytes:
     claims = {claim.name: claim for claim in FIGURES[name]}
     points = [point for point in committed(f"seed_{name}") if point.claim in claims]
     rows = [asdict(point) | {"unit": claims[point.claim].unit} for point in points]
-    chart = before_after.figure({claim.name: claim.text for claim in FIGURES[name]}, rows, list(claims))
+    chart = claims_figure({claim.name: claim.text for claim in FIGURES[name]}, rows, list(claims))
     return drawing.image(chart, "svg", width=11.0, titled=False)
 
 

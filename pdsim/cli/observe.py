@@ -17,8 +17,7 @@ from pdsim.cli.help import parse
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
-from pdsim.results.store import Run, make
-from pdsim.results.whole_file import whole_file
+from pdsim.results.store import Run, make, whole_file
 
 __all__ = ["observe"]
 

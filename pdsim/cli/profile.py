@@ -32,7 +32,7 @@ from pdsim.config.compose import CommandLine, compose, initialized, plain
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results import record, store, terminal
 from pdsim.results.record import Table
-from pdsim.results.whole_file import whole_file
+from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     from backends.profiling.runner import ProfiledDevice

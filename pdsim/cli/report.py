@@ -15,7 +15,7 @@ from pdsim.core.errors import ConfigError, instead
 from pdsim.results import drawing
 from pdsim.results.report import page
 from pdsim.results.report.page import Content
-from pdsim.results.whole_file import whole_file
+from pdsim.results.store import whole_file
 from pdsim.sweep.best import SloLimits
 
 __all__ = ["is_sweep", "report", "timeline", "written"]

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side: what differs in their configurations, and each metric as a number and a multiple.
+"""Runs side by side: what differs in their configurations, and each metric as a number and a multiple of the first.
 
-Multiples are of the first run.  What cannot matter to any of the runs is left out, and so are
-metrics that none of them has.  People see units; plain data has base units.
-
-Both come from the files of the runs.  Of a run without evidence no number is given.  Multiples are
-plain ratios: whether a difference means anything is for the intervals among the metrics to say.
+What cannot matter to any of the runs is left out, and so are metrics that none of them has.  Of a run without
+evidence no number is given.  People see units; plain data has base units.
 """
 
 from __future__ import annotations
@@ -30,14 +27,8 @@ from pdsim.results.terminal import share
 
 __all__ = ["as_dict", "tables"]
 
-_NOT_ASKED_FOR = (
-    "output",
-    "calibration.",
-    "hydra.",
-    "backend.implementation",
-    "backend.modelled",
-    "backend.measured_on",
-)
+_LEFT_OUT = ("output", "calibration.", "hydra.", "backend.implementation", "backend.modelled", "backend.measured_on")
+"""How keys begin that say where a number comes from or where results go."""
 _UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "backend.inter.": lambda config: config.get("hw.nodes") == 1,
     "backend.options.": lambda config: config.get("target") == "model",
@@ -45,49 +36,32 @@ _UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "live.": lambda config: config.get("target") != "live",
 }
 """What cannot matter to a run: keys by how they begin, and what is so of its configuration then."""
-_SOURCES = ".sources."
 
 
 def tables(folders: Sequence[Path]) -> list[Table]:
     """Return what differs, and the metrics, of the complete runs in *folders*, called A, B and so on.
 
-    Metrics have a column for each run and, from the second on, one of its value over that of A. Raise a
-    `ConfigError` if there are not two to 26, if one is not complete, or if they are of several experiments.
+    Raise a `ConfigError` if there are not two to 26, if one is not complete, or if they are of several experiments.
     """
-    runs = _runs(folders)
-    names = ascii_uppercase[: len(runs)]
-    titles = {name: run["folder"] for name, run in zip(names, runs, strict=True)}
-    differences = [[key, *(_text(key, value) for value in values)] for key, values in _differences(runs)]
-    ratios = {f"{name}/A": "" for name in names[1:]}
+    about = as_dict(folders)
+    names = ascii_uppercase[: len(folders)]
+    differences = [[key, *(_text(key, value) for value in values)] for key, values in about["differences"].items()]
     metrics = [
-        [name, *(_measured(name, value) for value in values), *_multiples(values), text]
-        for name, text, values in _metrics(runs)
-        if any(value is not None for value in values)
+        [name, *(_measured(name, value) for value in each["values"]), *each["multiples"], each["definition"]]
+        for name, each in about["metrics"].items()
+        if any(value is not None for value in each["values"])
     ]
-    return [
-        Table("What differs", {"key": ""} | titles, differences),
-        Table("Metrics", {"metric": ""} | dict.fromkeys(names, "") | ratios | {"definition": ""}, metrics),
-    ]
+    titles = {"key": ""} | dict(zip(names, about["folders"], strict=True))
+    columns = ["metric", *names, *(f"{name}/A" for name in names[1:]), "definition"]
+    return [Table("What differs", titles, differences), Table("Metrics", dict.fromkeys(columns, ""), metrics)]
 
 
 def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the same as plain data: ``folders``, ``differences`` by key, and ``metrics`` by name.
 
-    Values are lists with one for each run in the order of *folders*, None where a run has none;
-    multiples are of the first, without it.  Raise as `tables`.
+    Values are lists with one for each run in the order of *folders*, None where a run has none; multiples are of the
+    first, without it.  Raise as `tables`.
     """
-    runs = _runs(folders)
-    return {
-        "folders": [run["folder"] for run in runs],
-        "differences": dict(_differences(runs)),
-        "metrics": {
-            name: {"values": values, "definition": text, "multiples": _multiples(values)}
-            for name, text, values in _metrics(runs)
-        },
-    }
-
-
-def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
             f"compare takes 2 to {len(ascii_uppercase)} folders of runs, got {len(folders)}; name them all"
@@ -95,7 +69,13 @@ def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     runs = [load(folder) for folder in folders]
     if len(kinds := list(dict.fromkeys(run["experiment"] for run in runs))) > 1:
         raise ConfigError(f"{' and '.join(kinds)} are different experiments; compare runs of one of them")
-    return runs
+    every = [run["metrics"] if run["evidence"]["sources"] else {} for run in runs]
+    metrics = {}
+    for name in dict.fromkeys(name for one in every for name in one):
+        definition = next(one[name]["definition"] for one in every if name in one)
+        values = [one.get(name, {}).get("value") for one in every]
+        metrics[name] = {"values": values, "definition": definition, "multiples": _multiples(values)}
+    return {"folders": [run["folder"] for run in runs], "differences": dict(_differences(runs)), "metrics": metrics}
 
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
@@ -108,35 +88,23 @@ def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
 
 
 def _about(run: Mapping[str, Any]) -> dict[str, Any]:
-    calibration = run["evidence"].get("calibration") or {}
+    git = run.get("git") or {}
     about = {
         "status": run["status"],
         "engine": ", ".join(run["engine"]),
-        "calibration": calibration.get("name", "none"),
+        "calibration": (run["evidence"].get("calibration") or {}).get("name", "none"),
         "evidence": run["evidence"]["weakest"],
         "pdsim": run["pdsim"],
-        "commit": _commit(run.get("git")),
+        "commit": f"{str(git.get('commit'))[:12]}{' and changes' if git.get('dirty') else ''}" if git else None,
     }
     return about | ({"host": str(run.get("host"))} if run["target"] != "model" else {})
 
 
-def _commit(git: Mapping[str, Any] | None) -> str | None:
-    return None if not git else f"{str(git.get('commit'))[:12]}{' and changes' if git.get('dirty') else ''}"
-
-
 def _configuration(folder: Path) -> dict[str, Any]:
-    # Where a number comes from and where results go is left out.
     flat = schema.read_configuration(folder / "config.yaml")
     return {
-        key: value for key, value in flat.items() if not key.startswith(_NOT_ASKED_FOR) and _SOURCES not in f"{key}."
+        key: value for key, value in flat.items() if not key.startswith(_LEFT_OUT) and ".sources." not in f"{key}."
     }
-
-
-def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[Any]]]:
-    every = [run["metrics"] if run["evidence"]["sources"] else {} for run in runs]
-    for name in dict.fromkeys(name for one in every for name in one):
-        known = [one[name] for one in every if name in one]
-        yield name, known[0]["definition"], [one.get(name, {}).get("value") for one in every]
 
 
 def _multiples(values: Sequence[Any]) -> list[float | None]:
@@ -149,27 +117,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _text(key: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(str, value))
-    show = _shown_as(key)
-    return show(value) if show is not None and _is_number(value) else str(value)
-
-
-@cache
-def _shown_as(key: str) -> Callable[[float], str] | None:
-    # The unit is the parser in the field's annotation (`pdsim.core.units.Seconds` and so on), found along
-    # the dotted key.
-    hint: Any = Config
-    for name in key.split("."):
-        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
-        if inner is None:
-            return None
-        hint = typing.get_type_hints(inner, include_extras=True).get(name)
-    return next((_FORMATS[each] for each in getattr(hint, "__metadata__", ()) if each in _FORMATS), None)
-
+# --- for people ----------------------------------------------------------------------------------------------------
 
 _FORMATS: Mapping[Any, Callable[[float], str]] = {
     units.parse_time: units.format_time,
@@ -183,6 +131,27 @@ _OF_METRICS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("*_attainment", share),
     ("*_max", share),
 )
+
+
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    show = _format(key)
+    return show(value) if show is not None and _is_number(value) else str(value)
+
+
+@cache
+def _format(key: str) -> Callable[[float], str] | None:
+    # The unit is the parser in the annotation of the field at the dotted key.
+    hint: Any = Config
+    for name in key.split("."):
+        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
+        if inner is None:
+            return None
+        hint = typing.get_type_hints(inner, include_extras=True).get(name)
+    return next((_FORMATS[each] for each in getattr(hint, "__metadata__", ()) if each in _FORMATS), None)
 
 
 def _measured(name: str, value: Any) -> Any:

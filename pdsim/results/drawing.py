@@ -21,29 +21,16 @@ import numpy.typing as npt
 from pdsim.core.errors import ConfigError
 
 __all__ = [
-    "DARK",
-    "FORMATS",
-    "HEIGHT",
-    "LIGHT",
-    "Figure",
-    "Marks",
-    "Panel",
-    "Scale",
-    "cumulative",
-    "image",
-    "plotly_panel",
+    "DARK", "FORMATS", "HEIGHT", "LIGHT", "Figure", "Marks", "Panel", "Scale", "cumulative", "image", "plotly_panel",
     "thinned",
-]
+]  # fmt: skip
 
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b8518f", "#a66f00", "#3a8fc4", "#6b5b95", "#5f6368")
 DARK = ("#56b4e9", "#ff9248", "#2fcf9f", "#e89ac7", "#f0c14b", "#9ad1f5", "#b9a7e8", "#b8bec5")
 """Colours of series: Okabe and Ito's, which most colour-blind people tell apart, darker or lighter for contrast."""
-KINDS = ("line", "steps", "points", "bars", "band")
 FORMATS = ("svg", "pdf", "png")
-HEIGHT = 300
-"""Pixels of a panel that says no height."""
-_MOST = 400
-"""Points of a curve: more cannot be seen, and make a page large."""
+HEIGHT = 300  # pixels of a panel that says no height
+_MOST = 400  # points of a curve: more cannot be seen, and make a page large
 
 # of plotly and of matplotlib, by the colour of the series
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "triangle-down", "star"), "os^DPXv*"
@@ -91,9 +78,9 @@ class Scale:
 class Marks:
     """Marks of one meaning: values *x* and *y*, of one length, with *texts* that a pointer shows beside them.
 
-    *kind* is one of `KINDS`: ``steps`` keep their value until the next x, ``bars`` are stacked along x at every y,
-    ``band`` fills between *y* and *top*.  *colour* counts from 0.  A series without *name* has no entry in the
-    legend.
+    *kind* is ``line``, ``steps`` (which keep their value until the next x), ``points``, ``bars`` (stacked along x at
+    every y) or ``band`` (between *y* and *top*).  *colour* counts from 0.  A series without *name* has no entry in
+    the legend.
     """
 
     kind: str
@@ -106,12 +93,6 @@ class Marks:
     solid: bool = False  # a line without dashes, for curves too ragged for them
     texts: Sequence[str] = ()
     top: Sequence[float] = ()  # band
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        if len(self.x) != len(self.y):
-            raise ValueError(f"series {self.name!r} has {len(self.x)} x and {len(self.y)} y")
 
 
 @dataclass(frozen=True)

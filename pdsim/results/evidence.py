@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers of a run rest on: the source of every parameter, and the weakest kind among them.
 
-A modelled number is no better than its parameters; a measured one is evidence itself, except where
-it emulates.
-
-A source is a text that begins with its kind, one of `pdsim.hardware.machine.EVIDENCE` from the strongest to
-the weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbers.  What was
-measured on other hardware, or of another model, counts as assumed.
+A source is a text that begins with its kind, one of `pdsim.hardware.machine.EVIDENCE` from the strongest to the
+weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbers.  What was measured on other
+hardware, or of another model, counts as assumed.
 """
 
 from __future__ import annotations
@@ -32,14 +29,9 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class Evidence:
-    """The sources behind one run; kept in ``run.json`` and printed with every report.
+    """The sources behind one run; kept in ``run.json`` and printed with every report."""
 
-    Attributes:
-        sources: By parameter, such as ``hw.gpu.memory_rate``, the text ``"kind: where from"``.
-        calibration: Of the engine, if the run is modelled and has one.
-    """
-
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # by parameter, such as ``hw.gpu.memory_rate``, the text ``"kind: where from"``
     calibration: Calibration | None = None  # of the engine, if the run is modelled and has one
 
     @property
@@ -78,8 +70,9 @@ def kind_of(parameter: str, source: str) -> str:
 
 def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidence:
     """Return the evidence behind a run of *config*."""
+    modelled = config.target == "model"
     sources: dict[str, str] = {}
-    if config.target == "model":
+    if modelled:
         if not config.hw.sources or not config.backend.sources:
             return Evidence({})
         sources |= _named("hw", config.hw.sources) | _named("backend", config.backend.sources)
@@ -91,14 +84,14 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
         )
     else:
         sources["transfers"] = "measured: by this run, on the host and with the engine that run.json names"
-    if gathering and config.target == "model" and config.collective is not None:
+    if gathering and modelled and config.collective is not None:
         sources |= _named("collective", config.collective.sources)
     if serving:
         sources |= _named("model", config.model.sources)
         if config.engine.name != "generic":  # which has no numbers of its own
             sources |= _named("engine", config.engine.sources)
         sources["compute"] = _of_compute(config)
-    return Evidence(sources, config.calibration if config.target == "model" else None)
+    return Evidence(sources, config.calibration if modelled else None)
 
 
 def _of_compute(config: Config) -> str:
@@ -106,22 +99,24 @@ def _of_compute(config: Config) -> str:
     if not compute.source:
         return "assumed: a roofline with the shares and constants of the compute settings"
     here = config.hw.gpu.name if config.hw.gpu else config.hw.name
+    text = compute.source.partition(":")[2].strip()
     if compute.measured_gpu not in ("", here):
-        return f"assumed: measured on {compute.measured_gpu}, scaled by the peaks to {here}: {_text(compute.source)}"
+        return f"assumed: measured on {compute.measured_gpu}, scaled by the peaks to {here}: {text}"
     if not compute.measured_of or config.model.name in compute.measured_of:
         return compute.source
-    return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {_text(compute.source)}"
-
-
-def _text(source: str) -> str:
-    return source.partition(":")[2].strip()
+    return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {text}"
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
-    # without a name, it is of all others of *owner*
+    # a source without a name is that of all others of *owner*
     return {
         f"{owner}.{name.strip()}".rstrip("."): text for names, text in sources.items() for name in names.split(",")
     }
+
+
+def _moves(transfers: Sequence[TransferRecord]) -> dict[TransferShape, int]:
+    # Of an engine, and not of a collective.
+    return {shape: count for shape, count in shapes(transfers).items() if shape.operation in ("write", "read")}
 
 
 def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
@@ -132,19 +127,13 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    # Borrowed is a share of the line rate that was measured on other hardware.  It limits if it is
+    # A borrowed rate is a share of the line rate that was measured on other hardware.  It limits a transfer if it is
     # below the line's own rate and the bytes take longer than posting one descriptor.
     largest = max((shape.nbytes for shape in _moves(transfers)), default=0)
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
-        source = next(
-            (
-                text
-                for keys, text in config.backend.sources.items()
-                if any(f"{name}.rate.".startswith(f"{key.strip()}.") for key in keys.split(","))
-            ),
-            "",
-        )
+        named = ((key.strip(), text) for keys, text in config.backend.sources.items() for key in keys.split(","))
+        source = next((text for key, text in named if f"{name}.rate.".startswith(f"{key}.")), "")
         if model is None or model.path not in ("nvlink", "rdma") or not source.startswith("assumed: measured on "):
             continue
         if model.rate < line and largest / model.rate > model.posting(1):
@@ -154,6 +143,50 @@ def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iter
                 f"hw={config.hw.name}, and its share of the line rate was measured on {where}; "
                 "pdsim calibrate measures it on your hardware"
             )
+
+
+def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
+    calibration, moves = config.calibration, _moves(transfers)
+    if calibration is None or not moves:
+        return
+
+    def error(factor: float) -> str:
+        if calibration.held_out is None:
+            return ""
+        percent, wide = 100.0 * calibration.held_out.p95, widening(factor)
+        return f"; take its error there, {percent:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
+
+    units: tuple[tuple[str, Callable[[float], str], Sequence[float]], ...] = (
+        ("descriptors", str, calibration.descriptors),
+        ("bytes", format_size, calibration.bytes),
+    )
+    for name, unit, span in units:
+        counts = Counter[int]()
+        for shape, count in moves.items():
+            counts[shape.descriptors if name == "descriptors" else shape.nbytes] += count
+        low, high = span or (0, max(counts))
+        if not (outside := sum(count for value, count in counts.items() if not low <= value <= high)):
+            continue
+        most, least = max(counts), min(counts)
+        at, factor = (most, most / high) if most > high else (least, low / max(least, 1))
+        yield (
+            f"warning: {outside} of {counts.total()} transfers lie outside calibration={calibration.name}, whose "
+            f"samples have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of "
+            f"{factor:.3g}{error(factor)}"
+        )
+    gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)
+    factors = calibration.factors(gpus=gpus)
+    if "gpus" in factors:
+        yield (
+            f"warning: {gpus} GPUs take part, and samples of calibration={calibration.name} have "
+            f"{calibration.gpus[1]}: extrapolated, by a factor of {factors['gpus']:.3g}{error(factors['gpus'])}"
+        )
+    if "hosts" in factors:
+        yield (
+            f"warning: host_factor={calibration.host:g} is that of no host of calibration={calibration.name}, "
+            f"{min(calibration.hosts):g} to {max(calibration.hosts):g}: extrapolated, by a factor of "
+            f"{factors['hosts']:.3g}{error(factors['hosts'])}"
+        )
 
 
 @dataclass(frozen=True)
@@ -180,18 +213,17 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpre
     moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in _moves(transfers)}
     if not moves:
         return None
-    factors = sorted(drawn(calibration.hosts, config.seed, DRAWS))
-    ends = [factors[int(DRAWS * share)] for share in (0.025, 0.975)]  # times grow with the factor, so do quantiles
+    factors, line = sorted(drawn(calibration.hosts, config.seed, DRAWS)), config.hw.interconnect.rate
     spans = []
-    for factor in ends:
-        moved = on_host(config.backend, factor).intra
+    for quantile in (0.025, 0.975):  # times grow with the factor, so do quantiles
+        moved = on_host(config.backend, factors[int(DRAWS * quantile)]).intra
         assert moved is not None
-        line = config.hw.interconnect.rate
-        ratios = [
-            moved.isolated_time(count, size, line, read=read) / model.isolated_time(count, size, line, read=read)
-            for count, size, read in moves
-        ]
-        spans.append(median(ratios))
+        spans.append(
+            median(
+                moved.isolated_time(count, size, line, read=read) / model.isolated_time(count, size, line, read=read)
+                for count, size, read in moves
+            )
+        )
     return HostSpread(spans[0], spans[1], DRAWS, calibration.hosts)
 
 
@@ -206,69 +238,3 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
         f"{spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts (draw_host=true, host_factor=, "
         "pdsim doctor --host)"
     ]
-
-
-def _moves(transfers: Sequence[TransferRecord]) -> dict[TransferShape, int]:
-    # Of an engine, and not of a collective.
-    return {shape: count for shape, count in shapes(transfers).items() if shape.operation in ("write", "read")}
-
-
-def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    calibration = config.calibration
-    if calibration is None:
-        return
-    counts = Counter[tuple[int, int]]()
-    for shape, count in _moves(transfers).items():
-        counts[shape.descriptors, shape.nbytes] += count
-    if not counts:
-        return
-    yield from _outside(calibration, "descriptors", str, calibration.descriptors, counts, 0)
-    yield from _outside(calibration, "bytes", format_size, calibration.bytes, counts, 1)
-    gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)
-    factors = calibration.factors(gpus=gpus)
-    if "gpus" in factors:
-        yield (
-            f"warning: {gpus} GPUs take part, and samples of calibration={calibration.name} have "
-            f"{calibration.gpus[1]}: extrapolated, by a factor of {factors['gpus']:.3g}"
-        ) + _error(calibration, factors["gpus"])
-    if "hosts" in factors:
-        yield (
-            f"warning: host_factor={calibration.host:g} is that of no host of calibration={calibration.name}, "
-            f"{min(calibration.hosts):g} to {max(calibration.hosts):g}: extrapolated, by a factor of "
-            f"{factors['hosts']:.3g}"
-        ) + _error(calibration, factors["hosts"])
-
-
-def _outside(
-    calibration: Calibration,
-    name: str,
-    unit: Callable[[float], str],
-    span: Sequence[float],
-    counts: Mapping[tuple[int, int], int],
-    place: int,
-) -> Iterator[str]:
-    # *counts* says how many transfers have each pair of descriptors and bytes.
-    if not span:
-        return
-    low, high = span
-    outside = sum(count for shape, count in counts.items() if not low <= shape[place] <= high)
-    if not outside:
-        return
-    most, least = (pick(shape[place] for shape in counts) for pick in (max, min))
-    factor = most / high if most > high else low / max(least, 1)
-    at = most if most > high else least
-    yield (
-        f"warning: {outside} of {sum(counts.values())} transfers lie outside calibration={calibration.name}, whose "
-        f"samples have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
-        + _error(calibration, factor)
-    )
-
-
-def _error(calibration: Calibration, factor: float) -> str:
-    held = calibration.held_out
-    if held is None:
-        return ""
-    wide = widening(factor)
-    return (
-        f"; take its error there, {100.0 * held.p95:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
-    )

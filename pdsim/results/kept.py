@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was kept, for a program: its metrics, and its requests and transfers as Arrow tables.
-
-`pdsim.load` returns one.  Figures, timelines and the report are made of nothing else, so whatever
-they show can be computed again from the files.
-"""
+"""A run that was kept, for a program: its metrics, and its requests and transfers as Arrow tables."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdsim.results import schema, store
+from pdsim.results import schema, store, terminal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,7 +19,7 @@ __all__ = ["KeptRun"]
 
 @dataclass(frozen=True)
 class KeptRun:
-    """What the complete run in *folder* found out; everything is read from its files when it is asked for.
+    """The results of the complete run in *folder*; each file is read when it is asked for.
 
     Raise a `ConfigError` if *folder* is not a complete run, or if its files were changed.
     """
@@ -67,31 +63,26 @@ class KeptRun:
     @cached_property
     def requests(self) -> pa.Table:
         """One row a request, columns as in docs/results.md, in seconds; ``.to_pandas()`` with the extra pandas."""
-        return self._table("requests")
+        return schema.read_table(self.folder / "requests.parquet")
 
     @cached_property
     def transfers(self) -> pa.Table:
         """One row a transfer, likewise."""
-        return self._table("transfers")
+        return schema.read_table(self.folder / "transfers.parquet")
 
     @cached_property
     def samples(self) -> pa.Table | None:
-        """Use of links, memories, KV pages and staging rings over time.
+        """Use of links, memories, KV pages and staging rings over time; None unless asked for with ``samples``.
 
-        None unless the run was asked for ``samples``.  Columns: ``time`` in seconds, ``kind``
-        (link, pool, pages or ring), ``name``, ``value`` from 0 to 1.
+        Columns: ``time`` in seconds, ``kind`` (link, pool, pages or ring), ``name``, ``value`` from 0 to 1.
         """
-        return self._table("samples") if (self.folder / "samples.parquet").is_file() else None
+        path = self.folder / "samples.parquet"
+        return schema.read_table(path) if path.is_file() else None
 
     @property
     def start(self) -> float:
         """Seconds on the clock of `transfers` and `samples` at which the times of `requests` begin."""
         return float(self.about.get("start") or 0.0)
 
-    def _table(self, name: str) -> pa.Table:
-        return schema.read_table(self.folder / f"{name}.parquet")
-
     def __str__(self) -> str:
-        from pdsim.results import terminal
-
         return "\n".join(terminal.brief_lines(self.about, self.folder))

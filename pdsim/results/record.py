@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -31,24 +32,9 @@ from pdsim.transfer.job import Outcome
 from pdsim.version import __version__
 
 __all__ = [
-    "BATCHES",
-    "METHOD",
-    "PERCENTILES",
-    "Metric",
-    "Result",
-    "Table",
-    "commit",
-    "distribution",
-    "environment",
-    "half_width",
-    "here",
-    "intervals",
-    "label",
-    "mean",
-    "needed",
-    "percentile",
-    "trend",
-]
+    "BATCHES", "METHOD", "PERCENTILES", "Metric", "Result", "Table", "commit", "distribution", "environment",
+    "half_width", "here", "intervals", "label", "mean", "needed", "percentile", "trend",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,10 +81,7 @@ Values = Sequence[float] | Floats
 
 
 def needed(q: float) -> int:
-    """Return how many samples percentile *q*, from 0 to below 100, needs: one in 100 / (100 - q) above it.
-
-    With fewer it would be the maximum under another name.  The median needs one.
-    """
+    """Return how many samples percentile *q*, from 0 to below 100, needs: with fewer it would be the maximum."""
     if not 0 <= q < 100:
         raise ValueError(f"q(={q}) must be >= 0 and < 100")
     return 1 if q <= 50 else math.ceil(100 / (100 - Fraction(str(q))))
@@ -127,7 +110,7 @@ def distribution(
 ) -> tuple[Metric, ...]:
     """Return the mean and the *percentiles* of *values* as metrics ``<name>_avg_<unit>``, ``<name>_p99_<unit>``, ...
 
-    *definition* says what one value is, such as "time from arrival to the first token".
+    *definition* says what one value is.
     """
     metrics = [Metric(f"{name}_avg_{unit}", mean(values), f"mean of: {definition}", tabled)]
     for q in percentiles:
@@ -145,12 +128,9 @@ def label(q: float) -> str:
 BATCHES = {20: 2.093024, 10: 2.262157, 5: 2.776445}
 """Numbers of batches, and the 97.5 % point of Student's t with one degree of freedom fewer."""
 
-_SMALLEST = 10
-"""Values in a batch, at least."""
-
+_SMALLEST = 10  # values in a batch, at least
 _TREND_BATCHES = 10
-_SIGNIFICANT = 2.576
-"""Standard deviations: 1 % of stationary runs are beyond by chance."""
+_SIGNIFICANT = 2.576  # standard deviations: 1 % of stationary runs are beyond by chance
 
 
 def half_width(values: Floats, q: float | None) -> float | None:
@@ -229,10 +209,8 @@ def _packages() -> dict[str, str]:
 
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -5,11 +5,8 @@ Columns are part of the public interface (`docs/results.md`).  A change of a mea
 which every file carries (``pdsim.schema`` in Parquet, ``schema`` in JSON) and readers compare.  Units and
 definitions are in the files, too, as metadata of each field, so that a folder of results explains itself.
 
-Folders of results are copied, edited and cut short.  A file holds what it should, or the functions `read_...` raise
-a `ConfigError` that names the file, what is wrong and the way out.  So `show`, `compare`, `report` and `sweep` need
-not ask what a field is.  The structures have the fields that those use; a file may have more.
-
-`arrow_array` does without `pyarrow.array`, which imports pandas where it is installed: a third of a second.
+Folders of results are copied, edited and cut short: the functions `read_...` raise a `ConfigError` that names the
+file, what is wrong and the way out, so `show`, `compare`, `report` and `sweep` need not ask what a field is.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -31,7 +29,6 @@ from pdsim.transfer.job import SampleRow
 from pdsim.transfer.log import ArrayColumn, logs
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import pyarrow as pa
 
 __all__ = [
@@ -63,19 +60,12 @@ ROW_GROUP = 1 << 17
 
 
 class Column(NamedTuple):
-    """One column of a table of results.
-
-    Attributes:
-        name: As it is in the file.
-        type: Name of an Arrow type.
-        unit: Of its values; empty for what has none.
-        definition: What a value means, and when it is null.
-    """
+    """One column of a table of results."""
 
     name: str
-    type: str
-    unit: str
-    definition: str
+    type: str  # of Arrow, by name
+    unit: str  # of its values; empty for what has none
+    definition: str  # what a value means, and when it is null
 
 
 TRANSFERS = (
@@ -203,38 +193,34 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
     # Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The
     # rate is null where a transfer failed or took no time.
-    import numpy as np
     import pyarrow as pa
 
-    numbers = {name: column.values for name, column in columns.items() if column.words is None}
-    words = columns["status"].words or ()
-    ok = np.array([word == "ok" for word in words])[columns["status"].values]
-    nbytes, batch = (numbers[name].astype(np.float64) for name in ("nbytes", "descriptors"))
+    status = columns["status"]
+    ok = np.array([word == "ok" for word in status.words or ()])[status.values]
+    values: dict[str, ArrayColumn | npt.NDArray[Any]] = {
+        name: column if column.words is not None else column.values for name, column in columns.items()
+    }
     submitted, prepared, posted, completed, seen = (
-        numbers[name] for name in ("submitted", "prepared", "posted", "completed", "seen")
+        columns[name].values for name in ("submitted", "prepared", "posted", "completed", "seen")
     )
+    nbytes, batch = (columns[name].values.astype(np.float64) for name in ("nbytes", "descriptors"))
     with np.errstate(divide="ignore", invalid="ignore"):
-        numbers |= {
-            "batch_size": numbers["descriptors"],
+        values |= {
+            "batch_size": columns["descriptors"].values,
             "block_size": nbytes / batch,
             "prep_us": (prepared - submitted) * 1e6,
             "post_us": (posted - prepared) * 1e6,
             "tx_us": (seen - posted) * 1e6,
             "poll_us": (seen - completed) * 1e6,
             "latency_us": (seen - submitted) * 1e6,
+            "bw_gbs": ArrayColumn(np.where(ok & (seen > submitted), nbytes / (seen - submitted) / 1e9, np.nan)),
         }
-        rate = np.where(ok & (seen > submitted), nbytes / (seen - submitted) / 1e9, np.nan)
     schema = _schema(TRANSFERS)
-    values: Mapping[str, ArrayColumn | npt.NDArray[Any]] = {**columns, **numbers, "bw_gbs": ArrayColumn(rate)}
-    arrays = [arrow_array(values[f.name], f.type) for f in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return pa.Table.from_arrays([arrow_array(values[f.name], f.type) for f in schema], schema=schema)
 
 
 def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
-    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given.
-
-    Without any it has no rows.
-    """
+    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given."""
     import pyarrow as pa
 
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
@@ -249,8 +235,8 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *INSTANTS, *OPTIONAL, *LIVE)})
-    if unknown:
+    extra = (*INSTANTS, *OPTIONAL, *LIVE)
+    if unknown := sorted(set(requests) - {column.name for column in (*REQUESTS, *extra)}):
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
             "add them to pdsim.results.schema.REQUESTS"
@@ -258,84 +244,65 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     lengths = {name: len(values) for name, values in requests.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
-    rows = next(iter(lengths.values()), 0)
-    given = [column for column in (*INSTANTS, *OPTIONAL, *LIVE) if column.name in requests]
-    schema = _schema((*REQUESTS, *given))
+    missing = [None] * next(iter(lengths.values()), 0)
+    schema = _schema((*REQUESTS, *(column for column in extra if column.name in requests)))
     arrays = []
     for field in schema:
         try:
-            arrays.append(arrow_array(requests.get(field.name, [None] * rows), field.type))
+            arrays.append(arrow_array(requests.get(field.name, missing), field.type))
         except (ValueError, OverflowError) as error:
             raise ValueError(f"requests column {field.name} does not hold {field.type}: {error}") from None
     return pa.table(arrays, schema=schema)
 
 
-# --- Arrow arrays --------------------------------------------------------------------------------------------------
-
-
 _NUMBERS: dict[str, tuple[Any, set[type]]] = {"double": (np.float64, {float, int}), "int64": (np.int64, {int})}
 """By the name of Arrow's type, that of numpy and those of Python that it holds without loss."""
-
-_SMALL = 1 << 14
-"""Values below which Arrow's functions on arrays are not worth their import, some 60 ms."""
 
 
 def arrow_array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
     """Return *values* as an Arrow array of *kind*: text, floats or whole numbers of 64 bits; None is null.
 
-    Raise a `ValueError` for values that *kind* does not hold.
+    It does without `pyarrow.array`, which imports pandas where it is installed: a third of a second.  Raise a
+    `ValueError` for values that *kind* does not hold.
     """
-    import pyarrow as pa
-
     number, types = _NUMBERS.get(str(kind), (None, {str}))
+    own, places = values, np.arange(len(values))
     if isinstance(values, ArrayColumn) and values.words is not None:
-        if len(values) >= _SMALL:
-            return arrow_array(values.words, kind).take(arrow_array(values.values.astype(np.int64), pa.int64()))
-        values = list(values)
-    if isinstance(values, ArrayColumn) and values.values.dtype.kind == "f":
+        own, places = values.words, values.values
+    elif isinstance(values, ArrayColumn) and values.values.dtype.kind == "f":
         known = ~np.isnan(values.values)
-        return _of_buffers(kind, len(values), known, np.where(known, values.values, 0).astype(number))
-    if isinstance(values, ArrayColumn):
-        values = values.values
-    if isinstance(values, np.ndarray) and number is not None:
-        return _of_buffers(kind, len(values), None, np.ascontiguousarray(values, number))
-    if wrong := set(map(type, values)) - types - {type(None)}:
+        return _of_buffers(kind, known, np.where(known, values.values, 0).astype(number))
+    elif isinstance(values, ArrayColumn | np.ndarray):
+        numbers = np.ascontiguousarray(values.values if isinstance(values, ArrayColumn) else values, number)
+        return _of_buffers(kind, np.ones(len(numbers), np.bool_), numbers)
+    if wrong := set(map(type, own)) - types - {NoneType}:
         raise ValueError(f"{wrong.pop().__name__} is not {kind}")
-    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    known = np.fromiter((value is not None for value in own), np.bool_, len(own))[places]
     if number is not None:
-        numbers = np.array([0 if value is None else value for value in values], number)
-        return _of_buffers(kind, len(values), present, numbers)
-    texts = [b"" if value is None else value.encode() for value in values]
-    ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
-    return _of_buffers(kind, len(values), present, ends, b"".join(texts))
+        return _of_buffers(kind, known, np.array([0 if value is None else value for value in own], number)[places])
+    texts = [b"" if value is None else value.encode() for value in own]
+    lengths = np.fromiter(map(len, texts), np.int32, len(texts))[places]
+    ends = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
+    return _of_buffers(kind, known, ends, b"".join(map(texts.__getitem__, places.tolist())))
 
 
-def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:
+def _of_buffers(kind: pa.DataType, known: npt.NDArray[np.bool_], *data: Any) -> pa.Array:
     import pyarrow as pa
 
-    valid = None if present is None or present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
-    return pa.Array.from_buffers(kind, length, [valid, *(pa.py_buffer(each) for each in data)])
+    valid = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(known), [valid, *(pa.py_buffer(each) for each in data)])
 
 
 # --- reading the files again ---------------------------------------------------------------------------------------
 
+# The structures have the fields that readers use; a file may have more.
 
 _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-_Number = _Whole | float | None
 _AGAIN = "it was changed since, so run it again"
-_COLUMNS = {
-    "requests.parquet": REQUESTS,
-    "transfers.parquet": TRANSFERS,
-    "samples.parquet": SAMPLES,
-}
+_COLUMNS = {"requests.parquet": REQUESTS, "transfers.parquet": TRANSFERS, "samples.parquet": SAMPLES}
 
 
 class _HeldOut(msgspec.Struct):
-    """Errors on samples that the fit of a calibration has not seen.
-
-    Shares: the mean, the 95th percentile, and the floor that jobs leave.
-    """
-
     points: int
     how: str
     mean: float
@@ -345,8 +312,6 @@ class _HeldOut(msgspec.Struct):
 
 
 class _Calibration(msgspec.Struct):
-    """The calibration that a run used, as far as its report names it."""
-
     name: str
     source: str
     date: str
@@ -354,8 +319,6 @@ class _Calibration(msgspec.Struct):
 
 
 class _Evidence(msgspec.Struct):
-    """The source of each number of a run, which begins with its kind, and the weakest kind among them."""
-
     weakest: str
     sources: dict[str, str]
     calibration: _Calibration | None = None
@@ -366,35 +329,16 @@ class _Evidence(msgspec.Struct):
                 raise ValueError(f"source {source!r} of {name} must begin with one of {', '.join(EVIDENCE)}")
 
 
-class _Begun(msgspec.Struct):
-    """``run.json`` of a run that did not end: what a sweep shows of it.
-
-    Only the first two are there from the start; the others once the configuration was known.
-    """
-
-    status: str
-    overrides: list[str]
-    error: str = ""
-    experiment: str | None = None
-    hw: str | None = None
-    backend: str | None = None
-    target: str | None = None
-    seed: _Whole | None = None
-    evidence: _Evidence | None = None
-
-
 class _Git(msgspec.Struct):
-    """The commit of the source tree, and whether it had changes; both unknown where there is no repository."""
-
     commit: str | None = None
     dirty: bool | None = None
 
 
-class _RunFile(msgspec.Struct):
-    """``run.json`` of a run that ended."""
-
-    schema: int
+class _Begun(msgspec.Struct):  # run.json from the start of a run
     status: str
+
+
+class _RunFile(_Begun):  # run.json of a run that ended
     error: str
     experiment: str
     hw: str
@@ -409,16 +353,12 @@ class _RunFile(msgspec.Struct):
 
 
 class _MetricEntry(msgspec.Struct):
-    """One number of ``summary.json``; *tabled* if a table shows it too."""
-
-    value: _Number
+    value: _Whole | float | None
     definition: str
     tabled: bool
 
 
 class _Table(msgspec.Struct):
-    """One table of ``summary.json``: headings with their definitions, and rows of as many cells."""
-
     title: str
     columns: dict[str, str]
     rows: list[list[bool | _Whole | float | str | None]]
@@ -426,18 +366,11 @@ class _Table(msgspec.Struct):
     def __post_init__(self) -> None:
         if wrong := [len(row) for row in self.rows if len(row) != len(self.columns)]:
             raise ValueError(f"table {self.title!r} has {len(self.columns)} columns and a row of {wrong[0]}")
-        if "utilisation" in self.columns and not all(_is_use(row) for row in self.rows):
-            raise ValueError(f"table {self.title!r} must have rows of a name and a number")
-
-
-def _is_use(row: list[Any]) -> bool:
-    return [type(value) in kinds for value, kinds in zip(row, ((str,), (int, float)), strict=False)] == [True, True]
+        if "utilisation" in self.columns:
+            msgspec.convert(self.rows, list[tuple[str, float]])
 
 
 class _Summary(msgspec.Struct):
-    """``summary.json``."""
-
-    schema: int
     metrics: dict[str, _MetricEntry]
     tables: list[_Table]
     failures: list[str]
@@ -449,7 +382,7 @@ class _Summary(msgspec.Struct):
 def read_about(path: Path, *, ended: bool = True) -> dict[str, Any]:
     """Return the ``run.json`` at *path*, of a run that *ended* or of any other.
 
-    A run that was killed has written less of it. Raise a `ConfigError` if the file is not what this version writes.
+    Raise a `ConfigError` if the file is not what this version writes.
     """
     return _read(path, _RunFile if ended else _Begun)
 
@@ -459,12 +392,37 @@ def read_summary(path: Path) -> dict[str, Any]:
     return _read(path, _Summary)
 
 
+def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
+    if content.get("schema") != VERSION:
+        raise ConfigError(
+            f"{path} has schema {content.get('schema')!r:.20}, and pdsim reads {VERSION}; run it again, or "
+            f"read it with the version of pdsim that wrote it"
+        )
+    try:
+        msgspec.convert(content, shape)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is not what pdsim writes: {_one_line(error)}; {_AGAIN}") from error
+    return content
+
+
 def read_configuration(path: Path) -> dict[str, Any]:
     """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written.
 
     Raise a `ConfigError` for a file that is not YAML, has no keys, or contains itself.
     """
     return dict(_flat(read_nested(path)))
+
+
+def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
 
 
 def read_nested(path: Path) -> dict[str, Any]:
@@ -483,6 +441,7 @@ def read_nested(path: Path) -> dict[str, Any]:
 
 @cache
 def _loader() -> Any:
+    # dates stay text
     import yaml
 
     base: Any = yaml.SafeLoader
@@ -491,19 +450,6 @@ def _loader() -> Any:
         for first, rules in base.yaml_implicit_resolvers.items()
     }
     return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
-
-
-def read_points(path: Path) -> pa.Table:
-    """Return the ``points.parquet`` of a sweep at *path*: every column says in its metadata what it is.
-
-    Metadata of a field are its *part* (override, metric and so on) and its *definition*, both
-    bytes.  Raise a `ConfigError` for a file that is not such a table.
-    """
-    table = read_table(path)
-    bare = [field.name for field in table.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
-    if bare or not {"status", "evidence"} <= set(table.column_names):
-        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or table.column_names[:3]}; {_AGAIN}")
-    return table
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -520,36 +466,22 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error
     expected = columns or [column.name for column in _COLUMNS.get(path.name, ())]
-    missing = [name for name in expected if name not in table.column_names]
-    if missing:
+    if missing := [name for name in expected if name not in table.column_names]:
         raise ConfigError(f"{path} has no column {missing[0]}: it is the table of something else; {_AGAIN}")
     return table
 
 
-def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
-    # Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
-    try:
-        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
-    if content.get("schema") != VERSION:
-        raise ConfigError(
-            f"{path} has schema {content.get('schema')!r:.20}, and pdsim reads {VERSION}; run it again, or "
-            f"read it with the version of pdsim that wrote it"
-        )
-    try:
-        msgspec.convert(content, shape)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not what pdsim writes: {_one_line(error)}; {_AGAIN}") from error
-    return content
+def read_points(path: Path) -> pa.Table:
+    """Return the ``points.parquet`` of a sweep at *path*.
 
-
-def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{at}{key}.")
-        else:
-            yield f"{at}{key}", value
+    Metadata of a field are its *part* (override, metric and so on) and its *definition*, both bytes.  Raise a
+    `ConfigError` for a file that is not such a table.
+    """
+    table = read_table(path)
+    bare = [field.name for field in table.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
+    if bare or not {"status", "evidence"} <= set(table.column_names):
+        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or table.column_names[:3]}; {_AGAIN}")
+    return table
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,12 +15,7 @@ The folder is called ``<name>.incomplete`` until everything in it is on disk, so
 moment leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line
 and source tree leave the same bytes: the date is in the folder's name only.
 
-`pdsim.results.schema` types what is in these files and reads it again.
-
-Journals hold what a run need not keep in memory, and what is left if it is killed.  ``transfers.journal`` has blocks
-of the records of a rank (`pdsim.transfer.log.LogBlock`), ``requests.journal`` rows of requests that are
-over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its length in eight
-bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.
+`Run` writes a folder, `load` reads one; `pdsim.results.schema` types what is in the files.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,17 +43,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    "FILES",
-    "INCOMPLETE",
-    "JOURNALS",
-    "Journal",
-    "JournalFile",
-    "Run",
-    "as_written",
-    "entries",
-    "load",
-    "make",
-]
+    "FILES", "INCOMPLETE", "JOURNALS", "Journal", "JournalFile", "Run", "as_written", "entries", "load",
+    "make", "whole_file",
+]  # fmt: skip
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -66,8 +54,8 @@ INCOMPLETE = ".incomplete"
 class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
 
-    Use it as a context manager: what ends the block early is written to ``run.json`` as the run's
-    error, and the folder stays marked.
+    Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
+    folder stays marked.
 
     Args:
         config: Of the run; ``config.output`` is where its folder is made.
@@ -99,7 +87,8 @@ class Run:
             self.folder = self._final = left
             self._about = schema.read_about(left / "run.json", ended=False)
             return
-        self.folder, self._final = _reserve(Path(config.output), name or _stem(config))
+        stem = "-".join((config.experiment.name, config.hw.name, config.backend.name, config.target))
+        self.folder, self._final = _reserve(Path(config.output), name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.journal = Journal(self.folder)
         self._began = time.monotonic()
         self._about = {
@@ -124,14 +113,12 @@ class Run:
     def finish(self, result: Result) -> Path:
         """Write *result*, take the mark off the folder and return where it now is.
 
-        A result with failures makes the run ``partial``: its numbers are those of what succeeded. ``run.json`` is
-        written last, and replaced in one step, so that a reader sees the old or the new one. Files that hold rows
-        are written in groups.
+        A result with failures makes the run ``partial``: its numbers are those of what succeeded.
         """
-        self._describe(result)
+        status, error = ("partial", result.failures[0]) if result.failures else ("ok", "")
         if self.config.target != "model":
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
-        self._keep(result)
+        self._keep(result, status, error)
         self.journal.remove()
         self._sync_folder(self.folder)
         self.folder.rename(self._final)
@@ -139,28 +126,23 @@ class Run:
         self.folder = self._final
         return self.folder
 
-    def _describe(self, result: Result) -> None:
-        serving = bool(result.requests)
-        gathering = any(shape.operation == "all_gather" for shape in shapes(result.transfers))
-        self._about |= {
-            "status": "partial" if result.failures else "ok",
-            "error": result.failures[0] if result.failures else "",
-            "engine": _engines(result),
-            "evidence": evidence.gather(self.config, serving=serving, gathering=gathering).as_dict(),
-        }
-        if spread := evidence.host_spread(self.config, result.transfers):
-            self._about["evidence"]["hosts"] = asdict(spread)
-        if result.offered_load is not None:
-            self._about["offered_load"] = dict(result.offered_load)
-
     def write_partial(self, result: Result) -> None:
         """Write what is known of a run that was killed; its folder and its journals stay as they are."""
         status = "interrupted" if self._about["status"] == "running" else self._about["status"]
-        self._describe(result)
-        self._about |= {"status": status, "error": result.failures[0]}
-        self._keep(result)
+        self._keep(result, status, result.failures[0])
 
-    def _keep(self, result: Result) -> None:
+    def _keep(self, result: Result, status: str, error: str) -> None:
+        # run.json is last: a reader of it finds the other files
+        moved = shapes(result.transfers)
+        gathering = any(shape.operation == "all_gather" for shape in moved)
+        proof = evidence.gather(self.config, serving=bool(result.requests), gathering=gathering).as_dict()
+        if spread := evidence.host_spread(self.config, result.transfers):
+            proof["hosts"] = asdict(spread)
+        ranks = result.outcome.ranks.values() if result.outcome else ()
+        engines = {rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in moved}
+        self._about |= {"status": status, "error": error, "engine": sorted(engines), "evidence": proof}
+        if result.offered_load is not None:
+            self._about["offered_load"] = dict(result.offered_load)
         self._write_tables("requests.parquet", [schema.requests_table(result.requests)])
         self._write_tables("transfers.parquet", schema.transfers_tables(result.transfers))
         if result.outcome is not None and result.outcome.samples:
@@ -177,35 +159,35 @@ class Run:
         if error is None or self.folder == self._final:
             return
         self._about["status"] = "failed" if isinstance(error, Exception) else "interrupted"
-        self._about["error"] = _line(error)
+        self._about["error"] = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
         self._write_about()
 
     def _write_about(self) -> None:
-        temporary = self._write("run.json.part", _json(self._about))
-        temporary.replace(self.folder / "run.json")
+        self._write("run.json.part", _json(self._about))
+        (self.folder / "run.json.part").replace(self.folder / "run.json")
 
-    def _write(self, name: str, content: bytes) -> Path:
-        path = self.folder / name
-        with path.open("wb") as file:
-            file.write(content)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[IO[bytes]]:
+        with (self.folder / name).open("wb") as file:
+            yield file
             if self._durable:
                 file.flush()
                 os.fsync(file.fileno())
-        return path
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self._opened(name) as file:
+            file.write(content)
 
     def _write_tables(self, name: str, tables: Iterable[pa.Table]) -> None:
         import pyarrow.parquet as pq
 
-        with (self.folder / name).open("wb") as file:
+        with self._opened(name) as file:
             writer = None
             for table in tables:
                 writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
                 writer.write_table(table)
             assert writer is not None
             writer.close()
-            if self._durable:
-                file.flush()
-                os.fsync(file.fileno())
 
     def _sync_folder(self, folder: Path) -> None:
         if not self._durable:
@@ -218,12 +200,11 @@ class Run:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """Return what ``summary.json`` holds: metrics, tables and failures of *result*, and how its ranks ended.
-
-    Notes count what ranks refused (`refusals`). Of a result without a job there are no ranks, no time and no events.
-    """
-    outcome = result.outcome
-    ranks = outcome.ranks.items() if outcome else ()
+    """Return what ``summary.json`` holds: metrics, tables and failures of *result*, and how its ranks ended."""
+    outcome = result.outcome or Outcome({}, seconds=0.0)
+    refused = {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused}
+    by = ", ".join(f"{name} {count}" for name, count in refused.items())
+    note = f"{sum(refused.values())} messages and connections refused, of other processes or of no meaning: {by}"
     return {
         "schema": schema.VERSION,
         "metrics": {
@@ -234,25 +215,17 @@ def summary(result: Result) -> dict[str, Any]:
             for table in result.tables
         ],
         "failures": list(result.failures),
-        "notes": [*result.notes, *refusals(outcome)],
+        "notes": [*result.notes, *([note] if refused else [])],
         "ranks": {
-            name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks
+            name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused}
+            for name, rank in outcome.ranks.items()
         },
-        "seconds": outcome.seconds if outcome else None,
+        "seconds": outcome.seconds if result.outcome else None,
         "start": result.start,
-        "events": outcome.events if outcome else None,
-        "links": dict(outcome.links) if outcome else {},
-        "pools": dict(outcome.pools) if outcome else {},
+        "events": outcome.events if result.outcome else None,
+        "links": dict(outcome.links),
+        "pools": dict(outcome.pools),
     }
-
-
-def refusals(outcome: Outcome | None) -> list[str]:
-    """Return a note that counts what the ranks of *outcome* refused, if they refused anything."""
-    counts = {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} if outcome else {}
-    if not counts:
-        return []
-    by = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return [f"{sum(counts.values())} messages and connections refused, of other processes or of no meaning: {by}"]
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -260,25 +233,15 @@ def load(folder: Path) -> dict[str, Any]:
 
     Raise a `ConfigError` if *folder* is not a complete run, or if its files are not what this version writes.
     """
-    _complete(folder)
-    about, summary = schema.read_about(folder / "run.json"), schema.read_summary(folder / "summary.json")
-    return {"folder": str(folder), **about, **summary}
-
-
-def _complete(folder: Path) -> None:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
+    about, summary = schema.read_about(folder / "run.json"), schema.read_summary(folder / "summary.json")
+    return {"folder": str(folder), **about, **summary}
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
-
-
-def _stem(config: Config) -> str:
-    parts = (config.experiment.name, config.hw.name, config.backend.name, config.target)
-    return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
+# --- files and folders ---------------------------------------------------------------------------------------------
 
 
 def make(folder: Path, named: str) -> Path:
@@ -295,31 +258,51 @@ def make(folder: Path, named: str) -> Path:
     return folder
 
 
+@contextmanager
+def whole_file(path: Path, option: str = "-o") -> Iterator[IO[bytes]]:
+    """Yield a file to write to, which is called *path* only when all of it is written.
+
+    Raise a `ConfigError` that names *option*, which the path was given with, if it cannot be written.
+
+    >>> from tempfile import mkdtemp
+    >>> page = Path(mkdtemp(), "page.html")
+    >>> with whole_file(page) as file:
+    ...     written, there = file.write(b"a page"), page.exists()
+    >>> there, page.read_bytes()
+    (False, b'a page')
+    """
+    straight = path.exists() and not path.is_file()  # /dev/stdout
+    part = path if straight else path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        if not straight:
+            part.replace(path)
+    except BaseException as error:
+        if not straight and part.is_file():
+            part.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with {option}") from error
+        raise
+
+
 def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
     make(output, "output=")
-    try:
-        n = 1
-        while True:
-            final = output / (stem if n == 1 else f"{stem}-{n}")
-            marked = final.with_name(final.name + INCOMPLETE)
-            n += 1
-            try:
-                marked.mkdir()
-            except FileExistsError:
-                continue
-            # Only who made the marked folder renames it, so a free name stays free from here on.
-            if not final.exists():
-                return marked, final
-            marked.rmdir()
-    except OSError as error:
-        raise ConfigError(f"output={output}: {error.strerror}; name a folder that can be written to") from None
-
-
-def _engines(result: Result) -> list[str]:
-    ranks = result.outcome.ranks.values() if result.outcome else ()
-    return sorted(
-        {rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in shapes(result.transfers)}
-    )
+    n = 1
+    while True:
+        final = output / (stem if n == 1 else f"{stem}-{n}")
+        marked = final.with_name(final.name + INCOMPLETE)
+        n += 1
+        try:
+            marked.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"output={output}: {error.strerror}; name a folder that can be written to") from None
+        # Only who made the marked folder renames it, so a free name stays free from here on.
+        if not final.exists():
+            return marked, final
+        marked.rmdir()
 
 
 def _json(value: Any) -> bytes:
@@ -335,9 +318,11 @@ def _json(value: Any) -> bytes:
 
 # --- journals ------------------------------------------------------------------------------------------------------
 
+# ``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer.log.LogBlock`), ``requests.journal``
+# rows of requests in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its length
+# in eight bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.
 
 JOURNALS = ("requests.journal", "transfers.journal")
-
 _LENGTH = 8
 
 
@@ -363,8 +348,7 @@ class JournalFile:
         """Return what was kept at *position*."""
         assert self._file is not None, "nothing was appended"
         self._file.seek(position)
-        size = int.from_bytes(self._file.read(_LENGTH), "little")
-        return self._file.read(size)
+        return self._file.read(int.from_bytes(self._file.read(_LENGTH), "little"))
 
     def remove(self) -> None:
         """Delete the file, if there is one; who appended to it can read it as long as this object lives."""

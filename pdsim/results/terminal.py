@@ -2,10 +2,7 @@
 """What a person reads at the end of a run, and what a machine does.
 
 Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.  `brief_lines` are the
-dozen lines of a run: load, verdict, latencies, what bounds it, evidence, what to type next; failures, and settings
-without effect, come on top.  The phase that takes the largest share of all requests' time bounds a run, as far as
-shares can tell; ``pdsim explain``, which the last lines name, simulates it.  ``-v`` prints everything (`show`), each
-number with its definition.  Both print what the numbers rest on; without evidence none are printed.
+dozen lines of a run, ``-v`` prints every number with its definition; without evidence none are printed.
 
 On a terminal rich draws tables and a bar; anywhere else lines are plain, have no colour and are never broken, and
 rich is not imported, which takes longer than many simulations.
@@ -21,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from shlex import join
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Self
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
@@ -30,23 +26,12 @@ from pdsim.results import schema, store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
 __all__ = ["Progress", "alike", "as_json", "brief_lines", "share", "show", "show_lines", "show_table"]
 
 GOAL = 0.99
 """Share of requests that is to meet the SLO."""
-_STYLES = {"failed": "red", "warning": "yellow"}
-"""Of lines of `brief_lines`, by how they begin."""
-_USE = ["name", "utilisation"]
-"""Columns of tables of links and memories, of which those that are alike are one row."""
-
-_SOME, _LITTLE = 3.0, 0.01
-"""Seconds and the share of the work from which on the time left is told."""
-
-_PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so that grep and cut work
+_STYLES = {"failed": "red", "warning": "yellow"}  # of lines of `brief_lines`, by how they begin
+_NO_EVIDENCE = "evidence: none, so no number is printed: give hw and backend their sources"
 
 
 def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) -> None:
@@ -55,31 +40,41 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
     A run without evidence for its hardware or engine shows no numbers. Raise a `ConfigError` if *folder* is not a
     complete run.
     """
-    run = store.load(folder)
-    console = _console(file)
-    _say(console, _headline(run), style="bold")
+    run, screen = store.load(folder), _Screen(file)
+    moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
+    about = f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by})"
+    screen.say(f"{about}, seed {run['seed']}", "bold")
     if not verbose:
         met = run["metrics"].get("slo_attainment", {}).get("value") or 0.0
         styles = {**_STYLES, "SLO": "green" if met >= GOAL else "yellow"}
         for line in brief_lines(run, folder):
-            _say(console, line, style=styles.get(line.partition(":")[0], ""))
+            screen.say(line, styles.get(line.partition(":")[0], ""))
         return
     proof = Evidence(run["evidence"]["sources"])
     if proof.sources:
-        _show_metrics(console, run["metrics"])
+        metrics = {name: metric for name, metric in run["metrics"].items() if not metric["tabled"]}
+        rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in metrics.items()]
+        if rows:
+            screen.grid(("metric", "value", "definition"), rows, (False, True, False))
         for table in run["tables"]:
-            if list(table["columns"]) == _USE:
-                _show_use(console, table)
-            else:
-                _show_table(console, table["title"], table["columns"], table["rows"])
-    _show_evidence(console, proof)
+            used = list(table["columns"]) == ["name", "utilisation"]
+            screen.table(_use(table) if used else Table(table["title"], table["columns"], table["rows"]))
+    screen.say()
+    if not proof.sources:
+        screen.say(_NO_EVIDENCE, "red")
+    else:
+        for kind, parameters in proof.kinds.items():
+            screen.say(f"evidence: {kind} for {', '.join(parameters)}")
+        screen.say(f"weakest evidence: {proof.weakest}:")
+        for text, parameters in proof.texts(proof.weakest).items():
+            screen.say(f"  {', '.join(parameters)}: {text}", "dim")
     if calibration := run["evidence"].get("calibration"):
-        _say(console, spread(calibration))
+        screen.say(spread(calibration))
     for note in run["notes"]:
-        _say(console, f"note: {note}", style="yellow")
+        screen.say(f"note: {note}", "yellow")
     for failure in run["failures"]:
-        _say(console, f"failed: {failure}", style="red")
-    _say(console, f"results: {folder}")
+        screen.say(f"failed: {failure}", "red")
+    screen.say(f"results: {folder}")
 
 
 def as_json(folder: Path) -> str:
@@ -93,143 +88,87 @@ def as_json(folder: Path) -> str:
 def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool = True) -> None:
     """Print *table* and, unless *definitions* is false, what its columns mean, to *file* or standard output."""
     columns = table.columns if definitions else dict.fromkeys(table.columns, "")
-    _show_table(_console(file), table.title, columns, table.rows)
+    _Screen(file).table(Table(table.title, columns, table.rows))
 
 
 def show_lines(*lines: str, file: IO[str] | None = None) -> None:
     """Print *lines* as the rest of a report is printed: unbroken, to *file* or standard output."""
-    console = _console(file)
+    screen = _Screen(file)
     for line in lines:
-        _say(console, line)
+        screen.say(line)
 
 
-class Plain:
-    """What is not a terminal: lines without colours that are never broken, and no import of rich.
+class _Screen:
+    """Lines and tables on a terminal, by rich; on any other file without colours, and never broken."""
 
-    It has as much of rich's `Console` as this module uses, and `grid` in place of its tables.
-    """
+    def __init__(self, file: IO[str] | None) -> None:
+        self._file = sys.stdout if file is None else file
+        self._console: Any = None
+        if self._file.isatty():
+            from rich.console import Console
 
-    is_terminal = False
-    width = _PLAIN_WIDTH
+            self._console = Console(file=self._file, markup=False, highlight=False, emoji=False)
 
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def print(self, text: str = "") -> None:
-        """Write one line."""
-        self._file.write(f"{text}\n")
+    def say(self, text: str = "", style: str = "") -> None:
+        if self._console is None:
+            self._file.write(f"{text}\n")
+        else:
+            self._console.print(text, style=style or None, soft_wrap=True)
 
     def grid(self, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
-        """Write a table, *numeric* columns to the right, two blanks between columns."""
-        lines = [headings, *rows]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
-        for line in lines:
-            cells = zip(line, widths, numeric, strict=True)
-            padded = (text.rjust(width) if number else text.ljust(width) for text, width, number in cells)
-            self.print("  ".join(padded).rstrip())
+        # *numeric* columns are to the right
+        if self._console is None:
+            lines = [headings, *rows]
+            widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
+            for line in lines:
+                cells = zip(line, widths, numeric, strict=True)
+                padded = (text.rjust(width) if number else text.ljust(width) for text, width, number in cells)
+                self.say("  ".join(padded).rstrip())
+            return
+        from rich import box
+        from rich.table import Table as Grid
 
+        table = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading, number in zip(headings, numeric, strict=True):
+            table.add_column("\n".join(_broken(heading)), justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
 
-def _console(file: IO[str] | None) -> Console | Plain:
-    file = sys.stdout if file is None else file
-    if not file.isatty():
-        return Plain(file)
-    from rich.console import Console
+    def table(self, table: Table) -> None:
+        # A column is to the right if none of its cells is text; definitions stand below.
+        self.say()
+        self.say(table.title, "bold")
+        headings = list(table.columns)
+        numeric = [all(not isinstance(row[i], str) for row in table.rows) for i in range(len(headings))]
+        cells = [[cell(value) for value in row] for row in table.rows]
+        shown = self._fitting(headings, cells)
+        self.grid(headings[:shown], [row[:shown] for row in cells], numeric[:shown])
+        for heading in headings[:shown]:
+            if table.columns[heading]:
+                self.say(f"  {heading}: {table.columns[heading]}", "dim")
+        if shown < len(headings):
+            self.say(f"  columns hidden (narrow terminal): {', '.join(headings[shown:])}", "dim")
 
-    return Console(file=file, markup=False, highlight=False, emoji=False)
-
-
-def _say(console: Console | Plain, text: str, style: str = "") -> None:
-    if isinstance(console, Plain):
-        console.print(text)
-    else:
-        console.print(text, style=style or None, soft_wrap=True)
-
-
-def _headline(run: Mapping[str, Any]) -> str:
-    moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
-    return (
-        f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
-    )
-
-
-def _grid(
-    console: Console | Plain, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
-) -> None:
-    if isinstance(console, Plain):
-        console.grid(headings, rows, numeric)
-        return
-    from rich import box
-    from rich.table import Table as Grid
-
-    table = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading, number in zip(headings, numeric, strict=True):
-        table.add_column("\n".join(_broken(heading)), justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, Any]]) -> None:
-    untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
-    rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
-    if rows:
-        _grid(console, ("metric", "value", "definition"), rows, (False, True, False))
-
-
-def _show_table(
-    console: Console | Plain, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]
-) -> None:
-    # *columns* has the definition of each heading, empty for what needs none. A column is to the right if none of
-    # its cells is text.
-    console.print()
-    _say(console, title, style="bold")
-    headings = list(columns)
-    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(headings))]
-    cells = [[cell(value) for value in row] for row in rows]
-    shown = _fitting(console, headings, cells)
-    _grid(console, headings[:shown], [row[:shown] for row in cells], numeric[:shown])
-    for heading in headings[:shown]:
-        if columns[heading]:
-            _say(console, f"  {heading}: {columns[heading]}", style="dim")
-    if shown < len(headings):
-        _say(console, f"  columns hidden (narrow terminal): {', '.join(headings[shown:])}", style="dim")
-
-
-def _show_use(console: Console | Plain, table: Mapping[str, Any]) -> None:
-    columns = {
-        "name": "where",
-        "alike": "how many",
-        "least": "of them",
-        "utilisation": table["columns"]["utilisation"],
-    }
-    rows = [[name, count, share(least), share(most)] for name, count, least, most in alike(dict(table["rows"]))]
-    _show_table(console, table["title"], columns, rows)
-
-
-def _fitting(console: Console | Plain, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    width = 0
-    for number, heading in enumerate(headings):
-        parts = _broken(heading) if console.is_terminal else (heading,)
-        width += max(len(text) for text in (*parts, *(row[number] for row in cells))) + 3
-        if width > console.width and number:
-            return number
-    return len(headings)
+    def _fitting(self, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+        width = 0
+        for number, heading in enumerate(headings):
+            width += max(map(len, (*_broken(heading), *(row[number] for row in cells)))) + 3
+            if self._console is not None and width > self._console.width and number:
+                return number
+        return len(headings)
 
 
 def _broken(heading: str) -> list[str]:
     return re.sub(r"(?<=\w)(\.|(?=/s/))", r"\1\n", heading).split("\n")
 
 
-def _show_evidence(console: Console | Plain, proof: Evidence) -> None:
-    console.print()
-    if not proof.sources:
-        _say(console, "evidence: none, so no number is printed: give hw and backend their sources", style="red")
-        return
-    for kind, parameters in proof.kinds.items():
-        _say(console, f"evidence: {kind} for {', '.join(parameters)}")
-    _say(console, f"weakest evidence: {proof.weakest}:")
-    for text, parameters in proof.texts(proof.weakest).items():
-        _say(console, f"  {', '.join(parameters)}: {text}", style="dim")
+def _use(table: Mapping[str, Any]) -> Table:
+    # links or memories that are alike are one row
+    definition = table["columns"]["utilisation"]
+    columns = {"name": "where", "alike": "how many", "least": "of them", "utilisation": definition}
+    rows = [[name, count, share(least), share(most)] for name, count, least, most in alike(dict(table["rows"]))]
+    return Table(table["title"], columns, rows)
 
 
 def spread(calibration: Mapping[str, Any]) -> str:
@@ -260,8 +199,8 @@ def cell(value: Any) -> str:
         return "0"
     if not 1e-3 <= abs(value) < 1e7:
         return f"{value:.3e}"
-    digits = max(0, 3 - len(f"{abs(int(value))}") + (int(value) != 0))
-    return f"{value:.{digits if int(value) else 4}f}"
+    whole = abs(int(value))
+    return f"{value:.{max(0, 4 - len(f'{whole}')) if whole else 4}f}"
 
 
 class Progress:
@@ -290,47 +229,21 @@ class Progress:
         self._every = every
         self._next = self._began + (after if self._terminal else 0.0 if at_once else every)
         self._first: float | None = None  # the share when it was first called: what an earlier run has done
-        self._last: tuple[float, str] | None = None
+        self._last = 0.0, ""
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True) if at_once else None
         self._bar: Any = None
-        self._task: TaskID | None = None
 
     def __call__(self, share: float, text: str = "", until: float | None = None) -> None:  # noqa: ARG002
         """Show that *share* is done; *until* is that of `pdsim.core.progress.ShowProgress`."""
         with self._lock:
-            self._last = min(max(share, 0.0), 1.0), text
+            self._last = min(max(share, 0.0), 1.0), f"{self._description} {text}".rstrip()
             if self._first is None:
                 self._first = self._last[0]
                 if self._thread is not None:
                     self._thread.start()
             self._show()
-
-    def _show(self) -> None:
-        now = time.monotonic()
-        if self._last is None or now < self._next:
-            return
-        share, text = self._last
-        what = f"{self._description} {text}".rstrip()
-        self._next = now + self._pause
-        if self._terminal:
-            if self._bar is None:
-                self._start()
-            self._bar.update(self._task, completed=share, description=what)
-            return
-        self._pause = min(2.0 * self._pause, self._every)
-        self._file.write(f"{what}: {share:.0%}{self._left(now, share)}\n")
-        self._file.flush()
-
-    def _left(self, now: float, share: float) -> str:
-        spent, done = now - self._began, share - (self._first or 0.0)
-        if spent < 1.0:
-            return ""
-        took = f", {format_time(round(spent))} so far"
-        if spent < _SOME or done < _LITTLE or share >= 1.0:
-            return took
-        return f"{took}, about {format_time(max(1.0, round(spent * (1.0 - share) / done)))} left"
 
     def _repeat(self) -> None:
         # Runs on a thread of its own, for work that does not call for long.
@@ -339,16 +252,28 @@ class Progress:
                 if not self._over.is_set():
                     self._show()
 
-    def _start(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        share, what = self._last
+        self._next = now + self._pause
+        if self._terminal:
+            self._bar = self._bar or _bar(self._file)
+            self._bar.update(self._bar.task_ids[0], completed=share, description=what)
+            return
+        self._pause = min(2.0 * self._pause, self._every)
+        self._file.write(f"{what}: {share:.0%}{self._left(now - self._began, share)}\n")
+        self._file.flush()
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-        clocks = (TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, *clocks, console=Console(file=self._file), transient=True)
-        self._bar.start()
-        self._task = self._bar.add_task(self._description, total=1.0)
+    def _left(self, spent: float, share: float) -> str:
+        done = share - (self._first or 0.0)
+        if spent < 1.0:
+            return ""
+        took = f", {format_time(round(spent))} so far"
+        if spent < 3.0 or done < 0.01 or share >= 1.0:
+            return took
+        return f"{took}, about {format_time(max(1.0, round(spent * (1.0 - share) / done)))} left"
 
     def close(self) -> None:
         """Take the bar off the terminal; nothing is written after that."""
@@ -360,13 +285,29 @@ class Progress:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _bar(file: IO[str]) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(file=file), transient=True)
+    bar.start()
+    bar.add_task("", total=1.0)
+    return bar
 
 
 # --- the dozen lines of a run --------------------------------------------------------------------------------------
@@ -401,7 +342,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _PHASES}
     most = max(shares, key=lambda name: shares[name])
     if not proof.sources:
-        yield "evidence: none, so no number is printed: give hw and backend their sources"
+        yield _NO_EVIDENCE
     elif "ttft_p50_s" in metrics:
         yield from (note for note in run["notes"] if note.startswith("load: "))
         yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
@@ -441,13 +382,13 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     >>> alike({"gpu0/memory": 0.5, "gpu1/memory": 0.25, "host": 0.125})
     [('gpu*/memory', 2, 0.25, 0.5), ('host', 1, 0.125, 0.125)]
     """
-    groups: dict[str, list[tuple[str, float]]] = {}
-    for name, value in used.items():
-        groups.setdefault(re.sub(r"\d+", "*", name), []).append((name, value))
+    groups: dict[str, list[str]] = {}
+    for name in used:
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
     rows = []
-    for pattern, members in groups.items():
-        shares = [value for _, value in members]
-        rows.append((pattern if len(members) > 1 else members[0][0], len(members), min(shares), max(shares)))
+    for pattern, names in groups.items():
+        shares = [used[name] for name in names]
+        rows.append((pattern if len(names) > 1 else names[0], len(names), min(shares), max(shares)))
     return sorted(rows, key=lambda row: (-row[3], row[0]))
 
 
@@ -476,9 +417,9 @@ def _bound(
     run: Mapping[str, Any], metrics: Mapping[str, Any], shares: Mapping[str, float], most: str
 ) -> Iterator[str]:
     used = [
-        f"{what} {share(highest)}"
+        f"{what} {share(alike(of)[0][-1])}"
         for what, of in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
-        for _, _, _, highest in alike(of)[:1]
+        if of
     ]
     if shares[most]:
         others = [f"{name} {share(value)}" for name, value in shares.items() if name != most and value >= 5e-4]

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened when, as trace events for ui.perfetto.dev (the JSON format of Chrome's tracing): `trace`.
 
-A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same
-tracks: queues and work of each instance, posting and wire of each rank and engine, an arrow from
-the prefill to the decode of each request, and counters of what is in use.  Several runs stand side
-by side, each workload's start at the same instant.
-
-Nothing is recorded for this while a run goes on: the instants of requests and the records of
-transfers are enough.
+A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same tracks: queues and work
+of each instance, posting and wire of each rank and engine, an arrow from the prefill to the decode of each request,
+and counters of what is in use.  Several runs stand side by side, each workload's start at the same instant.
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.core.errors import ConfigError
 from pdsim.results.kept import KeptRun
-from pdsim.results.whole_file import whole_file
+from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["events", "trace"]
+__all__ = ["trace"]
 
 _NS = 1e9
 _ROOM = re.compile(r"(\d+)/")
@@ -49,6 +45,7 @@ _LIVE_SPANS = (
     ("decode", "handoff", "prefilled_at", "first_at"),
     ("decode", "decode", "first_at", "finished_at"),
 )
+_PHASES = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
 _ARROW = ("prefill", "KV under way", "handoff", "decode")
 """Tracks that the arrow of a request passes, those that there are."""
 
@@ -65,32 +62,106 @@ class _Span(NamedTuple):
 
 
 class _Drawn:
-    """What one run has to show: slices, arrows between them, and changes of counters, all with times in ns."""
+    """What one run has to show: slices, arrows between them, and counters, all with times in ns."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: KeptRun) -> None:
+        self.title = "{experiment} on {hw}, {backend}, {target}".format(**run.about)
         self.spans: list[_Span] = []
         self.arrows: list[list[int]] = []  # indices of spans
         self.counters: dict[tuple[str, str], list[tuple[int, float]]] = {}  # (process, name): time, value
+        self._changes: dict[tuple[str, str], list[tuple[float, float]]] = {}  # the same: seconds, change
+        self._requests(run.requests)
+        self._transfers(run.transfers, run.start, run.requests.num_rows)
+        for key, steps in self._changes.items():
+            self.counters[key] = _levels(steps)
+        for row in () if run.samples is None else run.samples.to_pylist():
+            values = self.counters.setdefault(("links and memory", f"{row['kind']} {row['name']}, %"), [])
+            values.append((round((row["time"] - run.start) * _NS), 100.0 * row["value"]))
 
-    def span(self, process: str, track: str, begin: float, end: float, name: str, **arguments: Any) -> int:
-        # *arguments* are what the viewer shows of a slice that is selected.
-        times = round(begin * _NS), round(end * _NS)
-        self.spans.append(_Span(process, track, times[0], max(times), name, arguments))
-        return len(self.spans) - 1
+    def _span(self, process: str, track: str, begin: float, end: float, name: str, about: Mapping[str, Any]) -> None:
+        # *about* is what the viewer shows of a slice that is selected
+        first, last = round(begin * _NS), round(end * _NS)
+        self.spans.append(_Span(process, track, first, max(first, last), name, about))
 
-    def changes(self, process: str, name: str, steps: Sequence[tuple[float, float]]) -> None:
-        # *steps* are (seconds, change), in any order; changes of one nanosecond are one. What rounding leaves of a
-        # counter that returns to 0 is 0.
-        if not steps:
-            return
-        total, values = 0.0, self.counters.setdefault((process, name), [])
-        merged: dict[int, float] = {}
-        for time, by in steps:
-            merged[round(time * _NS)] = merged.get(round(time * _NS), 0.0) + by
-        biggest = max(abs(by) for _, by in steps)
-        for time in sorted(merged):
-            total += merged[time]
-            values.append((time, 0.0 if abs(total) < 1e-9 * biggest else total))
+    def _count(self, process: str, name: str, begin: float, end: float, value: float = 1.0) -> None:
+        self._changes.setdefault((process, name), []).extend(((begin, value), (end, -value)))
+
+    def _requests(self, table: pa.Table) -> None:
+        # A request has a slice on its instances for each phase whose two ends are known, an arrow through those
+        # between its prefill and its decode, and counts in the number of requests of each phase and in the bytes of
+        # KV that its decode instance holds.  Runs of our own schedulers know other instants than live ones.
+        own = "reserved_at" in table.column_names
+        for row in table.to_pylist():
+            times = _times(row, own)
+            about = {"input": row["input"], "output": row["output"], "status": row["status"]}
+            arrow = []
+            for side, track, begin, end in _SPANS if own else _LIVE_SPANS:
+                first, last, instance = times.get(begin), times.get(end), row[side]
+                if first is None or last is None or not instance or last < first:
+                    continue
+                self._span(instance, track, first, last, f"request {row['id']}", about)
+                self._count(instance, f"requests: {track}", first, last)
+                if track in _ARROW and last > first:
+                    arrow.append(len(self.spans) - 1)
+            if len(arrow) > 1:
+                self.arrows.append(arrow)
+            held, free = times.get("reserved_at"), times.get("finished_at")
+            if row["nbytes"] and held is not None and free is not None:
+                self._count(row["decode"], "KV of requests, bytes", held, free, row["nbytes"])
+
+    def _transfers(self, table: pa.Table, start: float, requests: int) -> None:
+        # Times of the records are on the job's clock, and *start* is when its workload began.  A label that begins
+        # with a room's number names its request.  A transfer that did not end is left out; rates are means over its
+        # whole latency, of those that succeeded.
+        for row in table.to_pylist():
+            times = [row[name] for name in ("submitted", "posted", "completed", "seen")]
+            if any(time is None or time != time for time in times):
+                continue
+            submitted, posted, completed, seen = (time - start for time in times)
+            read = row["operation"] == "read"
+            poster, other = (row["target"], row["source"]) if read else (row["source"], row["target"])
+            about = {"bytes": row["nbytes"], "descriptors": row["batch_size"]}
+            about |= {"label": row["label"], "status": row["status"]}
+            if requests and (room := _ROOM.match(row["label"])):
+                about["request"] = (int(room[1]) - 1) % requests
+            name = f"{row['operation']} {row['label']}".strip()
+            track = f"{row['engine']} {'from' if read else 'to'} {other}"
+            self._span(poster, f"{track}: posting", submitted, posted, name, about)
+            self._span(poster, f"{track}: wire", min(posted, completed), max(posted, completed), name, about)
+            if seen > completed:
+                self._span(poster, f"{track}: polling", completed, seen, name, about)
+            if row["status"] == "ok" and completed > submitted:
+                rate = row["nbytes"] / (completed - submitted)
+                self._count(row["source"], "out, bytes/s", submitted, completed, rate)
+                self._count(row["target"], "in, bytes/s", submitted, completed, rate)
+
+
+def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
+    def after(name: str) -> float | None:
+        return None if row.get(name) is None else row["arrival"] + row[name]
+
+    times = {name: value for name, value in row.items() if name.endswith("_at") or name in ("arrival", "sent")}
+    times |= {"first_at": after("ttft"), "finished_at": after("e2e")}
+    if not own:
+        return times | {"prefilled_at": after("prefilled")}
+    pulled = row["asked_at"] is not None
+    return times | {
+        "asked_at": row["asked_at"] if pulled else row["arrival"],
+        "sent_at": row["reserved_at"] if pulled else row["prefilled_at"],
+    }
+
+
+def _levels(steps: Sequence[tuple[float, float]]) -> list[tuple[int, float]]:
+    # Changes of one nanosecond are one. What rounding leaves of a counter that returns to 0 is 0.
+    merged: dict[int, float] = {}
+    for time, by in steps:
+        merged[round(time * _NS)] = merged.get(round(time * _NS), 0.0) + by
+    biggest = max(abs(by) for _, by in steps)
+    total, levels = 0.0, []
+    for instant in sorted(merged):
+        total += merged[instant]
+        levels.append((instant, 0.0 if abs(total) < 1e-9 * biggest else total))
+    return levels
 
 
 def trace(folders: Sequence[Path], path: Path) -> int:
@@ -99,17 +170,15 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     Return the number of events. Raise a `ConfigError` for a folder that is no complete run, for a run that kept
     neither requests nor transfers, and for a file that cannot be written.
     """
-    drawn = []
+    runs = []
     for folder in folders:
-        run = KeptRun(folder)
-        shown = _run(run)
-        if not shown.spans:
+        runs.append(_Drawn(KeptRun(folder)))
+        if not runs[-1].spans:
             raise ConfigError(f"{folder} kept no requests and no transfers that ended, so it has no timeline")
-        drawn.append((_title(run), shown))
     count = 0
     with whole_file(path) as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        for count, event in enumerate(events(drawn), 1):
+        for count, event in enumerate(_events(runs), 1):
             comma = b",\n" if count > 1 else b""
             file.write(comma + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode())
         file.write(b"\n]}\n")
@@ -120,152 +189,50 @@ def _packed(file: IO[bytes]) -> IO[bytes]:
     return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]
 
 
-def _title(run: KeptRun) -> str:
-    about = run.about
-    return f"{about['experiment']} on {about['hw']}, {about['backend']}, {about['target']}"
-
-
-def _run(run: KeptRun) -> _Drawn:
-    drawn = _Drawn()
-    if run.requests.num_rows:
-        _requests(drawn, run.requests)
-    _transfers(drawn, run.transfers, run.start, run.requests.num_rows)
-    if run.samples is not None:
-        for kind, name, time, value in _rows(run.samples, "kind", "name", "time", "value"):
-            key = ("links and memory", f"{kind} {name}, %")
-            drawn.counters.setdefault(key, []).append((round((time - run.start) * _NS), 100.0 * value))
-    return drawn
-
-
-def _rows(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(table[name].to_pylist() for name in names), strict=True)
-
-
-def _requests(drawn: _Drawn, table: pa.Table) -> None:
-    # A request has a slice on its instances for each phase whose two ends are known, an arrow through those between
-    # its prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its
-    # decode instance holds from pages reserved to the last token. Runs of our own schedulers know other instants
-    # than live ones.
-    own = "reserved_at" in table.column_names
-    levels: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in table.to_pylist():
-        times = _times(row, own)
-        arrow = []
-        for side, track, begin, end in _SPANS if own else _LIVE_SPANS:
-            first, last, instance = times.get(begin), times.get(end), row[side]
-            if first is None or last is None or not instance or last < first:
-                continue
-            what = {"input": row["input"], "output": row["output"], "status": row["status"]}
-            index = drawn.span(instance, track, first, last, f"request {row['id']}", **what)
-            levels.setdefault((instance, track), []).extend(((first, 1.0), (last, -1.0)))
-            if track in _ARROW and last > first:
-                arrow.append(index)
-        if len(arrow) > 1:
-            drawn.arrows.append(arrow)
-        held = times.get("reserved_at"), times.get("finished_at")
-        if row["nbytes"] and held[0] is not None and held[1] is not None:
-            key = (row["decode"], "KV of requests, bytes")
-            levels.setdefault(key, []).extend(((held[0], row["nbytes"]), (held[1], -row["nbytes"])))
-    for (instance, name), steps in levels.items():
-        drawn.changes(instance, name if "bytes" in name else f"requests: {name}", steps)
-
-
-def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
-    arrival = row["arrival"]
-
-    def after(name: str) -> float | None:
-        return None if row.get(name) is None else arrival + row[name]
-
-    times = {name: value for name, value in row.items() if name.endswith("_at") or name in ("arrival", "sent")}
-    times |= {"first_at": after("ttft"), "finished_at": after("e2e")}
-    if not own:
-        return times | {"prefilled_at": after("prefilled")}
-    pulled = row["asked_at"] is not None
-    return times | {
-        "asked_at": row["asked_at"] if pulled else arrival,
-        "sent_at": row["reserved_at"] if pulled else row["prefilled_at"],
-    }
-
-
-def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> None:
-    # Times of the records are on the job's clock, and *start* is when its workload began. A label that begins with a
-    # room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not
-    # end is left out; rates are means over its whole latency, of those that succeeded.
-    rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    names = ("engine", "operation", "source", "target", "label", "status", "nbytes", "batch_size")
-    stages = ("submitted", "posted", "completed", "seen")
-    for row in _rows(table, *names, *stages):
-        engine, operation, source, target, label, status, nbytes, descriptors, *times = row
-        if any(time is None or time != time for time in times):
-            continue
-        submitted, posted, completed, seen = (time - start for time in times)
-        poster, other = (target, source) if operation == "read" else (source, target)
-        room = _ROOM.match(label)
-        about: dict[str, Any] = {"bytes": nbytes, "descriptors": descriptors, "label": label, "status": status}
-        if room and requests:
-            about["request"] = (int(room[1]) - 1) % requests
-        name = f"{operation} {label}".strip()
-        track = f"{engine} {'from' if operation == 'read' else 'to'} {other}"
-        drawn.span(poster, f"{track}: posting", submitted, posted, name, **about)
-        drawn.span(poster, f"{track}: wire", min(posted, completed), max(posted, completed), name, **about)
-        if seen > completed:
-            drawn.span(poster, f"{track}: polling", completed, seen, name, **about)
-        if status == "ok" and completed > submitted:
-            rate = nbytes / (completed - submitted)
-            for rank, way in ((source, "out"), (target, "in")):
-                rates.setdefault((rank, f"{way}, bytes/s"), []).extend(((submitted, rate), (completed, -rate)))
-    for (rank, name), steps in rates.items():
-        drawn.changes(rank, name, steps)
-
-
-def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of *runs*, each with a title: names of tracks, then the rest in order of time."""
-    first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
-    first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
+def _events(runs: Sequence[_Drawn]) -> Iterator[dict[str, Any]]:
+    # names of processes and tracks, then the rest in order of time
+    first = min((span.begin for drawn in runs for span in drawn.spans), default=0)
+    first = min(first, *(time for drawn in runs for each in drawn.counters.values() for time, _ in each[:1]), 0)
     ordered: list[tuple[int, int, dict[str, Any]]] = []
-    process, thread, arrow = 0, 0, 0
-    for number, (title, drawn) in enumerate(runs):
+    pid = tid = arrow = 0
+    for number, drawn in enumerate(runs):
         prefix = f"{chr(ord('A') + number % 26)}: " if len(runs) > 1 else ""
-        known: dict[str, int] = {}
+        processes: dict[str, int] = {}
         for name in sorted(
-            {span.process for span in drawn.spans} | {name for name, _ in drawn.counters}, key=_order
+            {each.process for each in drawn.spans} | {name for name, _ in drawn.counters}, key=_order
         ):
-            process += 1
-            known[name] = process
-            yield _meta("process_name", process, 0, name=f"{prefix}{name}")
-            yield _meta("process_labels", process, 0, labels=title)
-            yield _meta("process_sort_index", process, 0, sort_index=process)
+            processes[name] = pid = pid + 1
+            yield _meta("process_name", pid, 0, name=f"{prefix}{name}")
+            yield _meta("process_labels", pid, 0, labels=drawn.title)
+            yield _meta("process_sort_index", pid, 0, sort_index=pid)
         tracks: dict[tuple[str, str], list[int]] = {}
         for index, span in enumerate(drawn.spans):
             tracks.setdefault((span.process, span.track), []).append(index)
-        places: dict[int, tuple[int, int]] = {}
-        for name, track in sorted(tracks, key=lambda each: (known[each[0]], _track(each[1]))):
+        places: dict[int, dict[str, int]] = {}
+        for name, track in sorted(tracks, key=lambda each: (processes[each[0]], _place(each[1]))):
             lanes = _lanes(drawn.spans, tracks[name, track])
-            several = max(lanes.values()) > 0
             for lane in range(max(lanes.values()) + 1):
-                shown = f"{track} {lane + 1}" if several else track
-                yield _meta("thread_name", known[name], thread + 1 + lane, name=shown)
-                yield _meta("thread_sort_index", known[name], thread + 1 + lane, sort_index=thread + 1 + lane)
-            for index, lane in lanes.items():
-                places[index] = (known[name], thread + 1 + lane)
-            thread += max(lanes.values()) + 1
+                tid += 1
+                shown = f"{track} {lane + 1}" if any(lanes.values()) else track
+                yield _meta("thread_name", processes[name], tid, name=shown)
+                yield _meta("thread_sort_index", processes[name], tid, sort_index=tid)
+                of_lane = {"pid": processes[name], "tid": tid}
+                places |= dict.fromkeys((index for index, own in lanes.items() if own == lane), of_lane)
         for index, span in enumerate(drawn.spans):
-            pid, tid = places[index]
-            about: dict[str, Any] = {"name": span.name, "cat": span.track, "ph": "X", "pid": pid, "tid": tid}
+            about: dict[str, Any] = {"name": span.name, "cat": span.track, "ph": "X"} | places[index]
             about |= {"ts": (span.begin - first) / 1e3, "dur": (span.end - span.begin) / 1e3}
             ordered.append((span.begin, 1, about | {"args": dict(span.arguments)}))
         for passed in drawn.arrows:
             arrow += 1
             for step, index in enumerate(passed):
-                span, (pid, tid) = drawn.spans[index], places[index]
+                span = drawn.spans[index]
                 at = span.end - 1 if step == 0 else span.begin  # within the slice that it belongs to
                 kind = "s" if step == 0 else "f" if step == len(passed) - 1 else "t"
-                about = {"name": "handoff", "cat": "handoff", "ph": kind, "id": arrow, "pid": pid, "tid": tid}
-                about |= {"ts": (at - first) / 1e3} | ({"bp": "e"} if kind == "f" else {})
-                ordered.append((at, 2, about))
+                about = {"name": "handoff", "cat": "handoff", "ph": kind, "id": arrow} | places[index]
+                ordered.append((at, 2, about | {"ts": (at - first) / 1e3} | ({"bp": "e"} if kind == "f" else {})))
         for (name, counter), values in drawn.counters.items():
             for time, value in values:
-                about = {"name": counter, "ph": "C", "pid": known[name], "ts": (time - first) / 1e3}
+                about = {"name": counter, "ph": "C", "pid": processes[name], "ts": (time - first) / 1e3}
                 ordered.append((time, 0, about | {"args": {"value": round(value, 6)}}))
     ordered.sort(key=lambda each: each[:2])
     yield from (event for _, _, event in ordered)
@@ -280,20 +247,19 @@ def _order(name: str) -> tuple[int, int, str]:
     return side, name.count("."), name
 
 
-def _track(name: str) -> tuple[int, str]:
+def _place(track: str) -> tuple[int, str]:
     # Phases in the order of a request's life, then others by name.
-    known = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
-    return (known.index(name) if name in known else len(known), name)
+    return (_PHASES.index(track) if track in _PHASES else len(_PHASES), track)
 
 
 def _lanes(spans: Sequence[_Span], indices: Sequence[int]) -> dict[int, int]:
+    # slices that overlap are in lanes of their own, the lowest that is free
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # end, lane
     lanes: dict[int, int] = {}
     for index in sorted(indices, key=lambda index: (spans[index].begin, spans[index].end, index)):
         while busy and busy[0][0] <= spans[index].begin:
             heappush(free, heappop(busy)[1])
-        lane = heappop(free) if free else len(busy)
-        lanes[index] = lane
-        heappush(busy, (spans[index].end, lane))
+        lanes[index] = heappop(free) if free else len(busy)
+        heappush(busy, (spans[index].end, lanes[index]))
     return lanes

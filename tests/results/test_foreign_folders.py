@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.results.store import Run
-from pdsim.results.whole_file import whole_file
+from pdsim.results.store import Run, whole_file
 from pdsim.validation.sealed import seal
 from pdsim.version import __version__
 from tests.support.configs import make_config, make_result

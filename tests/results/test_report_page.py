@@ -13,7 +13,7 @@ from pdsim.cli.main import main
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, image, plotly_panel
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
-from pdsim.results.report import run_report
+from pdsim.results.report.figures import claims, figures
 from pdsim.results.report.page import Content, page
 from pdsim.sweep import pareto as of_sweep
 from pdsim.validation import agreement as of_validation
@@ -123,13 +123,12 @@ def test_text_of_a_run_is_escaped_in_its_page():
 
 
 def test_a_reproduced_report_has_simulated_beside_measured_points():
-    from pdsim.results.report.before_after import figure
 
     rows = [("handoff", "toy", "model", "1to2", 4.0, 0.5), ("handoff", "toy", "real", "1to2", 3.0, 0.25)]
     rows += [("handoff", "toy", "model", "8to8", 8.0, 2.0), ("ttft", "toy", "model", "2to1", 5.0, None)]
     heads = ("claim", "machine", "target", "at", "before", "after")
     points = [dict(zip(heads, row, strict=True)) | {"unit": "s"} for row in rows]
-    left, right, *others = figure({"handoff": "faster", "ttft": "sooner"}, points).panels
+    left, right, *others = claims({"handoff": "faster", "ttft": "sooner"}, points).panels
     assert (left.title, right.title) == ("faster: simulated", "faster: measured")
     assert left.y.labels == right.y.labels == ["toy: 1to2", "toy: 8to8"]
     assert left.x == right.x == Scale("time", "s", log=True, low=0.2, high=10.0)
@@ -184,7 +183,7 @@ class TestInChromium:
 
 @pytest.mark.slow
 def test_every_figure_is_a_file_the_same_each_time(folders):
-    drawn = [run_report.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
+    drawn = [figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
     drawn += [
         of_sweep.content(folders["sweep"]).figures,
         of_validation.figures(of_validation.compared_in(folders["validation"])[2]),
@@ -192,9 +191,9 @@ def test_every_figure_is_a_file_the_same_each_time(folders):
     assert [{figure.name for figure in figures} for figures in drawn] == [
         FIGURES[name] for name in ("run", "pulled", "transfer", "sweep", "validation")
     ]
-    for figures in drawn:
-        assert all(image(figure, "svg").startswith(b"<?xml") for figure in figures)
-        assert image(figures[0], "svg") == image(figures[0], "svg")
+    for each in drawn:
+        assert all(image(figure, "svg").startswith(b"<?xml") for figure in each)
+        assert image(each[0], "svg") == image(each[0], "svg")
 
 
 def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the report of one run says: verdict, figures, tables, evidence, and how to get it again.
 
-It says what `pdsim.results.terminal` prints, in the same words, without lines that only make sense on
-a terminal; figures come from the rows of the run, and nothing from running anything again.
+It says what `pdsim.results.terminal` prints, in the same words, without lines that only make sense on a terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -19,10 +18,10 @@ from pdsim.results.drawing import Figure
 from pdsim.results.evidence import Evidence
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
-from pdsim.results.report import before_after, movement, request_figures
+from pdsim.results.report.figures import figures
 from pdsim.results.report.page import Content, Tile
 
-__all__ = ["content", "figures", "proofs"]
+__all__ = ["content", "proofs"]
 
 _TILES = {
     "ttft_p50_s": "TTFT, median",
@@ -34,16 +33,6 @@ _TILES = {
 }
 
 
-def figures(run: KeptRun) -> list[Figure]:
-    """Return every figure that *run* has something for; none without evidence.
-
-    Before-and-after of a seed first, then those of requests, then those of transfers and memory.
-    """
-    if run.evidence == "none":
-        return []
-    return [*before_after.figures(run), *request_figures.figures(run), *movement.figures(run)]
-
-
 def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     """Return what the report of the run in *folder* says, with the figures *more* before its own.
 
@@ -51,7 +40,6 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     """
     run = KeptRun(folder)
     about = run.about
-    served = "ttft_p50_s" in run.metrics
     lines = [line for line in terminal.brief_lines(about, folder, page=True) if not line.startswith("... ")]
     warned = [line for line in lines if line.startswith(("warning", "failed"))]
     if (met := run.metrics.get("slo_attainment")) is not None and met < terminal.GOAL:
@@ -71,14 +59,14 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
             "weakest evidence": run.evidence,
             "run": folder.name,
         },
-        tiles=_tiles(run) if proven else (),
+        tiles=_tiles(run.metrics) if proven else (),
         lines=[line for line in lines if line not in warned] + [n for n in notes if not n.startswith("warning")],
         warnings=[*warned, *(note for note in notes if note.startswith("warning"))],
         figures=[*more, *figures(run)] if proven else (),
         tables=_tables(run) if proven else (),
-        shown=0 if served else 1,
+        shown=0 if "ttft_p50_s" in run.metrics else 1,
         evidence=proofs(about["evidence"]["sources"]),
-        provenance=dict(_origin(about)),
+        provenance=_provenance(about),
         configuration={key: str(value) for key, value in run.config.items() if not key.startswith("hydra")},
     )
 
@@ -87,45 +75,37 @@ def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return kind, parameters and text of *sources*, the weakest kinds first."""
     proof = Evidence(sources)
     return [
-        (kind, ", ".join(names), text)
-        for kind in reversed(EVIDENCE)
-        for text, names in (proof.texts(kind).items() if kind in proof.kinds else ())
+        (kind, ", ".join(names), text) for kind in reversed(EVIDENCE) for text, names in proof.texts(kind).items()
     ]
 
 
-def _tiles(run: KeptRun) -> list[Tile]:
-    metrics = run.metrics
+def _tiles(metrics: Mapping[str, float | int | None]) -> list[Tile]:
     tiles = []
     if (met := metrics.get("slo_attainment")) is not None:
         tiles.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= terminal.GOAL else "bad"))
     if (good := metrics.get("goodput")) is not None:
         tiles.append(Tile("goodput", f"{good:.3g}/s"))
-    for name, title in _TILES.items():
-        if (value := metrics.get(name)) is not None:
-            tiles.append(Tile(title, format_time(value).replace("us", "µs")))
-    return tiles
+    times = {title: value for name, title in _TILES.items() if (value := metrics.get(name)) is not None}
+    return [*tiles, *(Tile(title, format_time(value).replace("us", "µs")) for title, value in times.items())]
 
 
 def _tables(run: KeptRun) -> list[Table]:
-    tables = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
+    columns = {"metric": "", "value": "SI units unless the name says another", "is": ""}
     rows = [[name, run.metrics[name], text] for name, text in run.definitions.items()]
-    return [
-        *tables,
-        Table("Every metric", {"metric": "", "value": "SI units unless the name says another", "is": ""}, rows),
-    ]
+    tables = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
+    return [*tables, Table("Every metric", columns, rows)]
 
 
-def _origin(about: Any) -> Iterator[tuple[str, str]]:
+def _provenance(about: Mapping[str, Any]) -> dict[str, str]:
     verb = "validate" if about["experiment"] == "validate" else "run"
     words = [word for word in about["overrides"] if not word.startswith("output=")]
-    yield "command", f"pdsim {verb} {join(words)}".strip()
     git = about.get("git") or {}
-    if git.get("commit"):
-        yield "source", f"commit {git['commit']}{', changed' if git.get('dirty') else ''}"
-    yield "pdsim", about["pdsim"]
-    host = about.get("host") or {}
-    yield "host", ", ".join(f"{key} {value}" for key, value in host.items())
-    packages = about.get("packages") or {}
-    yield "packages", ", ".join(f"{key} {value}" for key, value in packages.items())
-    if about.get("started"):
-        yield "started", about["started"]
+    origin = {
+        "command": f"pdsim {verb} {join(words)}".strip(),
+        "source": f"commit {git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else "",
+        "pdsim": about["pdsim"],
+        "host": ", ".join(f"{key} {value}" for key, value in (about.get("host") or {}).items()),
+        "packages": ", ".join(f"{key} {value}" for key, value in (about.get("packages") or {}).items()),
+        "started": about.get("started", ""),
+    }
+    return {name: text for name, text in origin.items() if text}
