@@ -42,7 +42,7 @@ from pdsim.compute.tiles import (
     whole_sequences,
 )
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import NotNegative, Rate, Seconds, Share
+from pdsim.core.units import NotNegative, Positive, Rate, Seconds, Share
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
@@ -78,6 +78,8 @@ class Compute:
     exchange_latency: Seconds = 23e-6
     exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
+    # times as long as the mean host of data/live (0.6 to 1.5) this one takes to launch an eager prefill from a table
+    launch_factor: Positive = 1.0
     scale: NotNegative = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
@@ -143,6 +145,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         stages=side.pp,
         kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
         overhead=compute.overhead,
+        launch_factor=compute.launch_factor,
         scale=compute.scale,
     )
 
@@ -234,6 +237,7 @@ class OperatorForward:
     stages: int = 1  # of a pipeline, see `pdsim.compute.roofline.ForwardTime.step`
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
+    launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     scale: float = 1.0
     even: bool = False  # whether tokens are spread over experts evenly, instead of independently of each other
 
@@ -254,7 +258,8 @@ class OperatorForward:
         tokens = sum(new for _, new in taken)
         linear = self._linear(tokens, len(taken), absorbed=self.kernels.absorbed_prefill)
         device = (linear + self._layers() * self._attention(taken)) / self.share
-        return self.scale * (max(device, self._launching / self.share) + self.overhead)
+        host = self.launch_factor * self.kernels.prompt_host
+        return self.scale * (max(device, self._launching / self.share) + host + self.overhead)
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
@@ -319,7 +324,8 @@ class OperatorForward:
     def _launching(self) -> float:
         kernels, layers = self.kernels, self.model.layers
         mixed = layers - self.shape.dense if self.model.experts else 0
-        return (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
+        eager = (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
+        return self.launch_factor * eager
 
     def _layers(self) -> int:
         pattern = self.model.hybrid.pattern

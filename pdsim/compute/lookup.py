@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -65,12 +66,18 @@ class Lookup:
     def _gemm(self, n: int, k: int, narrow: bool) -> Curve:
         if not narrow:
             return self._product("bfloat16", n, k)
-        kinds = [each for each in ("fp8_block", "fp8") if f"gemm.{each}" in self.table] or ["bfloat16"]
-        curves = [self._product(each, n, k) for each in kinds]
-        # vLLM's block-scaled products were measured with the launches of their quantisation, 60 to 300 us a product
-        return curves[-1] if curves[0](1) > _LAUNCHED * curves[-1](1) else curves[0]
+        return self._product(self._narrow, n, k)
 
-    def _product(self, dtype: str, n: int, k: int) -> Curve:
+    @cached_property
+    def _narrow(self) -> str:
+        # vLLM's block-scaled products were measured with the launches of their quantisation: none takes less than 60
+        # to 300 us.  The smallest product tells.
+        kinds = [each for each in ("fp8_block", "fp8") if f"gemm.{each}" in self.table] or ["bfloat16"]
+        sizes = self.table.grid(f"gemm.{kinds[0]}").axes
+        least = [self._product(each, sizes["n"][0], sizes["k"][0])(1) for each in kinds]
+        return kinds[-1] if least[0] > _LAUNCHED * least[-1] else kinds[0]
+
+    def _product(self, dtype: str, n: float, k: float) -> Curve:
         kind = f"gemm.{dtype}"
         sizes = self.table.grid(kind).axes["n"]
         parts = math.ceil(n / sizes[-1])  # a wider matrix is multiplied in parts of equal width

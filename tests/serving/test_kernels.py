@@ -88,6 +88,7 @@ def test_a_layer_with_experts_launches_more_kernels():
     slow = replace(KERNELS, layer_launch=1.0, mixed_launch=3.0, experts=ONE, routing=ONE)
     assert whole(kernels=slow, model=mixed).prefill([(0, 10)]) == 6.0
     assert whole(kernels=replace(slow, mixed_launch=0.0), model=mixed).prefill([(0, 10)]) == 2.0
+    assert whole(kernels=replace(slow, prompt_host=0.5), model=mixed, launch_factor=2.0).prefill([(0, 10)]) == 13.0
 
 
 def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
