@@ -37,7 +37,7 @@ ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang
 """Choices of ``engine`` by the rows' ``framework``; others are left out."""
 LAUNCH = {
     "h200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "model.kv_dtype=bf16"),
-    "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82"),
+    "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "engine.look=30"),
 }
 """What the scripts of InferenceX start servers with (``benchmarks/dsr1_fp8_*``)."""
 METRICS = {"output": "output_tput_per_gpu", "tpot": "median_tpot", "ttft": "median_ttft"}

@@ -166,7 +166,7 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
     if base.kernels is None:
         raise ConfigError(f"--compact {asked.compact} has no kernels; choose a profile, such as h200_torch")
     shipped = path.resolve().parent == tables.FOLDER
-    kept = {
+    kept: dict[str, Any] = {
         each: replace(getattr(base.kernels, each) or Roof(), memory_share=share, merge=0.0)
         for each, share in FUSED.items()
     } | HOST.get(engine, {each: getattr(base.kernels, each) for each in ("layer_launch", "mixed_launch")})
@@ -187,8 +187,8 @@ def _compacted(asked: _ProfileCommand, config: Config, name: str, command: str) 
             "out (in brackets the p95 without disturbed ones, which are far off from all their neighbours): "
             + "; ".join(f"{one.kind} {one.rows}, {100 * one.median:.1f} and {100 * one.p95:.1f}"
                         + (f" ({100 * one.quiet:.1f})" if one.disturbed else "") for one in summaries)
-            + ". Norms, activations and rotary embeddings reach the shares of the memory rate that vLLM's forwards of "
-            "2,048 to 8,192 tokens on six hosts with H200 do (data/live, in-sample); launches are "
+            + ". Norms, activations and rotary embeddings reach the shares of the memory rate that vLLM's forwards "
+            "of 2,048 to 8,192 tokens on six hosts with H200 do (data/live, in-sample); launches are "
             + ("the mean of the hosts of data/live, 0.6 to 1.5 times as long on one of them"
                if engine in HOST else f"assumed as in {asked.compact}")
         ),

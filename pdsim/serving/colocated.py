@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simpy.events import Event
@@ -66,7 +66,9 @@ class _Service(RankProcess):
         self.arrivals = Arrivals(self, requests, job.hashed, self._arrive, self._end_if_done)
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
-        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, "colocated")
+        both = replace(job.engine.prefill, answer_token=job.engine.decode.answer_token)
+        self.host = SchedulerHost(both, job.engine.variation, job.seed, "colocated")
+        self.last = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, "colocated.last")
         device: Any = rank.device  # of the model: `experiments.serve` refuses others
         traffic: list[LinkTraffic] = [device.traffic.of(Place(node or 0, gpu)) for node, gpu in places]
         ranks = len(traffic) // len(self.load)
@@ -102,6 +104,14 @@ class _Service(RankProcess):
             self.engines[name].submit(request)
 
     def _finished(self, one: ColocatedRequest) -> None:
+        one.joined += self.host.answer(one.request.input)
+        one.finished = max(one.joined, one.finished + self.last.answer())
+        if one.finished > self.clock.now:
+            self.clock.call_at(one.finished, self._answered, one)
+        else:
+            self._answered(one)
+
+    def _answered(self, one: ColocatedRequest) -> None:
         number, name, begin, first = one.request.room, one.request.prefill, one.started, one.joined
         self.load[name] -= one.request.input + one.request.output
         self.rows[number] = [name, name, 0, "ok", *[begin] * 3, *[first] * 4, one.finished]
@@ -160,6 +170,8 @@ class ColocatedEngine:
         self._finished = finished
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
         self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
+        self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
+        self._unseen = 0  # decode steps since then
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
         self._open: dict[int, ColocatedRequest] = {}  # have begun
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
@@ -167,29 +179,38 @@ class ColocatedEngine:
         self._news: Event | None = None
 
     def submit(self, request: RoutedRequest) -> None:
-        """Take *request*, which the next step may begin."""
+        """Take *request*, which the next step may begin, or with ``engine.overlap`` the one after it."""
         keys = page_keys(request.blocks, request.input, self.job.page_size)
         total, left, priority = request.input, request.output - 1, request.priority
-        self._queue.append(ColocatedRequest(request.submission(), total, left, keys=keys, priority=priority))
+        self._arrived.append(ColocatedRequest(request.submission(), total, left, keys=keys, priority=priority))
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 
     def run(self) -> Program:
         """Serve, for ever.  Raise a `ConfigError` if the scheduler gives a piece that does not fit."""
+        overlap, idle, prompts = self.job.engine.overlap, True, False
         while True:
             if self._memory is not None:
                 self._make_room(self._memory)
+            if idle or not overlap:
+                self._look(idle or prompts)
             pieces, ends = self._pieces()
+            idle, prompts = False, bool(pieces)
+            # the next step is chosen while this one runs, from what is here now
+            fresh = overlap and self._look(prompts)
             moves = any(self._moving) or self.pages.to_host or self.pages.from_host
             if moves:
                 yield from self._move()
-            if pieces:
+            if pieces and self.job.engine.mixed:
                 yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces))
                 self._batch.advance(self.clock.now)
+            elif pieces:
+                yield self.clock.at(self.clock.now + self._batch.alone(pieces))
             elif len(self._batch):
-                yield from self._decode()
+                yield from self._decode(1 if fresh else math.inf)
             else:
-                if not moves:  # or a request may have come meanwhile
+                idle = True
+                if not (moves or fresh or self._arrived):  # or a request may have come meanwhile
                     self._batch.begin(self.clock.now)
                     self._news = self.clock.event()
                     yield self._news
@@ -202,15 +223,30 @@ class ColocatedEngine:
             for one in ends:
                 self._next_token(one)
 
-    def _decode(self) -> Program:
-        most = math.inf if self._memory is None else self._memory.steps()
-        done = self.clock.at(self._batch.begin(self.clock.now, most))
-        self._news = self.clock.event()
-        yield self.clock.any_of([done, self._news])
-        boundary = self._batch.boundary(self.clock.now)
-        if boundary > self.clock.now:
-            yield self.clock.at(boundary)
-        self._batch.advance(self.clock.now)
+    def _look(self, now: bool) -> bool:
+        # Whether there are new requests; those that have come since are seen *now* or after enough decode steps.
+        if not now and self._unseen < self.job.engine.look:
+            return False
+        self._unseen = 0
+        fresh = bool(self._arrived)
+        self._queue.extend(self._arrived)
+        self._arrived.clear()
+        return fresh
+
+    def _decode(self, most: float) -> Program:
+        # Steps until a request ends, memory does, or the scheduler sees a new request.
+        batch = self._batch
+        most = min(most, batch.least(), math.inf if self._memory is None else self._memory.steps())
+        end = batch.begin(self.clock.now, most)
+        if not self._arrived:
+            self._news = self.clock.event()
+            yield self.clock.any_of([self.clock.at(end), self._news])
+        steps = max(batch.steps(self.clock.now), self.job.engine.look - self._unseen)
+        end = batch.end(int(min(steps, most)))
+        if end > self.clock.now:
+            yield self.clock.at(end)
+        batch.advance(self.clock.now)
+        self._unseen += int(min(steps, most))
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[ColocatedRequest]]:
         # A piece is ``(tokens covered before, tokens)``.  Requests that the step leaves incomplete return to the

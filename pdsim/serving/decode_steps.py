@@ -316,6 +316,15 @@ class RunningBatch:
         self._span = self._spanned(now, self._iteration(forward))
         return self._span.end(1)
 
+    def alone(self, pieces: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a step that computes *pieces* of prompts and no token of the batch."""
+        return self._iteration(self._time.prefill(pieces))
+
+    def end(self, steps: int) -> float:
+        """Return when so many *steps* since `begin`, which there is, end."""
+        assert self._span is not None
+        return self._span.end(steps)
+
     def held(self, start: float, until: float) -> float:
         """Return when the step that could begin at *start* does if the host is busy *until* then.
 

@@ -14,14 +14,13 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
-from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     ConnectPeer,
@@ -41,7 +40,9 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.kv.plan import Peers
+from pdsim.kv.plan import DecodePeers
+from pdsim.kv.pull import KvReader, KvSource
+from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import (
     ROUTER,
@@ -430,7 +431,7 @@ class PeerConnector:
     connection to it; it checks whether that was the last.
     """
 
-    def __init__(self, engine: EngineRank, peers: Peers[Any], ready: Callable[[str], None]) -> None:
+    def __init__(self, engine: EngineRank, peers: DecodePeers | KvReader, ready: Callable[[str], None]) -> None:
         self._engine = engine
         self._peers = peers
         self._ready = ready
@@ -532,8 +533,8 @@ class PeerFence:
     def __init__(
         self,
         engine: EngineRank,
-        pool: KvPool,
-        peers: Iterable[int],
+        pool: KvReceiver | KvSource,
+        peers: Sequence[int],
         severed: Callable[[str], None] | None = None,
     ) -> None:
         self._engine = engine

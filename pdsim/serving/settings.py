@@ -158,6 +158,10 @@ class ServingEngine:
     step_tokens: NotNegativeInt = 0  # of a step, prefill and decode together; 0 is `scheduler.chunk`
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
     ahead: bool = False  # a prefill step is chosen when the one before it has been launched, from what waits then
+    # of colocated engines: a step has pieces of prompts and tokens of the batch; false: prompts go first, alone
+    mixed: bool = True
+    # the same: decode steps between two looks for requests (--scheduler-recv-interval); it looks after prompts
+    look: PositiveInt = 1
     pipeline: NotNegativeInt = 0  # steps, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posted`)
     # who sees, once a step, that pulled KV is all there

@@ -12,7 +12,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load
-from pdsim.serving.settings import Cache, Kv, ServingEngine
+from pdsim.serving.settings import Cache, HostCosts, Kv, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
@@ -73,6 +73,27 @@ def test_a_prompt_that_comes_while_another_decodes_shares_its_steps():
     assert other["e2e"] == pytest.approx(other["ttft"] + last, rel=1e-9)
     rest = sum(decode(what, [100 + token]) for token in range(6, 20))
     assert one["e2e"] == pytest.approx(boundary + both + last + rest, rel=1e-9)
+
+
+@pytest.mark.parametrize(("changes", "steps"), [({}, 1), ({"overlap": True}, 2), ({"look": 4}, 4)])
+def test_a_step_begins_with_the_requests_that_were_seen(changes, steps):
+    engine = ServingEngine(name="bare", mixed=False, **changes)
+    (alone,), what, _ = served([Request(0.0, 100, 20)], engine=engine)
+    begun = alone["ttft"] + 0.5 * decode(what, [101])
+    one, other = served([Request(0.0, 100, 20), Request(begun, 200, 2)], engine=engine)[0]
+    before = sum(decode(what, [100 + token]) for token in range(1, steps + 1))
+    prompt = mixed(what, [(0, 200)], [])  # without a token of the other
+    assert other["ttft"] == pytest.approx(before + prompt - 0.5 * decode(what, [101]), rel=1e-9)
+    assert one["e2e"] > alone["e2e"] + prompt
+
+
+def test_answers_leave_after_the_host_is_done():
+    costs = HostCosts(answer=0.25)
+    engine = ServingEngine(name="bare", prefill=costs, decode=HostCosts(answer=0.5, answer_token=0.01))
+    (row,), what, _ = served([Request(0.0, 100, 2)], engine=engine)
+    first = mixed(what, [(0, 100)], [])
+    assert row["ttft"] == pytest.approx(first + 1.25, rel=1e-12)
+    assert row["e2e"] == pytest.approx(first + 1.25, rel=1e-12)  # the last token cannot overtake it
 
 
 def test_a_request_without_pages_waits_for_those_of_the_first_to_end():

@@ -70,15 +70,16 @@ class PushPrefill(PrefillMover):
         self.kv = KvSender(
             engine.rank,
             job.prefill_layout(index),
+            job.prefill,
             index,
-            job.rank_map,
             engine.tell_leader,
+            job.all_cp_ranks,
             job.handoff,
             job.staging,
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.peers, self._connected)
+        self._connector = PeerConnector(engine, self.kv.links, self._connected)
         engine.handlers[StagingReply] = self.kv.grant
 
     def progressed(self) -> bool:
@@ -109,7 +110,7 @@ class PushPrefill(PrefillMover):
         return self.kv.posted
 
     def _connected(self, incarnation: str) -> None:
-        if self.kv.peers.connected(incarnation):
+        if self.kv.links.connected(incarnation, self.engine.job.decode):
             self.engine.tell_leader(Ready(self.engine.incarnation, incarnation))
 
 
@@ -230,7 +231,7 @@ class PushDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self.proof = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
+        self.proof = PeerFence(engine, self.kv, self.kv.writers, self.kv.sever)
         engine.handlers |= {Destination: self._reserve, Arrival: self._arrive}
         landing = self.kv.landing
         if landing is not None:
