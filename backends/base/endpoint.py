@@ -12,7 +12,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -51,18 +50,13 @@ from pdsim.transfer import (
 
 __all__ = ["RealEndpoint"]
 
-_ABANDONED: list[RealEndpoint] = []
-"""Endpoints closed while bytes were moving: their engines must not be destroyed before the process ends."""
+_ABANDONED: list[RealEndpoint] = []  # closed while bytes moved: their engines must live as long as the process
 
 GRACE = 0.25
-"""Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes the
-engine's connections and ours at the same time, but they are looked at by different threads."""
-
-WATCH = 0.02
-"""Seconds between two looks for the proof that a peer is quiesced."""
-
-CONNECT_TIMEOUT = 10.0
-"""Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
+"""Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes both
+connections at the same time, but different threads look at them."""
+WATCH = 0.02  # seconds between two looks for the proof that a peer is quiesced
+CONNECT_TIMEOUT = 10.0  # seconds that `connect` waits for an answer, which on one host takes milliseconds
 
 _NOTIFY, _WITHDRAW, _RETURN, _CONNECTED, _WITHDRAWN = b"notify", b"withdraw", b"return", b"connected", b"withdrawn"
 
@@ -77,19 +71,17 @@ class _TransferAccount:
     def __init__(self, endpoint: RealEndpoint) -> None:
         self.under_way: dict[PostedTransfer, None] = {}  # neither complete nor failed, in the order of their start
         self.quarantine: dict[PostedTransfer, None] = {}  # failed, and bytes may still move
-        self._endpoint = endpoint
-        self._clock = endpoint.clock
+        self._endpoint, self._clock = endpoint, endpoint.clock
         self._next_check = math.inf  # the earliest deadline for which a check is scheduled
 
     def open(self, transfer: PostedTransfer) -> None:
-        """Take *transfer*, which is to wait for its peer."""
         self.under_way[transfer] = None
         transfer.local.moving += 1
         transfer.peer.moving[transfer.remote.name] += 1
         transfer.peer.waiting.append(transfer)
 
     def dispatch(self, peer: PeerState) -> None:
-        """Hand the transfers that wait for *peer* to the engine, or fail them."""
+        """Post the transfers that wait for *peer*, or fail them."""
         while peer.waiting and (peer.answered or peer.line.lost):
             transfer = peer.waiting.popleft()
             try:
@@ -117,7 +109,6 @@ class _TransferAccount:
             self._settle(transfer)
 
     def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool, at: float | None = None) -> None:
-        """Fail *transfer* with *error* unless it has ended; without *moving*, settle it as well."""
         if not transfer.triggered:
             seen = self._clock.now
             self._conclude(transfer, error, seen if at is None else at, seen)
@@ -126,14 +117,14 @@ class _TransferAccount:
             self.quiesce(transfer)
 
     def give_up(self, transfer: PostedTransfer, error: TransferError) -> None:
-        """Fail *transfer* with *error*; bytes may move only if the engine has got it."""
-        posted = transfer not in transfer.peer.waiting
+        """Fail *transfer*, of which bytes may move if it was posted."""
+        waiting = transfer.peer.waiting
+        posted = transfer not in waiting
         if not posted:
-            transfer.peer.waiting.remove(transfer)
+            waiting.remove(transfer)
         self.fail(transfer, error, moving=posted)
 
     def quiesce(self, transfer: PostedTransfer) -> None:
-        """Settle a failed *transfer*; without effect if it is settled."""
         if transfer in self.quarantine:
             del self.quarantine[transfer]
             self._settle(transfer)
@@ -209,8 +200,7 @@ class _KnownPeers:
         self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
 
     def connect(self, address: bytes) -> Peer:
-        """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
-        kind, control = self._endpoint.kind, self._endpoint.control
+        endpoint, kind = self._endpoint, self._endpoint.kind
         try:
             where = msgspec.msgpack.decode(address, type=Address)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -219,22 +209,21 @@ class _KnownPeers:
             raise TransferFailed(
                 f"the address is of a {where.format} {where.kind} endpoint; this one is {FORMAT} {kind}"
             )
-        line = control.reach(where.card, CONNECT_TIMEOUT)
+        line = endpoint.control.reach(where.card, CONNECT_TIMEOUT)
         state = self.by_token.get(where.card.token)
-        if state is None:
-            state = self.by_token[where.card.token] = PeerState(line, self._handle(where.engine), where.epoch)
-            control.send(line, _CONNECTED, str(where.epoch).encode())
-        elif where.epoch > state.epoch:
-            state.handle, state.epoch = self._handle(where.engine), where.epoch
-            state.withdrawn.difference_update(name for name, *_ in where.regions)
+        if state is None or where.epoch > state.epoch:
+            try:
+                handle = endpoint.connect_engine(where.engine)
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise TransferFailed(f"no description of a {kind} endpoint: {error}") from None
+            if state is None:
+                state = self.by_token[where.card.token] = PeerState(line, handle, where.epoch)
+                endpoint.control.send(line, _CONNECTED, str(where.epoch).encode())
+            else:
+                state.handle, state.epoch = handle, where.epoch
+                state.withdrawn.difference_update(name for name, *_ in where.regions)
         regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
         return Peer(state.name, MappingProxyType(regions), state)
-
-    def _handle(self, description: bytes) -> Any:
-        try:
-            return self._endpoint.connect_engine(description)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise TransferFailed(f"no description of a {self._endpoint.kind} endpoint: {error}") from None
 
     def state(self, peer: Peer) -> PeerState:
         state = peer.handle
@@ -255,12 +244,11 @@ class _KnownPeers:
     def withdraw(self, name: str, epoch: int, buffer: RealBuffer) -> None:
         """Tell all who know region *name* that it is gone since *epoch*; hold its memory until they return it."""
         self._withdrawn[name] = epoch
-        control = self._endpoint.control
-        if lines := control.lines:
+        if lines := self._endpoint.control.lines:
             self._lent[name, epoch] = (buffer, {line.card.token for line in lines})
             self._endpoint.device.hold(buffer)
         for line in lines:
-            control.send(line, _WITHDRAW, name.encode(), str(epoch).encode())
+            self._endpoint.control.send(line, _WITHDRAW, name.encode(), str(epoch).encode())
 
     def return_regions(self, state: PeerState) -> None:
         """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in."""
@@ -345,20 +333,11 @@ class RealEndpoint(ABC):
     `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.
     The engine calls these on the clock's thread.  It learns of an end by polling as a source of the clock
     (`pdsim.core.clock.WallClock.watch`) or from a thread that calls `WallClock.call`.
-
-    Attributes:
-        kind: Names what can talk to each other: endpoints of different kinds cannot connect.
-        options: Those of `Engine.options` that are no environment variables.
-        variants: A `backends.capabilities.Variant` for each backend that this class serves.
-        entries: The regions of this endpoint, by name.
-        control: Notes to and from the endpoints of peers, beside the engine.
-        peers: What is known of each peer, by the token of its incarnation.
-        handlers: What is called with notes of peers, by their kind; `start_engine` may add some.
     """
 
-    kind = ""
-    options: tuple[str, ...] = ()
-    variants: ClassVar[tuple[Any, ...]] = ()  # `Variant`s, or records of an engine's own that extend it
+    kind = ""  # endpoints of different kinds cannot connect
+    options: tuple[str, ...] = ()  # those of `Engine.options` that are no environment variables
+    variants: ClassVar[tuple[Any, ...]] = ()  # a `backends.capabilities.Variant` for each backend
 
     def __init__(
         self,
@@ -380,13 +359,12 @@ class RealEndpoint(ABC):
         self.bind = bind
         self.engine = ""
         self.notifications = Mailbox(clock)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}  # the regions, by name
         self.closed = False
         self.transfers = _TransferAccount(self)
         self.known = _KnownPeers(self)
-        self.peers = self.known.by_token
-        self.handlers: dict[bytes, Handler] = {
-            _NOTIFY: partial(_on_notify, self.notifications),
+        self.handlers: dict[bytes, Handler] = {  # of notes of peers, by kind; `start_engine` may add some
+            _NOTIFY: self._on_notify,
             _CONNECTED: self.known.on_connected,
             _WITHDRAWN: self.known.on_withdrawn,
             _WITHDRAW: self.known.on_withdraw,
@@ -458,6 +436,11 @@ class RealEndpoint(ABC):
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
 
+    def _on_notify(self, line: PeerLine, body: list[bytes]) -> None:
+        if len(body) != 1:
+            raise MessageError(f"{len(body)} fields in a notification, need one")
+        self.notifications.put(Notification(line.name, body[0]))
+
     def on_lost(self, line: PeerLine) -> None:
         """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
         self.known.on_lost(line)
@@ -506,11 +489,9 @@ class RealEndpoint(ABC):
 
     @property
     def quarantined(self) -> int:
-        """Transfers that failed and may still move bytes."""
         return len(self.transfers.quarantine)
 
     def register(self, buffer: Buffer, name: str) -> Region:
-        """Make *buffer* known to the engine."""
         self._check_open()
         if name in self.entries:
             raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
@@ -525,10 +506,7 @@ class RealEndpoint(ABC):
         return region
 
     def deregister(self, region: Region) -> None:
-        """Withdraw *region*, here and from everybody who knows it; its memory stays held until all have returned it.
-
-        Raise a `RegistrationError` while transfers over it have not settled.
-        """
+        """Withdraw *region* here and from all who know it; its memory stays held until they have returned it."""
         self._check_open()
         entry = self._entry(region)
         if entry.moving:
@@ -558,7 +536,6 @@ class RealEndpoint(ABC):
             )
 
     def address(self) -> bytes:
-        """Return what a peer needs to reach this endpoint and the regions registered so far."""
         self._check_open()
         regions = [entry.region for entry in self.entries.values()]
         rows = [(region.name, region.size, region.address, region.device) for region in regions]
@@ -567,18 +544,15 @@ class RealEndpoint(ABC):
         )
 
     def connect(self, address: bytes) -> Peer:
-        """Return the peer at *address*; a newer address of a known one adds the regions that it names."""
         self._check_open()
         return self.known.connect(address)
 
     def write(
         self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
     ) -> Transfer:
-        """Start to move *batch* to *peer*."""
         return self._start("write", peer, batch, notify, timeout, label)
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
-        """Start to move *batch* from *peer*."""
         return self._start("read", peer, batch, b"", timeout, label)
 
     def write_sequence(
@@ -590,7 +564,6 @@ class RealEndpoint(ABC):
         label: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> WriteSequence:
-        """Write *batches* one after the other."""
         return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
 
     def _start(
@@ -613,7 +586,6 @@ class RealEndpoint(ABC):
         return transfer
 
     def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds once *peer* cannot write here."""
         event = self.clock.event()
 
         def look(_: None) -> None:
@@ -651,9 +623,3 @@ class RealEndpoint(ABC):
         self.control.close(clean=idle)
         if idle:
             self.known.close()
-
-
-def _on_notify(notifications: Mailbox, line: PeerLine, body: list[bytes]) -> None:
-    if len(body) != 1:
-        raise MessageError(f"{len(body)} fields in a notification, need one")
-    notifications.put(Notification(line.name, body[0]))

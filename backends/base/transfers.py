@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real endpoint keeps of its regions, its peers and its transfers; plain data that engines add handles to."""
+"""What a real endpoint keeps of its regions, peers and transfers, and the threads that post transfers."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +17,7 @@ from backends.base.device import RealBuffer
 from pdsim.core.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
 
-__all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer"]
+__all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer", "PostingThreads"]
 
 FORMAT = "pdsim/1"
 
@@ -103,3 +106,41 @@ class PostedTransfer(Transfer):
         """Return the offsets here and those there, as arrays."""
         offsets = self.batch.source_offset, self.batch.target_offset
         return offsets if self.operation == "write" else offsets[::-1]
+
+
+class PostingThreads:
+    """Daemons that call *serve* with transfers, in order: *shared* for all peers or, if that is 0, *each* for each.
+
+    They start with the first transfer, and each calls *begin* once.  Not `concurrent.futures`: its futures cost
+    microseconds a transfer.
+    """
+
+    def __init__(
+        self, shared: int, each: int, begin: Callable[[], object], serve: Callable[[PostedTransfer], None]
+    ) -> None:
+        self._shared, self._each = shared, each
+        self._begin, self._serve = begin, serve
+        self._queues: dict[PeerState | None, queue.SimpleQueue[PostedTransfer | None]] = {}
+        self._threads: dict[threading.Thread, queue.SimpleQueue[PostedTransfer | None]] = {}
+
+    def put(self, transfer: PostedTransfer) -> None:
+        owner, count = (None, self._shared) if self._shared else (transfer.peer, self._each)
+        if owner not in self._queues:
+            work = self._queues[owner] = queue.SimpleQueue()
+            for _ in range(count):
+                thread = threading.Thread(target=self._run, args=[work], name="posting", daemon=True)
+                self._threads[thread] = work
+                thread.start()
+        self._queues[owner].put(transfer)
+
+    def stop(self, wait: bool) -> None:
+        """Let the threads end after what is queued, and, to *wait*, wait for them."""
+        for work in self._threads.values():
+            work.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _run(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
+        self._begin()
+        while (transfer := work.get()) is not None:
+            self._serve(transfer)

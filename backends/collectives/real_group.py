@@ -19,13 +19,12 @@ import msgspec
 from simpy.events import Event
 
 from backends.base.processes import is_dead, myself
-from backends.base.zmq_channel import ZmqChannel
-from backends.collectives.base import Library
+from backends.collectives.base import library
+from pdsim.core import errors
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import (
     InvalidBatch,
     MessageError,
-    OutOfMemory,
     PeerLost,
     RegistrationError,
     TransferError,
@@ -34,13 +33,13 @@ from pdsim.core.errors import (
 )
 from pdsim.core.units import format_size
 from pdsim.hardware.costs import Collective
-from pdsim.transfer import Buffer, Recorder, TransferRecord
+from pdsim.transfer import Buffer, TransferRecord
 from pdsim.transfer.group import SYMMETRIC, check_gather, repeated
+from pdsim.transfer.job import Rank
 
 __all__ = ["RealGroup", "RealGroups"]
 
-WATCH = 0.1
-"""Seconds between two looks at whether the members are alive, while something is under way."""
+WATCH = 0.1  # seconds between two looks at whether the members are alive, while something is under way
 
 _TOPIC = b"group"
 
@@ -86,10 +85,9 @@ class _Call:
     event: Event  # what the caller waits for; its value is a `TransferRecord`
     submitted: float
     timeout: float
-    label: str = ""
-    buffers: tuple[Any, Any] | None = None  # source and target, held until it is over; None: it reserves
-    times: int = 1
-    announced: bool = False  # whether the others were told what this rank is about to do
+    label: str
+    buffers: tuple[Any, Any] | None  # source and target, held until it is over; None: it reserves
+    times: int
     prepared: float = 0.0  # when its turn came and all ranks agreed
     posted: float = 0.0  # when the library had it
     started: bool = False  # whether the library has it
@@ -102,35 +100,13 @@ class _Call:
             return "reserve"
         return "symmetric" if self.buffers[1].pool == SYMMETRIC else "plain"
 
-    def intent(self, group: tuple[str, ...], refusal: str, done: bool = False) -> _Intent:
-        return _Intent(list(group), self.number, self.kind, self.size * self.times, refusal, done)
-
 
 class RealGroups:
-    """All groups of a rank, each made when its rank asks for it, with a library that *make* returns.
+    """All groups of *rank*, each made when its program asks for it; messages that come before are kept until then."""
 
-    Messages for a group that this rank has not asked for yet are kept until it does.
-    """
-
-    def __init__(
-        self,
-        rank: str,
-        clock: WallClock,
-        device: Any,
-        channel: ZmqChannel,
-        recorder: Recorder,
-        bind: str,
-        settings: Collective,
-        make: Callable[[Collective, Any], Library],
-    ) -> None:
-        self.rank = rank
-        self.clock = clock
-        self.device = device
-        self.channel = channel
-        self.recorder = recorder
-        self.bind = bind
-        self.settings = settings
-        self._make = make
+    def __init__(self, rank: Rank, bind: str, settings: Collective) -> None:
+        self.rank, self.bind, self.settings = rank, bind, settings
+        self.channel: Any = rank.channel
         self._groups: dict[tuple[str, ...], RealGroup] = {}
         self._early: dict[tuple[str, ...], list[tuple[str, Any]]] = defaultdict(list)
 
@@ -138,13 +114,11 @@ class RealGroups:
         """Return the group of *names*, in the order of their pieces; the same names give the same group."""
         if not self._groups:
             self.channel.listen(_TOPIC, self._deliver)
-        group = self._groups.get(names)
-        if group is None:
-            library = self._make(self.settings, self.device)
-            group = self._groups[names] = RealGroup(self, names, library)
+        if names not in self._groups:
+            group = self._groups[names] = RealGroup(self, names)
             for sender, message in self._early.pop(names, ()):
                 group.hear(sender, message)
-        return group
+        return self._groups[names]
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -172,26 +146,24 @@ class RealGroup:
     ends it and begins the next.  Whatever goes wrong leads to `_break`, after which every call fails.
     """
 
-    def __init__(self, groups: RealGroups, names: tuple[str, ...], library: Library) -> None:
+    def __init__(self, groups: RealGroups, names: tuple[str, ...]) -> None:
         self.names = names  # of all members, in the order of their pieces
-        self.index = names.index(groups.rank)
         self.growths = 0  # of the symmetric pool, after the first reservation
         self.growth_seconds = 0.0  # what that took, from the calls to their ends
-        self._groups = groups
-        self._clock = groups.clock
-        self._device = groups.device
-        self._settings = groups.settings
-        self._library = library
+        self._groups, self._settings = groups, groups.settings
+        self._rank = groups.rank.name
+        self._clock: Any = groups.rank.clock
+        self._device: Any = groups.rank.device
+        self._library = library(groups.settings, self._device)
+        self.index = names.index(self._rank)
         self._title = "+".join(names)
-        self._others = [name for name in names if name != groups.rank]
+        self._others = [name for name in names if name != self._rank]
         self._hello: dict[str, _Hello] = {}  # of the others, by name
         self._gone: dict[str, _Bye] = {}  # of the others that have left in order
-        # by number of a call what each rank, this one included, is about to do; and of a reservation, has done
-        self._intents: dict[int, dict[str, _Intent]] = defaultdict(dict)
-        self._done: dict[int, dict[str, _Intent]] = defaultdict(dict)
+        # by the number of a call, and whether it is done: what each rank, this one included, has announced
+        self._said: dict[tuple[int, bool], dict[str, _Intent]] = defaultdict(dict)
         self._calls: deque[_Call] = deque()  # that are not over
-        self._number = 0
-        self._over = 0
+        self._number = self._over = 0  # calls made, calls over
         self._connected = self._connecting = False
         self._lost = ""  # why the group is no more
         self._watching = False
@@ -202,7 +174,6 @@ class RealGroup:
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's symmetric pool."""
         return int(self._device.symmetric.reserved)
 
     def all_gather(
@@ -226,78 +197,50 @@ class RealGroup:
         return self._add(size, timeout, label, (source, target), times)
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
-        """Start to grow the pool; the contract and errors of `pdsim.transfer.group.Group.reserve`."""
         if size <= 0:
             raise ValueError(f"size={size} must be > 0")
-        return self._add(size, timeout, "", None)
+        return self._add(size, timeout, "", None, 1)
 
     def close(self) -> None:
-        """Leave the group: what this rank still waits for fails, and the others are told."""
-        self._break("closed", TransferFailed(f"{self._groups.rank} left the group during the call"))
+        self._break("closed", TransferFailed(f"{self._rank} left the group during the call"))
 
     # --- calls -----------------------------------------------------------------------------------------------------
 
     def _add(
-        self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None, times: int = 1
+        self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None, times: int
     ) -> Event:
         timeout = times * self._settings.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
-        event = self._clock.event()
+        event, now = self._clock.event(), self._clock.now
         event.defused = True
-        call = _Call(self._number, size, event, self._clock.now, timeout, label, buffers, times)
-        call.prepared = call.posted = call.submitted
+        call = _Call(self._number, size, event, now, timeout, label, buffers, times, prepared=now, posted=now)
         self._number += 1
         if self._lost:
             self._fail(call, PeerLost(self._lost))
-            return event
+            return call.event
         for buffer in buffers or ():
             self._device.hold(buffer)
         self._calls.append(call)
-        self._clock.call_at(call.submitted + timeout, self._expire, call)
+        self._clock.call_at(now + timeout, self._expire, call)
         self._watch()
         self._advance()
-        return event
+        return call.event
 
     def _advance(self) -> None:
-        if not self._calls or self._calls[0].started or not self._connected:
+        call = self._calls[0] if self._calls else None
+        if call is None or call.started or not self._connected:
             return
-        call = self._calls[0]
         if self._settings.check or call.kind == "reserve":
-            if not call.announced:
-                call.announced = True
-                self._announce(call.intent(self.names, self._refusal(call)))
-            said = self._intents[call.number]
+            if self._rank not in self._said[call.number, False]:
+                self._announce(call, self._refusal(call), done=False)
+            said = self._said[call.number, False]
             if len(said) < len(self.names):
                 return
             if error := _disagreement(said):
                 self._finish(call, error)
                 return
-        self._begin(call)
-
-    def _refusal(self, call: _Call) -> str:
-        # Only a reservation can be refused: all ranks hear of it before any of them reserves.
-        device, pool, rank = self._device, self._device.symmetric, self._groups.rank
-        if call.kind != "reserve":
-            return ""
-        if pool.owner not in (None, self):
-            return f"RegistrationError: the symmetric pool of {rank} belongs to another group"
-        if pool.reserved and not self._settings.grow:
-            return (
-                f"OutOfMemory: the symmetric pool has {format_size(pool.reserved)} and may not grow by "
-                f"{format_size(call.size)} (collective.grow=false); reserve more at the start with collective.pool"
-            )
-        room = device.capacity - device.used
-        if call.size > room:
-            return (
-                f"OutOfMemory: {format_size(call.size)} do not fit on {device.name} of {rank}, "
-                f"which has {format_size(room)} left"
-            )
-        return ""
-
-    def _begin(self, call: _Call) -> None:
-        call.started = True
-        call.prepared = self._clock.now
+        call.started, call.prepared = True, self._clock.now
         if call.buffers is None:
             self._device.account(call.size, SYMMETRIC)
             _background(
@@ -330,23 +273,20 @@ class RealGroup:
         self._finish(call, None, took)
         return True
 
-    def fileno(self) -> int | None:
-        return None
+    def fileno(self) -> None:
+        return
 
     def busy(self) -> bool:
         return bool(self._calls) and self._calls[0].work is not None
 
     def _finish(self, call: _Call, error: TransferError | None, took: float = 0.0) -> None:
         # *took* is 0 where nobody knows.  Buffers are released before the caller hears of the end.
-        assert self._calls[0] is call
         self._calls.popleft()
-        call.work = None  # it may keep the memory of the buffers
         self._over += 1
         self._clock.unwatch(self)
-        self._intents.pop(call.number, None)
-        self._done.pop(call.number, None)
-        for buffer in call.buffers or ():
-            self._device.release(buffer)
+        for done in (False, True):
+            self._said.pop((call.number, done), None)
+        self._release(call)
         if error is not None:
             self._fail(call, error)
         elif not call.event.triggered:
@@ -358,21 +298,45 @@ class RealGroup:
         self._leave_if_alone()
         self._advance()
 
+    def _release(self, call: _Call) -> None:
+        call.work = None  # it may keep the memory of the buffers
+        for buffer in call.buffers or ():
+            self._device.release(buffer)
+
     # --- the symmetric pool ----------------------------------------------------------------------------------------
+
+    def _refusal(self, call: _Call) -> str:
+        # Only a reservation can be refused: all ranks hear of it before any of them reserves.
+        device, pool = self._device, self._device.symmetric
+        if call.kind != "reserve":
+            return ""
+        if pool.owner not in (None, self):
+            return f"RegistrationError: the symmetric pool of {self._rank} belongs to another group"
+        if pool.reserved and not self._settings.grow:
+            return (
+                f"OutOfMemory: the symmetric pool has {format_size(pool.reserved)} and may not grow by "
+                f"{format_size(call.size)} (collective.grow=false); reserve more at the start with collective.pool"
+            )
+        room = device.capacity - device.used
+        if call.size > room:
+            return (
+                f"OutOfMemory: {format_size(call.size)} do not fit on {device.name} of {self._rank}, "
+                f"which has {format_size(room)} left"
+            )
+        return ""
 
     def _reserved(self, call: _Call, add: Callable[[], None] | None, error: BaseException | None) -> None:
         if not self._calls or self._calls[0] is not call:
             return
-        refusal = f"{type(error).__name__}: {error}" if error is not None else ""
-        if refusal:
+        if error is not None:
             self._device.account(-call.size, SYMMETRIC)
         call.add = add
-        self._announce(call.intent(self.names, refusal, done=True))
+        self._announce(call, f"{type(error).__name__}: {error}" if error is not None else "", done=True)
         self._add_reserved(call)
 
     def _add_reserved(self, call: _Call) -> None:
         # The memory goes into the pool once all ranks have theirs.
-        said = self._done[call.number]
+        said = self._said[call.number, True]
         if len(said) < len(self.names):
             return
         if error := _disagreement(said):
@@ -393,8 +357,9 @@ class RealGroup:
         for name in self._others:
             self._groups.channel.tell(name, _TOPIC, _encode(note))
 
-    def _announce(self, intent: _Intent) -> None:
-        (self._done if intent.done else self._intents)[intent.number][self._groups.rank] = intent
+    def _announce(self, call: _Call, refusal: str, done: bool) -> None:
+        intent = _Intent(list(self.names), call.number, call.kind, call.size * call.times, refusal, done)
+        self._said[call.number, done][self._rank] = intent
         self._tell(intent)
 
     def hear(self, sender: str, note: _Note) -> None:
@@ -407,19 +372,17 @@ class RealGroup:
         elif isinstance(note, _Bye):
             self._gone[sender] = note
             self._leave_if_alone()
-        elif note.done:
-            self._done[note.number][sender] = note
-            if self._calls and self._calls[0].number == note.number:
-                self._add_reserved(self._calls[0])
         else:
-            self._intents[note.number][sender] = note
-            self._advance()
+            self._said[note.number, note.done][sender] = note
+            if not note.done:
+                self._advance()
+            elif self._calls and self._calls[0].number == note.number:
+                self._add_reserved(self._calls[0])
 
     def _leave_if_alone(self) -> None:
         # A rank that says goodbye has taken part in as many calls as it says, so only later ones suffer.
-        call = self._calls[0] if self._calls else None
         for name, bye in self._gone.items():
-            if call is not None and call.number >= bye.calls:
+            if self._calls and self._calls[0].number >= bye.calls:
                 self._break(f"{name} has left the group {self._title}: {bye.why}", None)
                 return
 
@@ -464,12 +427,12 @@ class RealGroup:
         if call.event.triggered or self._lost:
             return
         late = [name for name in self._others if name not in self._hello]
-        if not late and call.announced:
-            late = [name for name in self._others if name not in self._intents[call.number]]
+        if not late and self._rank in (said := self._said[call.number, False]):
+            late = [name for name in self._others if name not in said]
         waiting = f"; {', '.join(late)} had not called" if late else ""
         error = TransferTimeout(f"a collective of {self._title} is not over after {call.timeout:g} s{waiting}")
         self._fail(call, error)
-        self._break(f"{self._groups.rank} has given up: {error}", None)
+        self._break(f"{self._rank} has given up: {error}", None)
 
     def _break(self, why: str, error: TransferError | None) -> None:
         if self._lost:
@@ -478,29 +441,24 @@ class RealGroup:
         self._clock.unwatch(self)
         self._tell(_Bye(list(self.names), self._over, why[:200]))
         calls, self._calls = list(self._calls), deque()
-        if not self._connecting:
-            self._end(calls, error, stopped=True)
-            return
-        _background(
-            self._clock, self._library.abort, lambda _, failed: self._end(calls, error, stopped=failed is None)
-        )
 
-    def _end(self, calls: list[_Call], error: TransferError | None, *, stopped: bool) -> None:
-        # Their buffers are released only if the library is proven to have *stopped*: else it may still write to
-        # them, and they stay held.
-        for call in calls:
-            if stopped:
-                call.work = None
-                for buffer in call.buffers or ():
-                    self._device.release(buffer)
-            self._fail(call, error or PeerLost(self._lost))
+        def end(_: Any, failed: BaseException | None) -> None:
+            # Buffers are released only if the library is proven to have stopped: else it may still write to them.
+            for call in calls:
+                if failed is None:
+                    self._release(call)
+                self._fail(call, error or PeerLost(why))
+
+        if self._connecting:
+            _background(self._clock, self._library.abort, end)
+        else:
+            end(None, None)
 
     def _fail(self, call: _Call, error: TransferError) -> None:
-        if call.event.triggered:
-            return
-        now = self._clock.now
-        self._record(call, type(error).__name__, now, now)
-        call.event.fail(error)
+        if not call.event.triggered:
+            now = self._clock.now
+            self._record(call, type(error).__name__, now, now)
+            call.event.fail(error)
 
     def _record(self, call: _Call, status: str, completed: float, seen: float) -> TransferRecord:
         # Its bytes are those of all ranks, or of this one for a reservation; its descriptors are the ranks.
@@ -509,7 +467,7 @@ class RealGroup:
             f"{self._library.engine}:{call.kind}",
             "all_gather" if gathers else "reserve",
             self._title,
-            self._groups.rank,
+            self._rank,
             call.size * call.times * (ranks if gathers else 1),
             ranks,
             call.submitted,
@@ -520,7 +478,7 @@ class RealGroup:
             status,
             call.label,
         )
-        self._groups.recorder.transfer(record)
+        self._groups.rank.recorder.transfer(record)
         return record
 
 
@@ -529,18 +487,19 @@ def _disagreement(said: Mapping[str, _Intent]) -> TransferError | None:
     for intent in said.values():
         if intent.refusal:
             kind, _, text = intent.refusal.partition(": ")
-            kinds = {"OutOfMemory": OutOfMemory, "RegistrationError": RegistrationError}
-            return kinds.get(kind, TransferFailed)(text)
+            known = kind in ("OutOfMemory", "RegistrationError")
+            refused: TransferError = getattr(errors, kind if known else "TransferFailed")(text)
+            return refused
     if len({(intent.kind, intent.size) for intent in said.values()}) == 1:
         return None
-    all_said = ", ".join(f"{name} {intent.kind} of {intent.size} bytes" for name, intent in sorted(said.items()))
-    return InvalidBatch(f"the ranks of a group must call alike, got {all_said}; pad to the longest")
+    every = ", ".join(f"{name} {intent.kind} of {intent.size} bytes" for name, intent in sorted(said.items()))
+    return InvalidBatch(f"the ranks of a group must call alike, got {every}; pad to the longest")
 
 
 def _background(
     clock: WallClock, function: Callable[[], Any], then: Callable[[Any, BaseException | None], None]
 ) -> None:
-    """Run *function* on a new daemon thread, then ``then(result, error)`` on the clock's; one of the two is None."""
+    # *function* on a new daemon thread, then ``then(result, error)`` on the clock's; one of the two is None
 
     def work() -> None:
         result, error = None, None

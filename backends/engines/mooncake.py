@@ -20,9 +20,8 @@ from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.posting_threads import PostingThreads
 from backends.base.processes import captured_stderr, installed, prepare
-from backends.base.transfers import Entry, PeerState, PostedTransfer
+from backends.base.transfers import Entry, PostedTransfer, PostingThreads
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
@@ -42,17 +41,14 @@ SMALL, FEW = 1 << 16, 16
 """Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as
 long as two turns of the clock."""
 
-# what `transfer_check_status` says of a batch that has ended, and that must not be asked again
-_MOVED, _FAILED = 1, -1
+_MOVED, _FAILED = 1, -1  # `transfer_check_status` of a batch that has ended, which must not be asked again
 
 
 @dataclass(eq=False)
 class _Session:
-    """A peer as the engine names it, by host and port, and what waits to be posted to it over NVLink, in order."""
-
-    session: str
-    under_way: int = 0  # batches that the clock's thread has posted
-    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end
+    session: str  # the peer as the engine names it, by host and port
+    under_way: int = 0  # batches that the clock's thread has posted over NVLink
+    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end, in order
 
 
 MOONCAKE = EngineLibrary(
@@ -80,7 +76,7 @@ def _forced(engine: Engine) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Transport(Variant):
-    """The settings that choose a transport, and the log line that proves it: the protocol argument does not."""
+    # The settings that choose a transport, and the log line that proves it: the protocol argument does not.
 
     name: str
     protocol: str
@@ -150,13 +146,14 @@ class MooncakeEndpoint(RealEndpoint):
     def start_engine(self) -> str:
         self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
-        self._threads = _positive_int(options.pop("threads", "1"), "threads")
+        threads = options.pop("threads", "1")
+        if not threads.isdecimal() or int(threads) < 1:
+            raise ConfigError(f"backend.options.threads must be a whole number > 0, got {threads!r}")
+        self._most = int(threads)
+        self._threads = PostingThreads(self.posting or 0, self._most, self._begin, self._serve)
         self._sessions: dict[str, _Session] = {}
-        self._queues: dict[PeerState | None, PostingThreads] = {}  # None: of all peers
         self._tickets: dict[PostedTransfer, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
-        if self._transport.name == "tcp":  # which has no device to choose
-            device = ""
         patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
         defaults = {
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # 0.3.13 refuses a batch of more than 1024 otherwise
@@ -166,7 +163,7 @@ class MooncakeEndpoint(RealEndpoint):
         }
         needed = {**self._transport.environment, **options}
         if self._transport.name == "tcp":  # SGLang sets it where nobody has: any value means TCP to Mooncake
-            defaults["MC_FORCE_TCP"] = needed.pop("MC_FORCE_TCP")
+            device, defaults["MC_FORCE_TCP"] = "", needed.pop("MC_FORCE_TCP")
         prepare(self.settings.name, needed, defaults)
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
@@ -234,35 +231,36 @@ class MooncakeEndpoint(RealEndpoint):
         batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
-        if self.posting:
-            self._queue(None, self.posting).put(transfer)
-        elif not self._transport.gpu_only:
+        if self.posting or not self._transport.gpu_only:
             if self.posting == 0:
-                transfer.handle = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-                transfer.posted = self.clock.now
-            self._queue(transfer.peer, self._threads).put(transfer)
+                transfer.handle = self._begun(transfer)
+            self._threads.put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
+            transfer.posted = transfer.prepared
             code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-            self._finish(transfer, code, transfer.prepared, self.clock.now)
+            self._finish(transfer, code, self.clock.now)
         else:
             transfer.peer.handle.waiting.append(transfer)
             self._go_on(transfer.peer.handle)
 
+    def _begun(self, transfer: PostedTransfer) -> int:
+        ticket: int = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+        transfer.posted = self.clock.now
+        return ticket
+
     # --- over NVLink: on the clock's thread ------------------------------------------------------------------------
 
     def _go_on(self, session: _Session) -> None:
-        while session.waiting and session.under_way < self._threads:
+        while session.waiting and session.under_way < self._most:
             transfer = session.waiting.popleft()
             if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
                 self.quiesce(transfer)
                 continue
-            ticket = self._async[transfer.operation](session.session, *transfer.handle)
-            transfer.posted = self.clock.now
-            if ticket:
+            if ticket := self._begun(transfer):
                 self._tickets[transfer] = ticket
                 session.under_way += 1
             else:
-                self._finish(transfer, None, transfer.posted, transfer.posted)
+                self._finish(transfer, None, transfer.posted)
 
     def poll(self) -> bool:
         """Report what has ended over NVLink and post what waited for it; return whether anything has.
@@ -277,7 +275,7 @@ class MooncakeEndpoint(RealEndpoint):
             return False
         for transfer, code in codes.items():
             transfer.peer.handle.under_way -= 1
-            self._finish(transfer, 0 if code == _MOVED else code, transfer.posted, self.clock.now)
+            self._finish(transfer, 0 if code == _MOVED else code, self.clock.now)
         for session in {transfer.peer.handle for transfer in codes}:
             self._go_on(session)
         return True
@@ -295,18 +293,12 @@ class MooncakeEndpoint(RealEndpoint):
         return ended
 
     def fileno(self) -> None:
-        """Return None: the engine has no descriptor."""
+        return
 
     def busy(self) -> bool:
         return bool(self._tickets)
 
     # --- over a network, and with several posting threads: in threads ----------------------------------------------
-
-    def _queue(self, peer: PeerState | None, threads: int) -> PostingThreads:
-        if peer not in self._queues:
-            name = f"mooncake {peer.name if peer is not None else 'poster'}"
-            self._queues[peer] = PostingThreads(name, threads, self._begin, self._serve)
-        return self._queues[peer]
 
     def _begin(self) -> None:
         self.device.enter()
@@ -316,21 +308,16 @@ class MooncakeEndpoint(RealEndpoint):
         if transfer.triggered and self.posting != 0:  # failed while it waited: nothing has moved, and nothing will
             self.clock.call(partial(self.quiesce, transfer))
             return
-        posted = self.clock.now
-        if self.posting == 0:
-            ticket, posted = transfer.handle, transfer.posted
-            code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-        elif self.posting:
+        if self.posting:
+            transfer.posted = self.clock.now
             code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
         else:
-            ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
-            posted = self.clock.now
+            ticket = transfer.handle if self.posting == 0 else self._begun(transfer)
             code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-        self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
+        self.clock.call(partial(self._finish, transfer, code, self.clock.now))
 
-    def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
+    def _finish(self, transfer: PostedTransfer, code: int | None, at: float) -> None:
         transfer.handle = None
-        transfer.posted = posted
         if code == 0:
             self.complete(transfer, at)
         else:
@@ -341,13 +328,6 @@ class MooncakeEndpoint(RealEndpoint):
 
     def stop_engine(self, idle: bool) -> None:
         self.clock.unwatch(self)
-        for threads in self._queues.values():
-            threads.stop(wait=idle)
+        self._threads.stop(wait=idle)
         if idle:
-            del self._native, self._sync, self._async, self._ask
-
-
-def _positive_int(text: str, name: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"backend.options.{name} must be a whole number > 0, got {text!r}")
-    return int(text)
+            del self._native, self._sync, self._async, self._ask, self._threads

@@ -23,25 +23,22 @@ import msgspec
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.posting_threads import PostingThreads
 from backends.base.processes import prepare
-from backends.base.transfers import Entry, PeerState, PostedTransfer
+from backends.base.transfers import Entry, PeerState, PostedTransfer, PostingThreads
 from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import rdma_devices
 from pdsim.core.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
 __all__ = ["MoriEndpoint", "missing"]
 
-TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI")}
-"""The option ``transport``, and the engine's backends.  With two, the engine takes xGMI wherever it reaches."""
+TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI")}  # xGMI wherever it reaches
 QUEUE_PAIRS, WORKERS = 4, 4
 """Of a transfer, and the threads that post to them: SGLang's defaults.  ``MORI_IO_QP_PER_TRANSFER`` and
 ``MORI_IO_NUM_WORKER_THREADS`` replace them."""
 CHUNK = 4 << 20
 """Bytes of a message: far above a page, and below what any port carries (soft-RoCE: 8 MiB).  Neighbouring blocks are
 joined to messages of up to 4 GiB, and one beyond what the port carries is refused unless the engine may cut it."""
-BEAT = 0.02
-"""Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
+BEAT = 0.02  # seconds between two looks at transfers to lost peers, and at the engine's list of failures
 
 MORI = EngineLibrary(
     "from backends.engines.mori import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
@@ -59,18 +56,14 @@ _OVER_RDMA = Variant(
 
 
 class _Pair(NamedTuple):
-    """Two regions, by the engine's numbers of their memory."""
-
     peer: PeerState
-    near: int
+    near: int  # the engine's numbers of the two regions' memory
     far: int
 
 
 class _Remote(NamedTuple):
-    """The engine's side of a peer: what it is known by, and the engine's descriptions of its regions' memory."""
-
-    key: str
-    memories: dict[str, Any]
+    key: str  # of the peer's engine
+    memories: dict[str, Any]  # the engine's descriptions of its regions' memory
 
 
 class MoriEndpoint(RealEndpoint):
@@ -79,11 +72,9 @@ class MoriEndpoint(RealEndpoint):
     Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
 
     `post` queues a transfer for the thread of its peer, since posting blocks while a send queue is full; *posting*
-    says otherwise.  That makes
-    the session of its two regions, if there is none, and posts; from then on `poll` asks its status.  A session asks
-    the peer's engine over TCP and holds Python's lock meanwhile, for five seconds at most
-    (``MORI_IO_CP_TIMEOUT_MS``), so it is kept.  The status of a transfer that failed is kept, too: the engine may
-    still write to it.
+    says otherwise.  To make a session of two regions the engine asks the peer's over TCP and holds Python's lock
+    meanwhile, for five seconds at most (``MORI_IO_CP_TIMEOUT_MS``), so it is kept.  The status of a transfer that
+    failed is kept, too: the engine may still write to it.
     """
 
     kind = "mori"
@@ -99,7 +90,7 @@ class MoriEndpoint(RealEndpoint):
             raise ConfigError(f"backend.options.transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         # alone, RDMA without a device would be replaced by xGMI without a word
         prepare(self.settings.name, {"MORI_DISABLE_AUTO_XGMI": "1", **options}, {"MORI_IO_LOG_LEVEL": "error"})
-        self._queues: dict[PeerState | None, PostingThreads] = {}  # None: of all peers
+        self._threads = PostingThreads(self.posting or 0, 1, self.device.enter, self._serve)
         self._sessions: dict[_Pair, Any] = {}
         self._posted: dict[PostedTransfer, None] = {}  # to be polled
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost: polled with the beat
@@ -124,8 +115,7 @@ class MoriEndpoint(RealEndpoint):
 
     def stop_engine(self, idle: bool) -> None:
         self.clock.unwatch(self)
-        for threads in self._queues.values():
-            threads.stop(wait=idle)
+        self._threads.stop(wait=idle)
         if idle:
             self._sessions.clear()
             del self._engine
@@ -183,35 +173,29 @@ class MoriEndpoint(RealEndpoint):
         transfer.prepared = self.clock.now
         if self.posting == 0:
             self._serve(transfer)
-            return
-        owner, count = (None, self.posting) if self.posting else (peer, 1)
-        if owner not in self._queues:
-            self._queues[owner] = PostingThreads("mori", count, self.device.enter, self._serve)
-        self._queues[owner].put(transfer)
+        else:
+            self._threads.put(transfer)
 
     def _serve(self, transfer: PostedTransfer) -> None:
         if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
             self.clock.call(partial(self.quiesce, transfer))
             return
         memory, *blocks = transfer.handle
-        try:
-            session = self._session(transfer, memory)
-        except RuntimeError as error:
-            self.clock.call(partial(self._unreached, transfer, str(error)))
-            return
+        pair = _Pair(transfer.peer, transfer.local.handle.id, memory.id)
+        session, problem = self._sessions.get(pair), "none of the engine's backends reaches from here to there"
+        if session is None:
+            try:
+                session = self._engine.create_session(transfer.local.handle, memory)
+            except RuntimeError as error:
+                problem = str(error)
+            if session is None:
+                self.clock.call(partial(self._unreached, transfer, problem))
+                return
+            self._sessions[pair] = session
         post = getattr(session, "batch_" + transfer.operation)
         transfer.handle = post(*blocks, self._engine.allocate_transfer_uid())
         transfer.posted = self.clock.now
         self.clock.call(partial(self._taken, transfer))
-
-    def _session(self, transfer: PostedTransfer, memory: Any) -> Any:
-        pair = _Pair(transfer.peer, transfer.local.handle.id, memory.id)
-        if pair not in self._sessions:
-            session = self._engine.create_session(transfer.local.handle, memory)
-            if session is None:
-                raise RuntimeError("none of the engine's backends reaches from here to there")
-            self._sessions[pair] = session
-        return self._sessions[pair]
 
     def _taken(self, transfer: PostedTransfer) -> None:
         self._posted[transfer] = None
@@ -230,7 +214,7 @@ class MoriEndpoint(RealEndpoint):
         return progressed
 
     def fileno(self) -> None:
-        """Return None: the engine has no descriptor."""
+        return
 
     def busy(self) -> bool:
         return bool(self._posted)

@@ -27,9 +27,8 @@ import numpy.typing as npt
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
-from backends.base.posting_threads import PostingThreads
 from backends.base.processes import captured_stderr, installed, prepare
-from backends.base.transfers import Entry, PeerState, PostedTransfer
+from backends.base.transfers import Entry, PeerState, PostedTransfer, PostingThreads
 from backends.capabilities import EngineLibrary, Variant, declared
 from backends.cuda.cuda_device import CudaDevice
 from backends.diagnosis import rdma_devices
@@ -38,9 +37,7 @@ from pdsim.transfer import Notification, Region
 
 __all__ = ["NixlEndpoint"]
 
-BEAT = 0.02
-"""Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last
-use."""
+BEAT = 0.02  # seconds between two looks at an idle engine, and for which a peer is polled after its last use
 
 LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
 NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
@@ -122,12 +119,10 @@ class NixlEndpoint(RealEndpoint):
 
     def start_engine(self) -> str:
         on_gpu = isinstance(self.device, CudaDevice)
-        # host memory goes over RDMA where there is any, and GPU memory between GPUs
         ways = declared(self.variants, self.settings.name)
-        way = next(
-            (way for way in ways if way.device == ("rdma" if rdma_devices() and not on_gpu else "gpu")), ways[0]
-        )
-        self._way, self._gpus_only = way, way.device == "gpu"
+        wanted = "rdma" if rdma_devices() and not on_gpu else "gpu"  # of `nixl`
+        self._way = way = next((way for way in ways if way.device == wanted), ways[0])
+        self._gpus_only = way.device == "gpu"
         variant, allowed = way.environment, way.allowed
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         self._log: _GpuLog | None = None
@@ -139,8 +134,11 @@ class NixlEndpoint(RealEndpoint):
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
             allowed = allowed | {"cuda_copy"}
         options = dict(self.settings.options)
-        self._progress_thread = _on_off(options.pop("progress_thread", "false"), "progress_thread")
-        self._workers = _count(options.pop("num_threads", "0"), "num_threads")
+        progress, workers = options.pop("progress_thread", "false"), options.pop("num_threads", "0")
+        if progress not in ("true", "false"):
+            raise ConfigError(f"backend.options.progress_thread must be true or false, got {progress!r}")
+        if not workers.isdecimal():
+            raise ConfigError(f"backend.options.num_threads must be a whole number, 0 for none, got {workers!r}")
         prepare(self.settings.name, {**variant, **options}, defaults)
         self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
@@ -148,7 +146,10 @@ class NixlEndpoint(RealEndpoint):
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
         self.handlers[_ACTIVE] = lambda line, _: self._inbound.add(line)
         self.handlers[_IDLE] = lambda line, _: self._inbound.discard(line)
-        self._agent, log = self._start_agent(way.error_handling)
+        settings = {"ucx_error_handling_mode": way.error_handling}
+        if int(workers):
+            settings["num_threads"] = workers
+        self._agent, log = self._start_agent(settings, progress == "true")
         transports = _between_hosts(log)
         if self._gpus_only:
             transports = set()  # of GPU memory UCX says nothing yet
@@ -157,15 +158,12 @@ class NixlEndpoint(RealEndpoint):
                 f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
                 f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
             )
-        self._threads = PostingThreads("nixl", self.posting or 0, self.device.enter, self._serve)
+        self._threads = PostingThreads(self.posting or 0, 0, self.device.enter, self._serve)
         self.clock.watch(self)
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
-        self._memory, self._number = (
-            ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
-        )
         return _name(transports)
 
-    def _start_agent(self, error_handling: str) -> tuple[Any, str]:
+    def _start_agent(self, settings: dict[str, str], progress_thread: bool) -> tuple[Any, str]:
         try:
             # NIXL documents its classes as those of this module, whose name is private
             api = importlib.import_module("nixl_cu13._api")
@@ -174,10 +172,7 @@ class NixlEndpoint(RealEndpoint):
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
         lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if self.posting else None
-        config = api.nixl_agent_config(enable_prog_thread=self._progress_thread, backends=[], sync_mode=lock)
-        settings = {"ucx_error_handling_mode": error_handling}
-        if self._workers:
-            settings["num_threads"] = str(self._workers)
+        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[], sync_mode=lock)
         try:
             with captured_stderr() as log:
                 agent = api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
@@ -190,7 +185,7 @@ class NixlEndpoint(RealEndpoint):
         self.clock.unwatch(self)
         self._threads.stop(wait=idle)
         if idle:
-            for peer in self.peers.values():
+            for peer in self.known.by_token.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
             del self._agent, self._threads
@@ -202,13 +197,14 @@ class NixlEndpoint(RealEndpoint):
     # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
-        if self._gpus_only and self._memory != "VRAM":
+        memory, number = _place(self.device.name)
+        if self._gpus_only and memory != "VRAM":
             raise RegistrationError(
                 f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place "
                 f"it on a GPU, or use backend=nixl_tcp"
             )
         try:
-            return self._agent.register_memory([(buffer.address, buffer.size, self._number, "")], self._memory)
+            return self._agent.register_memory([(buffer.address, buffer.size, number, "")], memory)
         except Exception as error:
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
@@ -282,7 +278,7 @@ class NixlEndpoint(RealEndpoint):
         transfer.handle, transfer.prepared, transfer.posted = handle, prepared, posted
         if handle is not None:
             self._posted[transfer] = None
-            state = self._ask(lambda _: _again(answer), transfer)
+            state = self._ask(lambda _: _raised(answer), transfer)
             if state != "PROC" and not self.closed:
                 self._ended(transfer, state)
         elif transfer.triggered:
@@ -307,7 +303,7 @@ class NixlEndpoint(RealEndpoint):
             )
 
     def notify(self, transfer: PostedTransfer) -> None:
-        """Do nothing: the engine has delivered the notification, under the agent's name: the rank and its token."""
+        """Do nothing: the engine has delivered it, under the agent's name: the rank and its token."""
 
     # --- Source ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +311,7 @@ class NixlEndpoint(RealEndpoint):
         return self.busy() and self._progress(bool(self._inbound))
 
     def fileno(self) -> None:
-        """Return None: the engine has no descriptor."""
+        return
 
     def busy(self) -> bool:
         return bool(self._posted or self._inbound)
@@ -362,7 +358,7 @@ class NixlEndpoint(RealEndpoint):
         self.clock.call_at(self.clock.now + BEAT, self._beat, None)
 
 
-def _again(answer: str | Exception) -> str:
+def _raised(answer: str | Exception) -> str:
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -383,18 +379,6 @@ def _descriptors(agent: Any, offset: _Int64s, size: _Int64s, region: Region) -> 
     rows[:, 1] = size
     rows[:, 2] = number
     return agent.get_xfer_descs(rows, memory)
-
-
-def _on_off(value: str, name: str) -> bool:
-    if value not in ("true", "false"):
-        raise ConfigError(f"backend.options.{name} must be true or false, got {value!r}")
-    return value == "true"
-
-
-def _count(value: str, name: str) -> int:
-    if not value.isdecimal():
-        raise ConfigError(f"backend.options.{name} must be a whole number, 0 for none, got {value!r}")
-    return int(value)
 
 
 def _name(transports: set[str]) -> str:

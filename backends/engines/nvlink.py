@@ -24,7 +24,6 @@ from backends.capabilities import EngineLibrary, Variant
 from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.core.errors import ConfigError, RegistrationError, TransferFailed
-from pdsim.core.units import one_of
 
 __all__ = ["NvlinkEndpoint"]
 
@@ -41,16 +40,12 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Mapping(NamedTuple):
-    """A region of a peer and the handle that it was mapped by: memory registered anew has another handle."""
-
-    region: str
-    handle: bytes
+    region: str  # of a peer
+    handle: bytes  # that it was mapped by: memory registered anew has another
 
 
 @dataclass(eq=False)
 class _Partner:
-    """A peer's memory as this process sees it."""
-
     here: bool  # in this very process, where an address means the same
     stream: int
     handles: dict[str, bytes]  # of its regions now
@@ -83,14 +78,11 @@ class NvlinkEndpoint(RealEndpoint):
     def start_engine(self) -> str:
         options = dict(self.settings.options)
         how = options.pop("copy", "engine")
-        if options:
+        if options or how not in ("engine", "kernel"):
             raise ConfigError(
-                f"backend.options of {self.settings.name!r}: {', '.join(options)} unknown, there is copy"
+                f"backend.options of {self.settings.name!r} must be copy=engine or copy=kernel, "
+                f"got {self.settings.options}"
             )
-        try:
-            one_of("backend.options", ("engine", "kernel"), copy=how)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         self._partners: dict[bytes, _Partner] = {}  # by token
         self._gather: Gather | None = None
         if not isinstance(self.device, CudaDevice):
@@ -133,28 +125,27 @@ class NvlinkEndpoint(RealEndpoint):
             stream = self._gpu.cuda.stream() if isinstance(self.device, CudaDevice) else 0
             partner = self._partners[shared.token] = _Partner(shared.process == myself(), stream, shared.handles)
         if isinstance(self.device, CudaDevice) and not partner.here:
-            partner.starts = {
-                name: self._map(partner, _Mapping(name, shared.handles[name])) for name in shared.handles
-            }
+            regions = [_Mapping(*item) for item in shared.handles.items()]
+            for region in regions:
+                if region not in partner.mapped:
+                    try:
+                        partner.mapped[region] = self._gpu.cuda.map(region.handle)
+                    except TransferFailed as error:
+                        raise TransferFailed(
+                            f"region {region.region!r} of the peer cannot be mapped: {error}"
+                        ) from error
+            partner.starts = {region.region: partner.mapped[region] for region in regions}
         partner.handles = shared.handles
         return partner
-
-    def _map(self, partner: _Partner, what: _Mapping) -> int:
-        if what not in partner.mapped:
-            try:
-                partner.mapped[what] = self._gpu.cuda.map(what.handle)
-            except TransferFailed as error:
-                raise TransferFailed(f"region {what.region!r} of the peer cannot be mapped: {error}") from error
-        return partner.mapped[what]
 
     def forget_region(self, peer: PeerState, region: str) -> None:
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)
             partner.starts.pop(region, None)
-        for what in [what for what in partner.mapped if what.region == region]:
-            if partner.handles.get(region) != what.handle:
-                self._gpu.cuda.unmap(partner.mapped.pop(what))
+        for mapping in tuple(partner.mapped):
+            if mapping.region == region and partner.handles.get(region) != mapping.handle:
+                self._gpu.cuda.unmap(partner.mapped.pop(mapping))
 
     def _unmap_all(self, partner: _Partner) -> None:
         for address in partner.mapped.values():
@@ -206,8 +197,7 @@ class NvlinkEndpoint(RealEndpoint):
             self._unmap_all(partner)
 
     def inbound_drained(self) -> bool:
-        """Nothing that a process had given its GPU outlives it."""
-        return True
+        return True  # nothing that a process had given its GPU outlives it
 
     def stop_engine(self, idle: bool) -> None:
         if not idle or not isinstance(self.device, CudaDevice):

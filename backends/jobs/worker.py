@@ -23,7 +23,6 @@ from typing import Any
 
 from backends.base.device import HostDevice, RealDevice
 from backends.base.zmq_channel import ZmqChannel
-from backends.collectives.base import library
 from backends.collectives.real_group import RealGroups
 from backends.emulation.link import namespaces
 from backends.jobs import supervision
@@ -221,7 +220,7 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
     channel = ZmqChannel(clock, start.keys, start.bind)
     rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
     if start.collective is not None:
-        rank.groups = RealGroups(start.name, clock, device, channel, records, start.bind, start.collective, library)
+        rank.groups = RealGroups(rank, start.bind, start.collective)
     return clock, rank, records, program
 
 
