@@ -30,12 +30,8 @@ __all__ = ["FAILURES", "LARGEST", "QUEUE", "Authenticator", "Inbox", "Keys", "Zm
 LINGER_MS = 2000
 """Milliseconds for which `close` goes on sending what is queued; a live receiver takes it in microseconds."""
 
-LARGEST = 64 << 20
-"""Bytes of a message: a forward over a million tokens in pages of one has 20 MB."""
-
-QUEUE = 100_000
-"""Messages that wait at either end of a connection; a receiver that is further behind counts as gone."""
-
+LARGEST = 64 << 20  # bytes of a message: a forward over a million tokens in pages of one has 20 MB
+QUEUE = 100_000  # messages that wait at either end of a connection; a receiver that is further behind counts as gone
 FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )

@@ -29,8 +29,7 @@ SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 BUSY = 1_500_000
 """Cycles that a stream is kept busy with, some 0.8 ms, where the device alone is timed: launches fall into them."""
 
-SEGMENT = 2 << 20
-"""Bytes that reservations are rounded up to: the granularity of CUDA's virtual memory."""
+SEGMENT = 2 << 20  # bytes that reservations are rounded up to: the granularity of CUDA's virtual memory
 
 
 class _OnGpu(Library):

@@ -102,7 +102,7 @@ class _Call:
 
 
 class RealGroups:
-    """All groups of *rank*, each made when its program asks for it; messages that come before are kept until then."""
+    """All groups of *rank*, each made when its program asks for it; earlier messages are kept until then."""
 
     def __init__(self, rank: Rank, bind: str, settings: Collective) -> None:
         self.rank, self.bind, self.settings = rank, bind, settings

@@ -23,12 +23,9 @@ Int64s = npt.NDArray[np.int64]
 
 TILES = 2048
 """About how many programs a large batch is divided into: 132 multiprocessors of an H200, each with 16 at a time."""
-LEAST = 4096
-"""Bytes below which a piece is not divided."""
-WIDE = 2048
-"""Elements of 8 bytes that a program moves at a time: 4 loads of 16 bytes for each of its 256 threads."""
-NARROW = 1024
-"""The same for single bytes, where a piece is not aligned to 16."""
+LEAST = 4096  # bytes below which a piece is not divided
+WIDE = 2048  # elements of 8 bytes that a program moves at a time: 4 loads of 16 bytes for each of its 256 threads
+NARROW = 1024  # the same for single bytes, where a piece is not aligned to 16
 _SHAPE = {"WIDE": WIDE, "NARROW": NARROW, "num_warps": 8}
 
 

@@ -23,16 +23,13 @@ from pdsim.core.errors import BackendUnavailable, OutOfMemory, TransferFailed
 
 __all__ = ["HANDLE_BYTES", "SEGMENT", "Cudart", "cudart"]
 
-HANDLE_BYTES = 64
-"""Of what another process needs to map memory: CUDA_IPC_HANDLE_SIZE."""
-
+HANDLE_BYTES = 64  # of what another process needs to map memory: CUDA_IPC_HANDLE_SIZE
 SEGMENT = 2 << 20
 """Bytes that memory is allocated in.  CUDA shares whole segments of 2 MiB with other processes, so smaller pieces
 would be shared with their neighbours (CUDA C++ Programming Guide, Interprocess Communication)."""
 
 _NAMES = ("libcudart.so.13", "libcudart.so.12")
-_BATCHES_SINCE = 13000
-"""The version with this signature of cudaMemcpyBatchAsync; that of 12.8 has another."""
+_BATCHES_SINCE = 13000  # the version with this signature of cudaMemcpyBatchAsync; that of 12.8 has another
 _OUT_OF_MEMORY, _NOT_READY = 2, 600
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses tell
 _NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS, _STREAM_ORDER = 1, 2, 1, 1

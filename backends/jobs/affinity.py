@@ -15,9 +15,7 @@ from pdsim.transfer.job import RankSpec
 
 __all__ = ["LEAST", "QuickProcessor", "keep_for", "pace", "shares"]
 
-LEAST = 4
-"""Processors of a rank: for its program, its engine's threads and its driver's.  With fewer, ranks may roam."""
-
+LEAST = 4  # processors of a rank: for its program, its engine's threads and its driver's. With fewer, ranks may roam
 SLOWER = 1.3
 """Times the shortest `pace` seen, above which a processor is left: undisturbed ones differ by a tenth, those that
 share their core with somebody else's thread take 1.6 to 2.0 (docs/validation.md)."""

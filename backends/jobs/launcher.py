@@ -9,12 +9,15 @@ spoken to over a socket pair (`backends.jobs.supervision`), and its output goes 
 from __future__ import annotations
 
 import copy
+import os
 import selectors
 import signal
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
@@ -22,23 +25,21 @@ from typing import IO, Any
 from backends.base.zmq_channel import Keys, job_keys
 from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
-from backends.jobs import supervision
 from backends.jobs.affinity import shares
-from backends.jobs.child_process import ChildProcess, Spawn, spawn
+from backends.jobs.spawn import Spawn, spawn
+from backends.jobs.supervision import Alive, Done, Go, Line, Message, Moved, Start, WorkerFailed, WorkerReady
 from pdsim.core import errors
-from pdsim.core.errors import PdsimError, TransferError, TransferTimeout
+from pdsim.core.errors import MessageError, PdsimError, PeerLost, TransferError, TransferTimeout
 from pdsim.core.units import positive
 from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import NetworkLink
-from pdsim.transfer.job import Outcome, RankSpec, ranks_named
+from pdsim.transfer.job import Outcome, RankResult, RankSpec, ranks_named
 
 __all__ = ["SILENCE", "Processes"]
 
-SILENCE = 300.0
-"""Seconds after which a rank that says nothing is ended, where nothing else is asked for."""
-
-CLOSING = 10.0
-"""Seconds more that a rank may take, after its program, to close what it has open."""
+SILENCE = 300.0  # seconds after which a rank that says nothing is ended, where nothing else is asked for
+CLOSING = 10.0  # seconds more that a rank may take, after its program, to close what it has open
+TAIL = 2000  # characters of a rank's output that go into the error of a rank that died
 
 
 @dataclass
@@ -91,31 +92,21 @@ class Processes:
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
         processors, keys = shares(ranks), job_keys(names)
-        with _stoppable(), self._network() as network, _ProcessJob(self.startup, self.silence, self.progress) as job:
+        network = nullcontext() if self.link is None else joined(self.link, self.nodes)
+        with _stoppable(), network as link, _ProcessJob(self) as job:
             for spec in ranks:
-                start = self._describe(spec, keys[spec.name], network, processors.get(spec.name, []))
-                job.start(start, self._spawn(spec, network))
+                start = self._describe(spec, keys[spec.name], link, processors.get(spec.name, []))
+                job.start(
+                    start, self.spawn if link is None else _within(link.namespace(spec.place.node), self.spawn)
+                )
             job.until_ready(time.monotonic() + self.startup)
             origin = job.go(bool(restart))
-            if network is not None:
-                network.go(origin)
-            job.until_done(self.deadline, dict(kill or {}), dict(restart or {}), _signals(pause or {}))
-            if network is not None:
-                self.lateness.append(network.lateness())
+            if link is not None:
+                link.go(origin)
+            job.until_done(dict(kill or {}), dict(restart or {}), _signals(pause or {}))
+            if link is not None:
+                self.lateness.append(link.lateness())
             return job.outcome()
-
-    def _network(self) -> AbstractContextManager[EmulatedLink | None]:
-        return nullcontext() if self.link is None else joined(self.link, self.nodes)
-
-    def _spawn(self, spec: RankSpec, network: EmulatedLink | None) -> Spawn:
-        if network is None:
-            return self.spawn
-
-        def within(connection: int, output: IO[bytes]) -> Any:
-            with namespaces.entered(network.namespace(spec.place.node)):
-                return self.spawn(connection, output)
-
-        return within
 
     def using(self, engine: Engine) -> Processes:
         """Return the same machine with another *engine*."""
@@ -123,30 +114,31 @@ class Processes:
         other.engine = engine
         return other
 
-    def _posting(self, spec: RankSpec) -> int | None:
-        # On GPUs engines were measured posting from the clock's thread.
-        if self.engine.threads > 1:
-            return self.engine.threads
-        return spec.posting if spec.place.gpu is None else None
-
-    def _describe(
-        self, spec: RankSpec, keys: Keys, network: EmulatedLink | None, processors: list[int]
-    ) -> supervision.Start:
-        return supervision.Start(
+    def _describe(self, spec: RankSpec, keys: Keys, link: EmulatedLink | None, processors: list[int]) -> Start:
+        gpu, threads = spec.place.gpu, self.engine.threads
+        return Start(
             name=spec.name,
             keys=keys,
             program=spec.program,
             arguments=spec.arguments,
-            peers=[name for name in keys.public if name != spec.name],
             engine=self.engine,
-            posting=self._posting(spec),
-            bind=self.bind if network is None else network.address(spec.place.node),
-            device="" if network is None else namespaces.DEVICE,
-            capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
-            gpu=spec.place.gpu,
+            # on GPUs engines were measured posting from the clock's thread
+            posting=threads if threads > 1 else spec.posting if gpu is None else None,
+            bind=self.bind if link is None else link.address(spec.place.node),
+            device="" if link is None else namespaces.DEVICE,
+            capacity=self.device_capacity if gpu is None else self.gpu_capacity,
+            gpu=gpu,
             collective=self.collective,
             processors=processors,
         )
+
+
+def _within(namespace: int, start: Spawn) -> Spawn:
+    def within(connection: int, output: IO[bytes]) -> Any:
+        with namespaces.entered(namespace):
+            return start(connection, output)
+
+    return within
 
 
 def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[float, str, int]]:
@@ -155,17 +147,89 @@ def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[f
     return sorted([*stops, *((end, name, signal.SIGCONT.value) for name, _, end in spans)])
 
 
+class _Child:
+    """One rank's process, which is started and sent its `Start` when this is made; `stop` leaves nothing behind."""
+
+    def __init__(self, start: Start, spawn: Spawn, startup: float) -> None:
+        self.name = start.name
+        self.start, self.spawn = start, spawn  # for a restart
+        self.uri = ""  # of its channel, once it is ready
+        self.done: Done | None = None  # once the program has ended
+        self.error = ""  # why it was killed by the supervisor, or did not start
+        self.ended = False  # whether its socket is closed
+        self.seconds = 0.0  # from the job's start to its end
+        self.heard = time.monotonic()  # when something came from it last
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
+        own, other = socket.socketpair()
+        self.line = Line(own)
+        with other:
+            self._process = spawn(other.fileno(), self._output)
+        own.settimeout(startup)
+        self.send(start)
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # it has ended, or is stopped and takes nothing
+            self.line.send(message)
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived; note the end of the process when its socket closes."""
+        try:
+            messages = self.line.receive()
+        except (ConnectionError, PeerLost):
+            self.ended = True
+            return []
+        except MessageError as error:
+            self.end(f"MessageError: {error}")
+            return []
+        self.heard = time.monotonic()
+        return messages
+
+    def end(self, error: str) -> None:
+        """Kill the process because of *error*, unless it has ended."""
+        if not self.ended:
+            self.error = error
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self.line.connection.close()
+        self._output.close()
+
+    def tail(self) -> str:
+        """Return the end of what the process printed, on lines of its own."""
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - TAIL))
+        text = self._output.read().decode(errors="replace").strip()
+        return f"\n{text}" if text else ""
+
+    def result(self) -> RankResult:
+        """Return how the rank ended; a death and an error that is not pdsim's carry the end of what it printed."""
+        code = self._process.wait()
+        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+        if self.done is None:
+            return RankResult(self.name, error=self.error or f"{died or 'ended without a result'}{self.tail()}")
+        done, error = self.done, self.done.error
+        if error and error.partition(":")[0] not in errors.__all__:
+            error += self.tail()
+        elif not error and died:
+            error = f"{self.error or died} after its program had ended{self.tail()}"
+        return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)
+
+
 class _ProcessJob:
     """All children of one run; its end kills them, and then waits for them.
 
     The steps are `start` for each rank, `until_ready`, `go`, `until_done` and `outcome`.
     """
 
-    def __init__(self, startup: float, silence: float, progress: Callable[[float, int, int], None]) -> None:
-        self._startup = startup
-        self._silence = silence
-        self._progress = progress
-        self._children: list[ChildProcess] = []
+    def __init__(self, target: Processes) -> None:
+        self._target = target
+        self._children: dict[str, _Child] = {}
         self._origin = 0.0  # of the job's time, on the monotonic clock
         self._restarts = False
         self._selector = selectors.DefaultSelector()
@@ -174,102 +238,77 @@ class _ProcessJob:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for child in self._children:
-            child.kill()
-        for child in self._children:
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+        for child in self._children.values():
             child.stop()
         self._selector.close()
 
-    def start(self, start: supervision.Start, spawn: Spawn) -> None:
-        child = ChildProcess(start, spawn, self._startup)
-        self._children.append(child)
-        self._selector.register(child.connection, selectors.EVENT_READ, child)
+    def start(self, start: Start, spawn: Spawn) -> None:
+        child = self._children[start.name] = _Child(start, spawn, self._target.startup)
+        self._selector.register(child.line.connection, selectors.EVENT_READ, child)
 
     def until_ready(self, deadline: float) -> None:
-        while not all(child.uri for child in self._children):
+        while late := [child.name for child in self._children.values() if not child.uri]:
             for child, message in self._messages(deadline - time.monotonic()):
-                if isinstance(message, supervision.WorkerReady):
+                if isinstance(message, WorkerReady):
                     child.uri = message.uri
-                elif isinstance(message, supervision.WorkerFailed):
+                elif isinstance(message, WorkerFailed):
                     raise _rebuilt(child, message)
-            for child in self._children:
+            for child in self._children.values():
                 if child.ended:
                     raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
             if time.monotonic() >= deadline:
-                late = ", ".join(child.name for child in self._children if not child.uri)
-                said = f"not ready after {self._startup:g} s: {late}; give Processes a longer startup"
-                raise TransferTimeout(said)
+                raise TransferTimeout(
+                    f"not ready after {self._target.startup:g} s: {', '.join(late)}; give Processes a longer startup"
+                )
 
     def go(self, restarts: bool) -> float:
-        self._origin = time.monotonic()
-        self._restarts = restarts
-        for child in self._children:
+        self._origin, self._restarts = time.monotonic(), restarts
+        for child in self._children.values():
             child.heard = self._origin
             self._release(child)
         return self._origin
 
-    def _release(self, child: ChildProcess) -> None:
-        others = {other.name: other.uri for other in self._children if other.name != child.name}
-        with suppress(OSError):  # it has just ended
-            go = supervision.Go(self._origin, others, self._silence / 4, self._restarts)
-            supervision.send(child.connection, go)
-
-    def _again(self, old: ChildProcess) -> None:
-        # The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
-        # at once.
-        child = ChildProcess(old.start, old.spawn, self._startup)
-        self._children[self._children.index(old)] = child
-        self._selector.register(child.connection, selectors.EVENT_READ, child)
-        old.stop()
-
-    def _rejoin(self, child: ChildProcess, uri: str) -> None:
-        child.uri = uri
-        for other in self._children:
-            if other is not child and other.uri and not other.ended:
-                with suppress(OSError):  # it ends just now
-                    supervision.send(other.connection, supervision.Moved(child.name, uri))
-        self._release(child)
+    def _release(self, child: _Child) -> None:
+        others = {other.name: other.uri for other in self._children.values() if other is not child}
+        child.send(Go(self._origin, others, self._target.silence / 4, self._restarts))
 
     def until_done(
-        self,
-        deadline: float,
-        kill: dict[str, float],
-        restart: dict[str, float],
-        signals: list[tuple[float, str, int]],
+        self, kill: dict[str, float], restart: dict[str, float], signals: list[tuple[float, str, int]]
     ) -> None:
-        # One that has been silent for too long is killed, and the others find it gone.
-        while not all(child.ended for child in self._children):
+        deadline, silence = self._target.deadline, self._target.silence
+        while not all(child.ended for child in self._children.values()):
             now = time.monotonic() - self._origin
-            for child in tuple(self._children):
-                if kill.get(child.name, now + 1) <= now:
-                    del kill[child.name]
+            for name, child in tuple(self._children.items()):
+                if kill.get(name, now + 1) <= now:
+                    del kill[name]
                     child.end(f"killed by signal {signal.SIGKILL:d}, as was asked for")
+                failed = child.ended and (child.done is None or child.done.error)
                 if now >= deadline:
                     child.end(f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}")
-                elif restart.get(child.name, now + 1) <= now and child.broken:
-                    del restart[child.name]
-                    self._again(child)
+                elif restart.get(name, now + 1) <= now and failed:
+                    del restart[name]
+                    self.start(child.start, child.spawn)
+                    child.stop()
             while signals and signals[0][0] <= now:
                 _, name, number = signals.pop(0)
-                next(child for child in self._children if child.name == name).signal(number)
-            self._end_silent()
+                self._children[name].signal(number)
+            if self._silent():
+                self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
+            for child, limit in self._silent():  # the others find it gone
+                said = f"silent for {limit:g} s (its process is stopped or hangs), and killed{child.tail()}"
+                child.end(f"PeerLost: {said}")
             moments = [*kill.values(), *restart.values(), *(at for at, *_ in signals[:1])]
             wake = min([deadline, *(at for at in moments if at > now)]) if now < deadline else now + 1.0
-            self._take(max(min(wake - now, self._silence / 4), 1e-3))
+            self._take(max(min(wake - now, silence / 4), 1e-3))
 
-    def _end_silent(self) -> None:
-        if self._silent():
-            self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
-        for child, limit in self._silent():
-            said = child.tail()
-            child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
-
-    def _silent(self) -> list[tuple[ChildProcess, float]]:
+    def _silent(self) -> list[tuple[_Child, float]]:
         silent, now = [], time.monotonic()
-        for child in self._children:
-            limit = self._silence
+        for child in self._children.values():
+            limit = self._target.silence
             if not child.uri:
-                limit = max(limit, self._startup)
+                limit = max(limit, self._target.startup)
             elif child.done is not None:
                 limit += CLOSING
             if now - child.heard > limit and not child.ended and not child.error:
@@ -278,36 +317,43 @@ class _ProcessJob:
 
     def _take(self, timeout: float) -> None:
         for child, message in self._messages(timeout):
-            if isinstance(message, supervision.Done):
-                child.done = message
-                child.seconds = time.monotonic() - self._origin
-            elif isinstance(message, supervision.WorkerReady):
-                self._rejoin(child, message.uri)
-            elif isinstance(message, supervision.WorkerFailed):
+            now = time.monotonic() - self._origin
+            if isinstance(message, Done):
+                child.done, child.seconds = message, now
+            elif isinstance(message, WorkerReady):  # of one that was started again
+                child.uri = message.uri
+                for other in self._children.values():
+                    if other is not child and other.uri and not other.ended:
+                        other.send(Moved(child.name, child.uri))
+                self._release(child)
+            elif isinstance(message, WorkerFailed):
                 child.error = f"{message.kind}: {message.message}"
-            elif isinstance(message, supervision.Alive) and message.of:
-                self._progress(time.monotonic() - self._origin, message.done, message.of)
-        for child in self._children:
-            if child.ended and child.done is None and not child.seconds:
+            elif isinstance(message, Alive) and message.of:
+                self._target.progress(now, message.done, message.of)
+        for child in self._children.values():
+            if child.ended and not child.seconds:
                 child.seconds = time.monotonic() - self._origin
 
     def outcome(self) -> Outcome:
-        results = {child.name: child.result() for child in self._children}
-        done = [child.done for child in self._children if child.done is not None]
-        pools = {name: peak for message in done for name, peak in message.pools.items()}
-        seconds = max((child.seconds for child in self._children), default=0.0)
-        return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
+        children = self._children.values()
+        done = [child.done for child in children if child.done is not None]
+        return Outcome(
+            {child.name: child.result() for child in children},
+            max((child.seconds for child in children), default=0.0),
+            pools={name: peak for message in done for name, peak in message.pools.items()},
+            events=sum(message.events for message in done),
+        )
 
-    def _messages(self, timeout: float) -> Iterator[tuple[ChildProcess, supervision.Message]]:
+    def _messages(self, timeout: float) -> Iterator[tuple[_Child, Message]]:
         for key, _ in self._selector.select(max(0.0, timeout)):
-            child: ChildProcess = key.data
+            child: _Child = key.data
             for message in child.receive():
                 yield child, message
             if child.ended:
-                self._selector.unregister(child.connection)
+                self._selector.unregister(child.line.connection)
 
 
-def _rebuilt(child: ChildProcess, message: supervision.WorkerFailed) -> PdsimError:
+def _rebuilt(child: _Child, message: WorkerFailed) -> PdsimError:
     kind = getattr(errors, message.kind, None)
     if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
         return kind(message.message)

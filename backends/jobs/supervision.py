@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the supervisor and its workers: typed msgpack over a socket pair, never pickle.
 
-Each message has a length of eight bytes ahead.  The order is ``Start``, ``WorkerReady`` or ``WorkerFailed``, ``Go``,
-then ``Alive`` and ``Moved`` as often as need be, and ``Done``.
+The order is `Start`, `WorkerReady` or `WorkerFailed`, `Go`, `Alive` and `Moved` as often as need be, and `Done`.
 """
 
 from __future__ import annotations
@@ -20,23 +19,10 @@ from pdsim.hardware.costs import Collective, Engine
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import plain
 
-__all__ = [
-    "Alive",
-    "Decoder",
-    "Done",
-    "Go",
-    "Moved",
-    "Start",
-    "WorkerFailed",
-    "WorkerReady",
-    "check_plain",
-    "receive",
-    "send",
-]
+__all__ = ["Alive", "Done", "Go", "Line", "Moved", "Start", "WorkerFailed", "WorkerReady", "check_plain"]
 
-_LENGTH = struct.Struct("<Q")
-_LARGEST = 1 << 33
-"""Bytes of a message: a rank's records of twenty million transfers."""
+_LENGTH = struct.Struct("<Q")  # ahead of each message
+_LARGEST = 1 << 33  # bytes of a message: a rank's records of twenty million transfers
 
 
 class Start(msgspec.Struct, tag=True):
@@ -46,7 +32,6 @@ class Start(msgspec.Struct, tag=True):
     keys: Keys
     program: str  # ``"module:function"``
     arguments: Mapping[str, Any]
-    peers: list[str]
     engine: Engine
     posting: int | None  # as `RankSpec` has it
     collective: Collective | None
@@ -116,64 +101,61 @@ def check_plain(value: object) -> None:
     _encode(value)
 
 
-def send(connection: socket.socket, message: Message, wait: bool = True) -> None:
-    """Send *message*; a `TypeError` if it holds anything but plain data.
+class Line:
+    """One end of the *connection* between supervisor and worker."""
 
-    Without *wait* it must be a few bytes, which the kernel takes whole or, with a `BlockingIOError`, not at all.
-    """
-    payload = _encode(message)
-    whole = _LENGTH.pack(len(payload)) + payload
-    if wait:
-        connection.sendall(whole)
-    else:
-        connection.send(whole, socket.MSG_DONTWAIT)
-
-
-class Decoder:
-    """Puts messages together from the pieces that a socket delivers; one for each connection."""
-
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self._pieces = bytearray()
 
-    @property
-    def missing(self) -> int:
-        """Bytes until the next message is complete, or its length is known; at least 1."""
-        if len(self._pieces) < _LENGTH.size:
-            return _LENGTH.size - len(self._pieces)
-        (length,) = _LENGTH.unpack_from(self._pieces)
-        return max(1, _LENGTH.size + int(length) - len(self._pieces))
+    def send(self, message: Message, wait: bool = True) -> None:
+        """Send *message*; a `TypeError` if it holds anything but plain data.
 
-    def feed(self, piece: bytes) -> list[Message]:
-        """Return the messages that are complete now.  After a `MessageError` nothing more can be read."""
-        self._pieces += piece
-        messages: list[Message] = []
-        while len(self._pieces) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pieces)
-            if length > _LARGEST:
-                raise MessageError(f"a message of {length} bytes, more than {_LARGEST}")
-            end = _LENGTH.size + length
-            if len(self._pieces) < end:
-                break
-            try:
-                messages.append(_decode(memoryview(self._pieces)[_LENGTH.size : end].tobytes()))
-            except (msgspec.MsgspecError, ValueError) as error:
-                raise MessageError(f"not a message between supervisor and worker: {error}") from None
-            del self._pieces[:end]
+        Without *wait* it must be a few bytes, which the kernel takes whole or, with a `BlockingIOError`, not at all.
+        """
+        payload = _encode(message)
+        whole = _LENGTH.pack(len(payload)) + payload
+        if wait:
+            self.connection.sendall(whole)
+        else:
+            self.connection.send(whole, socket.MSG_DONTWAIT)
+
+    def receive(self, flags: int = 0) -> list[Message]:
+        """Return the messages that are here, or that one read, with *flags*, completes.
+
+        Raise `PeerLost` at the end of the connection.  After a `MessageError` nothing more can be read.
+        """
+        if not (messages := list(iter(self._take, None))):
+            self._read(flags)
+            messages = list(iter(self._take, None))
         return messages
 
+    def wait_for(self, kind: type[_Kind]) -> _Kind:
+        """Wait for one message; `receive` returns what follows it.  Raise a `TypeError` unless it is a *kind*."""
+        while (message := self._take()) is None:
+            self._read()
+        if not isinstance(message, kind):
+            raise TypeError(f"expected {kind.__name__}, got {type(message).__name__}")
+        return message
 
-def receive(connection: socket.socket, kind: type[_Kind]) -> _Kind:
-    """Wait for one message, which must be a *kind*, and leave what follows it on *connection*.
-
-    Raise `PeerLost` if the other side has gone, a `MessageError` if there is no message in what came, and a
-    `TypeError` for another kind of message.
-    """
-    decoder = Decoder()
-    while True:
-        piece = connection.recv(min(decoder.missing, 1 << 16))
+    def _read(self, flags: int = 0) -> None:
+        piece = self.connection.recv(1 << 20, flags)
         if not piece:
-            raise PeerLost("the supervisor is gone")
-        for message in decoder.feed(piece):
-            if not isinstance(message, kind):
-                raise TypeError(f"expected {kind.__name__}, got {type(message).__name__}")
-            return message
+            raise PeerLost("the other end of the connection is gone")
+        self._pieces += piece
+
+    def _take(self) -> Message | None:
+        if len(self._pieces) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._pieces)
+        if length > _LARGEST:
+            raise MessageError(f"a message of {length} bytes, more than {_LARGEST}")
+        end = _LENGTH.size + length
+        if len(self._pieces) < end:
+            return None
+        try:
+            message: Message = _decode(bytes(self._pieces[_LENGTH.size : end]))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise MessageError(f"not a message between supervisor and worker: {error}") from None
+        del self._pieces[:end]
+        return message

@@ -25,32 +25,30 @@ from backends.base.device import HostDevice, RealDevice
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.real_group import RealGroups
 from backends.emulation.link import namespaces
-from backends.jobs import supervision
 from backends.jobs.affinity import QuickProcessor
+from backends.jobs.supervision import Alive, Done, Go, Line, Moved, Start, WorkerFailed, WorkerReady, check_plain
 from backends.registry import load
 from pdsim.core.clock import WallClock
-from pdsim.core.errors import ConfigError, PdsimError
+from pdsim.core.errors import ConfigError, PdsimError, PeerLost
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Rank
 
-__all__ = ["keep_memory", "main"]
+__all__ = ["main"]
 
 SPIN_ON_GPU = 2e-3
 """Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
 
 A nap takes tens of microseconds, as long as a small copy."""
 
-COUNTED = 1.0
-"""Seconds between two counts of a rank's work: a message of 20 us then, which few transfers meet."""
-
+COUNTED = 1.0  # seconds between two counts of a rank's work: a message of 20 us then, which few transfers meet
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _MAPPED = 1 << 27, 1 << 25  # bytes; glibc allows no threshold of mmap above the second
 
 
-class Records:
-    """A `Recorder` that keeps records, in order, until the supervisor gets it with ``Done``."""
+class _Records:
+    """A `Recorder` that keeps records, in order, until the supervisor gets them; no samples, and no programs."""
 
     def __init__(self) -> None:
         self.transfers: list[TransferRecord] = []
@@ -60,61 +58,34 @@ class Records:
         self.transfers.append(record)
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        """Keep no samples."""
+        pass
 
     def inspect(self, program: object) -> None:
-        """Show nobody *program*: nobody looks into processes."""
+        pass
 
 
-class Pulse:
-    """Tells the supervisor every *interval* seconds that the clock goes, and every `COUNTED` what *rank* counts.
+class _Moves:
+    """A `Source`: tells *rank* of ranks that were started again, as the supervisor says on *line*."""
 
-    Heartbeats are events of the clock, so silence means that the clock has stopped.
-    """
-
-    def __init__(self, connection: socket.socket, rank: Rank, clock: WallClock, interval: float) -> None:
-        self._connection = connection
-        self._rank = rank
-        self._clock = clock
-        self._interval = interval
-        self._clock.call_at(self._clock.now + min(interval, COUNTED), self._beat, None)
-
-    def _beat(self, _: object) -> None:
-        read, of = self._rank.counted or (int, 0)
-        with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
-            supervision.send(self._connection, supervision.Alive(read(), of), wait=False)
-        pause = min(self._interval, COUNTED) if of else self._interval
-        self._clock.call_at(self._clock.now + pause, self._beat, None)
-
-
-class Moves:
-    """A `Source`: tells *open* of ranks that were started again, as the supervisor says on *connection*."""
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        clock: WallClock,
-        open: Callable[[Mapping[str, str]], None],  # noqa: A002
-    ) -> None:
-        self._connection = connection
-        self._clock = clock
-        self._open = open
-        self._decoder = supervision.Decoder()
+    def __init__(self, line: Line, rank: Any) -> None:
+        self._line, self._rank = line, rank
+        rank.clock.watch(self)
+        self.poll()  # what came with the word to go
 
     def poll(self) -> bool:
         try:
-            piece = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            messages = self._line.receive(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
-        if not piece:  # the supervisor is gone, and this process about to be
-            self._clock.unwatch(self)
+        except PeerLost:  # the supervisor is gone, and this process about to be
+            self._rank.clock.unwatch(self)
             return False
-        moves = [message for message in self._decoder.feed(piece) if isinstance(message, supervision.Moved)]
-        self._open({message.name: message.uri for message in moves})
+        moves = {message.name: message.uri for message in messages if isinstance(message, Moved)}
+        _open(self._rank, moves)
         return bool(moves)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._line.connection.fileno()
 
     def busy(self) -> bool:
         return False
@@ -125,65 +96,39 @@ def main() -> None:
 
     Exit code 1 is a failure to start or to close.  The supervisor has the program's own errors in ``Done``.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
-    keep_memory()
-    _die_with(os.getppid())
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    start = supervision.receive(connection, supervision.Start)
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getppid()
+    libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
+    _keep_memory(libc)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    start = line.wait_for(Start)
     try:
-        clock, rank, records, program = _prepare(start)
-        supervision.send(connection, supervision.WorkerReady(rank.channel.uri))  # type: ignore[attr-defined]
+        rank, program = _prepare(start)
+        line.send(WorkerReady(rank.channel.uri))
     except BaseException as error:
         traceback.print_exc()
-        supervision.send(connection, supervision.WorkerFailed(type(error).__name__, str(error)))
+        line.send(WorkerFailed(type(error).__name__, str(error)))
         _leave(1)
-    go = supervision.receive(connection, supervision.Go)
-    clock.origin = go.origin
+    go = line.wait_for(Go)
+    rank.clock.origin = go.origin
     _open(rank, go.uris)
     gc.collect()
     gc.freeze()  # what the libraries have made lives as long as this process: no collection need look at it again
     if go.restarts:
-        clock.watch(Moves(connection, clock, lambda uris: _open(rank, uris)))
-    Pulse(connection, rank, clock, go.alive)
-    supervision.send(connection, _run(clock, rank, records, program, start))
+        _Moves(line, rank)
+    _beat(line, rank, go.alive)
+    line.send(_run(rank, program, start.arguments))
     try:
         if rank.groups is not None:
-            rank.groups.close()  # type: ignore[attr-defined]
-        rank.endpoint.close()
-        rank.channel.close()
-        rank.device.close()  # type: ignore[attr-defined]
+            rank.groups.close()
+        for part in (rank.endpoint, rank.channel, rank.device):
+            part.close()
     except BaseException:
         traceback.print_exc()
         _leave(1)
     _leave(0)
-
-
-def _open(rank: Rank, uris: Mapping[str, str]) -> None:
-    rank.channel.open(uris)  # type: ignore[attr-defined]
-    control = _control(rank)
-    for name in uris if control is not None else ():
-        control.welcome(name)
-
-
-def _control(rank: Rank) -> Any:
-    return getattr(rank.endpoint, "control", None)
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
-
-
-def keep_memory() -> None:
-    """Have free memory stay with this process: planning 100,000 descriptors took longer to fault it in than to do.
-
-    By glibc's own rules blocks of 128 KiB and more go back to the system at once, or as soon as a few are free.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have their own ways
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def _leave(code: int) -> None:
@@ -192,14 +137,45 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
+def _keep_memory(libc: Any) -> None:
+    # Free memory stays with this process: planning 100,000 descriptors took longer to fault it in than to do.  By
+    # glibc's own rules blocks of 128 KiB and more go back to the system at once, or as soon as a few are free.
+    with suppress(AttributeError):  # other C libraries have their own ways
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+
+
+def _beat(line: Line, rank: Rank, interval: float) -> None:
+    # Every *interval* seconds the supervisor hears that the clock goes, and every `COUNTED` what the rank counts.
+    # Heartbeats are events of the clock, so silence means that the clock has stopped.
+
+    def beat(first: bool) -> None:
+        read, of = rank.counted or (int, 0)
+        if not first:
+            with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
+                line.send(Alive(read(), of), wait=False)
+        pause = min(interval, COUNTED) if of or first else interval
+        rank.clock.call_at(rank.clock.now + pause, beat, False)
+
+    beat(True)
+
+
+def _open(rank: Any, uris: Mapping[str, str]) -> None:
+    rank.channel.open(uris)
+    control = getattr(rank.endpoint, "control", None)
+    for name in uris if control is not None else ():
+        control.welcome(name)
+
+
+def _prepare(start: Start) -> tuple[Any, Any]:
+    # the `Rank` and its program
     module, _, function = start.program.partition(":")
     if start.processors:
         os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
     if start.device:
         namespaces.see_devices()
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
-    clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), Records()
+    clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), _Records()
     device = _device(clock, start)
     endpoint_class = load(start.engine.implementation)
     posting = {"posting": start.posting} if any(way.posting_threads for way in endpoint_class.variants) else {}
@@ -218,13 +194,14 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
     if start.processors:  # now that the libraries' threads run: those of a core are slow while it spins
         clock.idle = QuickProcessor(start.processors).look
     channel = ZmqChannel(clock, start.keys, start.bind)
-    rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
+    peers = tuple(name for name in start.keys.public if name != start.name)
+    rank = Rank(start.name, clock, device, endpoint, channel, records, peers)
     if start.collective is not None:
         rank.groups = RealGroups(rank, start.bind, start.collective)
-    return clock, rank, records, program
+    return rank, program
 
 
-def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
+def _device(clock: WallClock, start: Start) -> RealDevice:
     if start.gpu is None:
         return HostDevice(clock, start.capacity)
     from backends.cuda.cuda_device import CudaDevice
@@ -232,22 +209,20 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
     return CudaDevice(clock, start.gpu, start.capacity)
 
 
-def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
+def _run(rank: Any, program: Any, arguments: Mapping[str, Any]) -> Done:
     # An error that is not pdsim's own also prints its traceback, for the output of the process.
-    value, error = None, ""
+    value, error, clock, device = None, "", rank.clock, rank.device
     try:
-        value = clock.run(clock.process(program(rank, **start.arguments)))
-        supervision.check_plain(value)
+        value = clock.run(clock.process(program(rank, **arguments)))
+        check_plain(value)
     except BaseException as exception:
         if not isinstance(exception, PdsimError):
             traceback.print_exc()
         value, error = None, f"{type(exception).__name__}: {exception}"
-    device = rank.device
-    peaks = device.peak.items()  # type: ignore[attr-defined]
-    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in peaks if peak}
-    control = _control(rank)
-    refused = rank.channel.refused + (control.refused if control is not None else 0)
-    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, clock.scheduled(), refused)
+    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}
+    refused = rank.channel.refused + getattr(getattr(rank.endpoint, "control", None), "refused", 0)
+    transfers = rank.recorder.transfers
+    return Done(value, error, rank.endpoint.engine, transfers, pools, clock.scheduled(), refused)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,9 @@ from pdsim.serving.workload import Request
 
 __all__ = ["Limits", "replay"]
 
-LEAD = 0.25
-"""Seconds from the start of the clock to the first possible arrival."""
-
-AHEAD = 64 << 20
-"""Bytes of prompts that are made before they are due."""
-
-SPARE = 0.02
-"""Seconds before an arrival in which no prompt is made."""
-
+LEAD = 0.25  # seconds from the start of the clock to the first possible arrival
+AHEAD = 64 << 20  # bytes of prompts that are made before they are due
+SPARE = 0.02  # seconds before an arrival in which no prompt is made
 Prompt = Callable[[int, Request], bytes]
 
 

@@ -32,9 +32,7 @@ HOST = "127.0.0.1"
 SIDE_CHANNEL, BOOTSTRAP, INIT = 500, 900, 1300
 """From ``live.port`` to the ports of vLLM's NIXL side channels, of SGLang's bootstrap servers, and of its groups."""
 
-SPACING = 20
-"""Ports between the side channels, and between the groups, of two servers: each rank takes one."""
-
+SPACING = 20  # ports between the side channels, and between the groups, of two servers: each rank takes one
 _CONNECTORS = {
     "vllm": {"nixl": "NixlConnector", "mooncake": "MooncakeConnector", "mori": "MoRIIOConnector"},
     "sglang": {"nixl": "nixl", "mooncake": "mooncake", "mori": "mori"},

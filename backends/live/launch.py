@@ -23,15 +23,11 @@ from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["started"]
 
-LINE = 300
-"""Characters of a log's line that go into the error of a server that did not start."""
-
+LINE = 300  # characters of a log's line that go into the error of a server that did not start
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit)\b: .*")
 """The last line of a traceback, wherever an engine's logger puts it."""
 
-GRACE = 15.0
-"""Seconds that servers have to end by themselves."""
-
+GRACE = 15.0  # seconds that servers have to end by themselves
 _PR_SET_PDEATHSIG = 1
 
 

@@ -25,8 +25,7 @@ Case = Mapping[str, Any]
 Call = Callable[[], object]
 
 _FLASH = "_flash_attention_forward"  # PyTorch's FlashAttention with a causal mask that ends at the last key
-PAGE = 256
-"""Tokens of a block of the paged kernel: FlashAttention 2 takes multiples of 256."""
+PAGE = 256  # tokens of a block of the paged kernel: FlashAttention 2 takes multiples of 256
 
 
 def build(case: Case, device: str) -> list[Call]:

@@ -17,9 +17,7 @@ import torch
 
 __all__ = ["COLD", "Stopwatch", "Timing", "copies"]
 
-COLD = 192 << 20
-"""Bytes that the copies of a case's inputs have together: three times the L2 cache of an H200."""
-
+COLD = 192 << 20  # bytes that the copies of a case's inputs have together: three times the L2 cache of an H200
 Call = Callable[[], object]
 
 

@@ -24,7 +24,7 @@ from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer.job import Place, Target
 
 if TYPE_CHECKING:
-    from backends.jobs.warm_start import WarmStart
+    from backends.jobs.spawn import WarmStart
 
 __all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target"]
 
@@ -159,8 +159,8 @@ def make_target(name: str, *, required: bool = False) -> Target:
         from pdsim.sim.model import Model
 
         return Model(MACHINE, case.engine, memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
-    from backends.jobs.child_process import spawn
     from backends.jobs.launcher import Processes
+    from backends.jobs.spawn import spawn
 
     diagnosis = registry.diagnose(case.backend)
     if diagnosis.works and case.memory == "gpu":
@@ -176,7 +176,7 @@ def make_target(name: str, *, required: bool = False) -> Target:
 
 @cache
 def _warm_start() -> WarmStart:
-    from backends.jobs.warm_start import WarmStart
+    from backends.jobs.spawn import WarmStart
 
     return WarmStart(IMPORTED)
 

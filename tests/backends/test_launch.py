@@ -13,9 +13,9 @@ import pytest
 
 from backends.jobs import supervision
 from backends.jobs.affinity import EVERY, QuickProcessor, shares
-from backends.jobs.child_process import spawn
 from backends.jobs.launcher import Processes
-from backends.jobs.warm_start import WarmStart
+from backends.jobs.spawn import WarmStart, spawn
+from backends.jobs.supervision import Line
 from pdsim.core.errors import BackendUnavailable, ConfigError, MessageError, TransferError
 from pdsim.transfer.job import Place, RankSpec
 from tests.backends import programs
@@ -137,34 +137,39 @@ def test_mooncake_over_tcp_starts_with_the_variable_that_a_user_set(processes, m
 # --- messages between supervisor and workers -----------------------------------------------------------------------
 
 
-def encoded(message):
+@pytest.fixture
+def lines():
     here, there = socket.socketpair()
     with here, there:
-        supervision.send(here, message)
-        return there.recv(1 << 16)
+        yield Line(here), Line(there)
 
 
-def test_pieces_of_messages_are_put_together():
+def test_pieces_of_messages_are_put_together(lines):
+    here, there = lines
     messages = [supervision.WorkerReady(f"tcp://127.0.0.1:{port}") for port in range(5)]
-    data = b"".join(encoded(message) for message in messages)
-    decoder = supervision.Decoder()
-    assert [one for index in range(len(data)) for one in decoder.feed(data[index : index + 1])] == messages
+    for message in messages:
+        here.send(message)
+    data, received = there.connection.recv(1 << 16), []
+    for index in range(len(data)):
+        here.connection.sendall(data[index : index + 1])
+        received += there.receive()
+    assert received == messages
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\x03" + b"\0" * 7 + b"\x93\xa1\x93", b"\x01" + b"\0" * 7 + b"\xc1"])
-def test_what_is_no_message_is_refused(data):
+def test_what_is_no_message_is_refused(lines, data):
+    lines[0].connection.sendall(data)
     with pytest.raises(MessageError):
-        supervision.Decoder().feed(data)
+        lines[1].receive()
 
 
-def test_what_follows_a_message_stays_on_the_connection():
+def test_a_message_that_follows_another_is_kept(lines):
     """A rank that was told of a move with the word to go did not know where the other one was, for ever."""
-    here, there = socket.socketpair()
-    with here, there:
-        go, moved = supervision.Go(0.0, {"a": ""}, 1.0, True), supervision.Moved("a", "tcp://127.0.0.1:1")
-        here.sendall(encoded(go) + encoded(moved))
-        assert supervision.receive(there, supervision.Go) == go
-        assert supervision.Decoder().feed(there.recv(1 << 16)) == [moved]
+    go, moved = supervision.Go(0.0, {"a": ""}, 1.0, True), supervision.Moved("a", "tcp://127.0.0.1:1")
+    for message in (go, moved):
+        lines[0].send(message)
+    assert lines[1].wait_for(supervision.Go) == go
+    assert lines[1].receive() == [moved]
 
 
 # --- ranks that are forks of one process ---------------------------------------------------------------------------

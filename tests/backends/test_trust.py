@@ -16,8 +16,8 @@ import psutil
 import pytest
 import zmq
 
-from backends.jobs.child_process import spawn
 from backends.jobs.launcher import Processes
+from backends.jobs.spawn import spawn
 from experiments import serve
 from pdsim.config.compose import compose
 from pdsim.core.progress import silent

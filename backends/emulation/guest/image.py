@@ -22,8 +22,7 @@ __all__ = ["Image", "cache", "cached", "command"]
 INIT = Path(__file__).with_name("init")
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
 FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")
-DOWNLOAD = 600.0
-"""Seconds that a package may take to arrive, and any other step of the making."""
+DOWNLOAD = 600.0  # seconds that a package may take to arrive, and any other step of the making
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from backends.jobs.launcher import Processes
-from backends.jobs.warm_start import ForkedRank, become
+from backends.jobs.spawn import ForkedRank, become
 from backends.registry import load
 
 __all__ = ["fork", "main"]
 
-LATE = ("zmq.utils.monitor", "zmq.utils.z85")
-"""Modules that ranks import late, though all of them need them."""
+LATE = ("zmq.utils.monitor", "zmq.utils.z85")  # modules that ranks import late, though all of them need them
 
 
 def fork(connection: int, output: IO[bytes]) -> ForkedRank:
-    """Start a rank as `backends.jobs.child_process.spawn` does, but with all that this process has imported."""
+    """Start a rank as `backends.jobs.spawn.spawn` does, but with all that this process has imported."""
     pid = os.fork()
     return ForkedRank(pid) if pid else become(connection, output.fileno())
 

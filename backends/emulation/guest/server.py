@@ -22,8 +22,7 @@ from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["MOONCAKE", "NIXL", "Installed", "Recipe", "Server"]
 
-START = 240.0
-"""Seconds that a server may take to import everything, on an emulated processor; assumed."""
+START = 240.0  # seconds that a server may take to import everything, on an emulated processor; assumed
 
 
 class Server:

@@ -28,11 +28,8 @@ SETTINGS = {
     "ipv4/tcp_no_metrics_save": "1",  # a connection learns nothing from an earlier one
 }
 FORWARDER = Path(__file__).with_name("packet_forwarder.py")
-PATIENCE = 20.0
-"""Seconds for the packet forwarder to start, and to answer."""
-
-MANY = 0.01
-"""Share of late packets from which on what was measured is not of the link that was asked for."""
+PATIENCE = 20.0  # seconds for the packet forwarder to start, and to answer
+MANY = 0.01  # share of late packets from which on what was measured is not of the link that was asked for
 
 
 class Lateness(NamedTuple):

@@ -23,17 +23,14 @@ from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["DEVICE", "Node", "entered", "make", "see_devices"]
 
-DEVICE = "link0"
-"""The name of the TUN device in every namespace."""
-
+DEVICE = "link0"  # the name of the TUN device in every namespace
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _TUNSETIFF, _TUNSETOFFLOAD, _TUN_F_CSUM = 0x400454CA, 0x400454D0, 1
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFMTU, _SIOCSIFTXQLEN = 0x8914, 0x8916, 0x891C, 0x8922, 0x8943
-_QUEUE = 65536
-"""Packets that wait in the device, which drops what is more: above what TCP's windows let out."""
+_QUEUE = 65536  # packets that wait in the device, which drops what is more: above what TCP's windows let out
 
 
 class Node(NamedTuple):

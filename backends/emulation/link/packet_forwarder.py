@@ -27,18 +27,10 @@ from typing import Any
 
 __all__ = ["Hop", "main"]
 
-HEADER = 10
-"""Bytes in front of each packet of a TUN device: they say that its checksum is still to be made."""
-
-BURST = 64
-"""Packets that are read from a device before those that are due are looked at again."""
-
-ASKED = b"late"
-"""The supervisor's question; the answer counts packets, late ones, and the largest delay."""
-
-LATE = 1e-3
-"""Seconds after its time from which on a packet counts as late."""
-
+HEADER = 10  # bytes in front of each packet of a TUN device: they say that its checksum is still to be made
+BURST = 64  # packets that are read from a device before those that are due are looked at again
+ASKED = b"late"  # the supervisor's question; the answer counts packets, late ones, and the largest delay
+LATE = 1e-3  # seconds after its time from which on a packet counts as late
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 
 

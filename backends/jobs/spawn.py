@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are forks of a process that has imported what they need, for suites that start hundreds.
+"""How a rank's process starts: as a new Python, or as the fork of a process that has imported what ranks need.
 
-Behind a `WarmStart` is ``python -m backends.jobs.warm_start FD MODULE...``, which has no engine, no thread of
-pdsim's and nothing of the process that asks but what a start of Python would have of it.  Engines do not survive a
-fork, and a measurement does not use it: what a rank is made of should not depend on those before it.
+The second is for suites that start hundreds: behind a `WarmStart` is ``python -m backends.jobs.spawn FD MODULE...``,
+which has no engine, no thread of pdsim's and nothing of the process that asks but what a start of Python would have
+of it.  A measurement does not use it: what a rank is made of should not depend on those before it.
 """
 
 from __future__ import annotations
@@ -22,43 +22,59 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import IO, Any, NoReturn
 
-from backends.jobs import worker
-from backends.jobs.child_process import search_path
 from pdsim.core.errors import TransferError
 
-__all__ = ["ForkedRank", "WarmStart", "become"]
+__all__ = ["ForkedRank", "Spawn", "WarmStart", "become", "spawn"]
+
+Spawn = Callable[[int, IO[bytes]], Any]
+"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE = 60.0  # seconds for all that it imports, on a busy machine
 _ENDED = "the process that forks ranks has ended; start the job again"
 
 
+def _python(module: str, descriptor: int, *words: str, output: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(descriptor), *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(_search_path()), "PYTHONUNBUFFERED": "1"},
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
+    )
+
+
+def _search_path() -> list[str]:
+    return [entry or str(os.getcwd()) for entry in sys.path]  # noqa: PTH109
+
+
+def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a rank's process anew, as `Spawn` says."""
+    return _python("backends.jobs.worker", connection, output=output)
+
+
 class ForkedRank:
-    """A forked child of this process, with what `backends.jobs.child_process` uses of a `Popen`."""
+    """A forked child of this process, with what the supervisor uses of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._look(0)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _look(self, options: int) -> int | None:
+    def poll(self, options: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 def become(connection: int, output: int, ready: Callable[[], None] = lambda: None) -> NoReturn:
@@ -68,6 +84,8 @@ def become(connection: int, output: int, ready: Callable[[], None] = lambda: Non
     connection would outlive the sibling.  *ready* is called first.
     """
     try:
+        from backends.jobs import worker
+
         os.setsid()
         ready()
         os.dup2(output, 1)
@@ -84,9 +102,9 @@ def become(connection: int, output: int, ready: Callable[[], None] = lambda: Non
 
 
 class WarmStart:
-    """A `Spawn` that forks one process, which is started with the first rank and ends with this one.
+    """A `Spawn` that forks a process which has imported *modules*.
 
-    *modules* are imported there.  As a context manager it ends that process at the end of the block.
+    That is started with the first rank, and ends with this one or with the block that this is the context of.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -104,42 +122,31 @@ class WarmStart:
 
     def __call__(self, connection: int, output: IO[bytes]) -> ForkedRank:
         """Start a rank.  Raise a `TransferError` if nothing forks."""
-        line = self._line = self._line or self._started()
+        if self._line is None:
+            self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._line.settimeout(_PATIENCE)
+            with theirs:
+                self.process = _python("backends.jobs.spawn", theirs.fileno(), *self._modules, output=2)
         asked = {
-            "path": search_path(),
+            "path": _search_path(),
             "environ": {**os.environ, "PYTHONUNBUFFERED": "1"},
             "folder": os.getcwd(),  # noqa: PTH109
             "processors": sorted(os.sched_getaffinity(0)),
         }
-        answer = b""
+        answer, reason = b"", ""
         _adopt(True)  # a rank whose first parent has ended is a child of this process
         try:
-            socket.send_fds(line, [json.dumps(asked).encode()], [connection, output.fileno()])
-            answer = line.recv(64)
+            socket.send_fds(self._line, [json.dumps(asked).encode()], [connection, output.fileno()])
+            answer = self._line.recv(64)
         except OSError as error:
-            raise TransferError(f"{_ENDED} ({error})") from error
+            reason = f" ({error})"
         finally:
             _adopt(False)
-            if not answer:  # nor will it be taken for that of the next request
-                line.close()
-                self._line = None
         if not answer:
-            raise TransferError(_ENDED)
+            self._line.close()  # or a late answer would be taken for that of the next request
+            self._line = None
+            raise TransferError(_ENDED + reason)
         return ForkedRank(int(answer))
-
-    def _started(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_PATIENCE)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "backends.jobs.warm_start", str(theirs.fileno()), *self._modules],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path()), "PYTHONUNBUFFERED": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        return ours
 
 
 def _adopt(on: bool) -> None:
@@ -176,7 +183,7 @@ def _fork(asked: dict[str, Any], connection: int, output: int) -> int:
 
 def main(line: socket.socket, modules: Sequence[str]) -> None:
     """Import *modules*, and fork a rank for each request on *line*, until its other end is closed."""
-    for name in modules:
+    for name in ("backends.jobs.worker", *modules):
         import_module(name)
     gc.collect()
     gc.freeze()  # or a rank's own collection would look at all of it, and thereby copy it
