@@ -43,7 +43,7 @@ class Variant:
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
     proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
     posting_threads: bool = False  # the endpoint takes *posting*: `pdsim.transfer.job.RankSpec`
-    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.server`: it runs in the RDMA guest
+    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.engines`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
     tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # options, by suffix
     check: Callable[[Engine], Iterable[str]] | None = None  # yields reasons why a configuration is wrong

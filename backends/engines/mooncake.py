@@ -135,7 +135,7 @@ class MooncakeEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            guest="backends.emulation.guest.server:MOONCAKE",
+            guest="backends.emulation.guest.engines:MOONCAKE",
             name="rdma",
             protocol="rdma",
             environment={},

@@ -108,7 +108,7 @@ class NixlEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            guest="backends.emulation.guest.server:NIXL",
+            guest="backends.emulation.guest.engines:NIXL",
             environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
             defaults={},
             allowed=frozenset({"rc_verbs", "ud_verbs", "self"}),

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from backends.emulation.guest.engines import Server
 from backends.emulation.guest.machine import ADDRESS, DEVICE, PREFIX, GuestFailed, boot
-from backends.emulation.guest.server import Server
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]
 

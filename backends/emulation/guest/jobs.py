@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest's side of `backends.emulation.guest.server`: runs jobs, and forks their ranks, with everything imported.
+"""The guest's side of `backends.emulation.guest.engines`: forks the ranks of jobs, with everything imported.
 
 To import what a rank needs takes an emulated processor ten seconds; a fork takes none.
 

@@ -16,18 +16,18 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from backends.emulation.guest.engines import Recipe
 from backends.emulation.guest.image import cache, command
 from backends.emulation.guest.machine import DEVICE, Guest, GuestFailed
-from backends.emulation.guest.server import Server
 from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["RECIPE", "missing_requirements", "python"]
 
 WHEEL = "amd-mori==1.2.4"
-PROGRAMS = {"gcc": "gcc", "readelf": "binutils"}
+PROGRAMS = {"gcc": "gcc", "nm": "binutils"}
 NEWER = "trixie"  # Debian 13, whose C library the wheel can use
 FROM_NEWER = ("libc6", "libstdc++6", "libgcc-s1")
 FROM_HERE = (
@@ -62,22 +62,15 @@ _ENVIRONMENT = {
 }
 
 
-class _Mori:
-    """The `backends.emulation.guest.server.Recipe`."""
-
-    def server(self, guest: Guest) -> Server:
-        interpreter, libraries = python()
-        environment = {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / PAUSE)}
-        done = guest.run("bash", "-ec", _CARD, timeout=60)
-        if done.status:
-            raise GuestFailed(f"the guest's RDMA device was not given a place on a bus: {done.output}")
-        return Server(guest, "mori", "mori.io", [str(interpreter)], environment)
-
-    def missing(self, backend: str) -> str:  # noqa: ARG002 all of its backends need the same
-        return missing_requirements()
+def _prepare(guest: Guest) -> tuple[Sequence[str], Mapping[str, str]]:
+    interpreter, libraries = python()
+    done = guest.run("bash", "-ec", _CARD, timeout=60)
+    if done.status:
+        raise GuestFailed(f"the guest's RDMA device was not given a place on a bus: {done.output}")
+    return [str(interpreter)], {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / PAUSE)}
 
 
-RECIPE = _Mori()
+RECIPE = Recipe("mori", "mori.io", _prepare, lambda _: missing_requirements())
 
 
 def python() -> tuple[Path, Path]:
@@ -195,12 +188,14 @@ PAUSE = "pause.so"
 sleep until there are some.  It recognises its caller by how many events it takes at a time."""
 
 LIBRARIES = {
-    # the soname, and what every function answers
-    "libamdhip64.so.7": 100,  # hipErrorNoDevice, hip_runtime_api.h
-    "libhsa-runtime64.so.1": 0x1000,  # HSA_STATUS_ERROR, hsa.h
+    # the soname: the prefix of its functions, and what they answer
+    "libamdhip64.so.7": ("hip", 100),  # hipErrorNoDevice, hip_runtime_api.h
+    "libhsa-runtime64.so.1": ("hsa", 0x1000),  # HSA_STATUS_ERROR, hsa.h
 }
-TEXTS = ("hipGetErrorString",)  # these answer with a text
-QUIET = ("hipGetLastError",)  # there was no error before
+OTHERS = {
+    "hipGetErrorString": 'const char *hipGetErrorString(void) { return "no device: a stand-in for ROCm"; }',
+    "hipGetLastError": "int hipGetLastError(void) { return 0; }",  # there was no error before
+}
 
 SMI = """
 #include <stdbool.h>
@@ -230,44 +225,20 @@ int epoll_wait(int epoll, struct epoll_event *events, int most, int timeout) {
 
 
 def _stand_ins(packages: Path, folder: Path) -> None:
-    wanted = _wanted(packages)
-    for soname, answer in LIBRARIES.items():
-        _build(_source(wanted[soname], answer), _versions(wanted[soname]), folder / soname)
+    wheel = sorted(map(str, packages.glob("mori/**/*.so")))
+    wanted = _made("nm", "--dynamic", "--undefined-only", *wheel)
+    for soname, (prefix, answer) in LIBRARIES.items():
+        by_version: dict[str, set[str]] = defaultdict(set)
+        for name, version in re.findall(rf" U ({prefix}\w+)@(\S+)", wanted):
+            by_version[version].add(name)
+        names = sorted(set().union(*by_version.values()))
+        source = "\n".join(OTHERS.get(name, f"int {name}(void) {{ return {answer}; }}") for name in names)
+        versions = [
+            f"{version} {{ global: {'; '.join(sorted(all_of))}; }};" for version, all_of in by_version.items()
+        ]
+        _build(source, "\n".join(versions), folder / soname)
     _build(SMI, "", folder / "librocm_smi64.so.1")  # it is opened by name, and none of its functions is listed
     _build(WAIT, "", folder / PAUSE)
-
-
-def _wanted(packages: Path) -> dict[str, dict[str, set[str]]]:
-    # by library and version, the functions that the wheel takes from it
-    wanted: dict[str, dict[str, set[str]]] = {soname: defaultdict(set) for soname in LIBRARIES}
-    for library in packages.glob("mori/**/*.so"):
-        needs: dict[str, tuple[str, str]] = {}  # a library and its version, by the number that symbols name
-        soname = ""
-        for line in _made("readelf", "--wide", "--version-info", str(library)).splitlines():
-            if need := re.search(r"File: (\S+)", line):
-                soname = need[1]
-            elif version := re.search(r"Name: (\S+) +Flags: \S+ +Version: (\d+)", line):
-                needs[version[2]] = soname, version[1]
-        for line in _made("readelf", "--wide", "--dyn-syms", str(library)).splitlines():
-            if symbol := re.search(r" UND (\S+)@\S+ \((\d+)\)", line):
-                soname, version_name = needs[symbol[2]]
-                if soname in wanted:
-                    wanted[soname][version_name].add(symbol[1])
-    return wanted
-
-
-def _source(functions: dict[str, set[str]], answer: int) -> str:
-    lines = []
-    for name in sorted(set().union(*functions.values())):
-        if name in TEXTS:
-            lines.append(f'const char *{name}(void) {{ return "no device: a stand-in for ROCm"; }}')
-        else:
-            lines.append(f"int {name}(void) {{ return {0 if name in QUIET else answer}; }}")
-    return "\n".join(lines)
-
-
-def _versions(functions: dict[str, set[str]]) -> str:
-    return "".join(f"{version} {{ global: {'; '.join(sorted(names))}; }};\n" for version, names in functions.items())
 
 
 def _build(source: str, versions: str, target: Path) -> None:
