@@ -13,13 +13,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from backends.live.http import Http, RequestFailed
 from backends.live.routes import RequestRoute, RequestRow
 from pdsim.serving.workload import Request
 
-__all__ = ["Limits", "replay"]
+__all__ = ["replay"]
 
 LEAD = 0.25  # seconds from the start of the clock to the first possible arrival
 AHEAD = 64 << 20  # bytes of prompts that are made before they are due
@@ -27,28 +26,23 @@ SPARE = 0.02  # seconds before an arrival in which no prompt is made
 Prompt = Callable[[int, Request], bytes]
 
 
-class Limits(NamedTuple):
-    """A request that waits for a connection is sent late, and one that takes too long has failed."""
-
-    connections: int  # to all servers together
-    timeout: float  # seconds from a request's arrival to its end
-
-
 async def replay(
     requests: Sequence[Request],
     route: RequestRoute,
     http: Http,
     prompt: Prompt,
-    limits: Limits,
+    connections: int,
+    timeout: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[float, list[RequestRow]]:
     """Send *requests* as they arrive; return the time at which the first could arrive, and a row for each.
 
-    A request that finds all connections taken waits, and its latencies count from its arrival all the same.  Prompts
-    are made ahead, by *prompt*, in the pauses.  *progress* is called with the number of requests that have ended.
+    A request that finds all *connections* taken waits, and its latencies count from its arrival all the same; one
+    that has not ended *timeout* seconds after that has failed.  Prompts are made ahead, by *prompt*, in the pauses.
+    *progress* is called with the number of requests that have ended.
     """
     loop = asyncio.get_running_loop()
-    slots = asyncio.Semaphore(max(1, limits.connections // route.connections))
+    slots = asyncio.Semaphore(max(1, connections // route.connections))
     rows = [RequestRow() for _ in requests]
     ahead = _Ahead(requests, prompt)
     tasks: list[asyncio.Task[None]] = []
@@ -63,7 +57,7 @@ async def replay(
                 await asyncio.sleep(0)
             if (wait := start + request.arrival - loop.time()) > 0:
                 await asyncio.sleep(wait)
-            served = _one(request, rows[number], route, http, ahead.take(), slots, start, limits.timeout)
+            served = _one(request, rows[number], route, http, ahead.take(), slots, start, timeout)
             task = loop.create_task(served)
             task.add_done_callback(lambda _: progress(next(ended)))
             tasks.append(task)
@@ -127,12 +121,10 @@ class _Ahead:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     gc.collect()
-    was = gc.isenabled()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
-        if was:
-            gc.enable()
+        gc.enable()

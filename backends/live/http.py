@@ -59,45 +59,41 @@ class Http:
 
     async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
         """Return the whole answer."""
-        with _failures(server):
-            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
-                data: bytes = await response.read()
-                _check(response.status, server, data)
-                return data
+        async with self._post(server, path, body, name) as response:
+            data: bytes = await response.read()
+            return data
 
     async def events(
         self, server: LiveServer, path: str, body: bytes, name: str = ""
     ) -> AsyncIterator[tuple[float, bytes]]:
         """Yield time and data of each server-sent event up to ``[DONE]``; the time is when it was read."""
         clock = asyncio.get_running_loop().time
+        async with self._post(server, path, body, name) as response:
+            async for line in response.content:
+                if line.startswith(b"error:"):  # llama.cpp
+                    said = line[6:].decode(errors="replace").strip()[:200]
+                    raise RequestFailed(f"Error: {server.name}: {said}")
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield clock(), data
+
+    @asynccontextmanager
+    async def _post(self, server: LiveServer, path: str, body: bytes, name: str) -> AsyncIterator[Any]:
+        headers = {"X-Request-Id": name} if name else None
         with _failures(server):
-            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
+            async with self._session.post(server.url + path, data=body, headers=headers) as response:
                 if response.status != 200:
-                    _check(response.status, server, await response.read())
-                async for line in response.content:
-                    if line.startswith(b"error:"):  # llama.cpp
-                        said = line[6:].decode(errors="replace").strip()[:200]
-                        raise RequestFailed(f"Error: {server.name}: {said}")
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield clock(), data
-
-
-def _named(name: str) -> dict[str, str] | None:
-    return {"X-Request-Id": name} if name else None
-
-
-def _check(status: int, server: LiveServer, data: bytes) -> None:
-    if status == 200:
-        return
-    try:
-        said = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, ValueError):
-        said = data.decode(errors="replace")
-    raise RequestFailed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
+                    data = await response.read()
+                    try:
+                        said = msgspec.json.decode(data)
+                    except (msgspec.MsgspecError, ValueError):
+                        said = data.decode(errors="replace")
+                    because = reason(said) or "without a reason"
+                    raise RequestFailed(f"HTTP {response.status}: {server.name}: {because}")
+                yield response
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
@@ -47,7 +47,7 @@ def started(
         _await(servers, processes, folder, ready, say)
         yield processes
     finally:
-        _stop(list(processes.values()))
+        _stop(processes.values())
 
 
 def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
@@ -112,35 +112,28 @@ def _reason(folder: Path, name: str) -> str:
     return f"{(error or lines[-1])[:LINE]} (all of it in {log})"
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    # They get SIGTERM and `GRACE` seconds, then SIGKILL.
+def _stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    # They get SIGTERM and `GRACE` seconds, then SIGKILL, for two seconds.
     sessions = {process.pid for process in processes}
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
-    while _members(sessions, processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for _ in range(20):
-        left = _members(sessions, processes)
-        for pid in left:
+    force = time.monotonic() + GRACE
+    while (left := _members(sessions, processes)) and time.monotonic() < force + 2.0:
+        for pid in left if time.monotonic() > force else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not left:
-            break
         time.sleep(0.1)
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
 
 
-def _members(sessions: set[int], processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _members(sessions: set[int], processes: Collection[subprocess.Popen[bytes]]) -> list[int]:
     for process in processes:
         process.poll()
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) in sessions and fields[0] not in "ZX":

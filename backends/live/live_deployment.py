@@ -169,11 +169,12 @@ class LiveDeployment:
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
-        from backends.live.client import Limits, replay
+        from backends.live.client import replay
         from backends.live.metrics import Sampler
         from backends.live.prompts import encoded
 
         live, seed = self.config.live, self.config.seed
+        limits = live.connections, live.timeout
         key = os.environ.get(live.key_variable, "")
         vocabulary = min(live.vocabulary, int(self.config.model.hf_config.get("vocab_size", live.vocabulary)))
 
@@ -187,16 +188,15 @@ class LiveDeployment:
             names = {server.name: await _version(opened, server) for _, server in self.servers}
             route = self._route(await self._model(opened), policy)
             http = Http(opened)
-            limits = Limits(live.connections, live.timeout)
             notes = []
             if warm := _warmup(requests, live.warmup):
                 progress(0.0, "warming up")
-                _, rows = await replay(warm, route, http, lambda n, one: prompt(-1 - n, one), limits)
+                _, rows = await replay(warm, route, http, lambda n, one: prompt(-1 - n, one), *limits)
                 bad = [row.status for row in rows if row.status != "ok"]
                 notes += [f"{len(bad)} of {len(warm)} requests before the workload failed: {bad[0]}"] if bad else []
             sampler = Sampler(opened, [server for _, server in self.servers], live.sample_every)
             async with sampler:
-                start, rows = await replay(requests, route, http, prompt, limits, count)
+                start, rows = await replay(requests, route, http, prompt, *limits, count)
         samples = [replace(sample, time=sample.time - start) for sample in sampler.samples]
         _write_samples(self.folder / METRICS, samples)
         notes += [f"{name} was started again while it was measured" for name in sampler.restarted]

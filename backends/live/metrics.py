@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ __all__ = ["Histogram", "MetricSample", "Page", "Sampler", "difference", "parse"
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _BOUND = re.compile(r'(?:^|,)le="([^"]*)"')
-_HISTOGRAM = ("_bucket", "_sum", "_count")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ class Histogram:
 class Page:
     """One reading of a server's metrics, each summed over its labels."""
 
-    gauges: Mapping[str, float] = field(default_factory=dict)  # values of the moment, such as running requests
-    counters: Mapping[str, float] = field(default_factory=dict)  # since the start, with and without ``_total``
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)  # since the start
+    gauges: dict[str, float] = field(default_factory=dict)  # values of the moment, such as running requests
+    counters: dict[str, float] = field(default_factory=dict)  # since the start, with and without ``_total``
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # since the start
 
 
 def parse(text: str) -> Page:
@@ -88,22 +87,16 @@ def parse(text: str) -> Page:
                 into[at] = into.get(at, 0.0) + value
             else:
                 numbers[name] = numbers.get(name, 0.0) + value
-    histograms = {
-        name: Histogram(numbers.get(f"{name}_sum", 0.0), numbers.get(f"{name}_count", 0.0), buckets.get(name, {}))
-        for name, kind in kinds.items()
-        if kind == "histogram"
-    }
-    return Page(
-        {name: numbers[name] for name, kind in kinds.items() if kind == "gauge" and name in numbers},
-        {
-            whole: numbers[whole]
-            for name, kind in kinds.items()
-            if kind == "counter"
-            for whole in (name, f"{name}_total")
-            if whole in numbers
-        },
-        histograms,
-    )
+    page = Page({}, {}, {})
+    for name, kind in kinds.items():
+        if kind == "histogram":
+            total, count = (numbers.get(f"{name}_{part}", 0.0) for part in ("sum", "count"))
+            page.histograms[name] = Histogram(total, count, buckets.get(name, {}))
+        elif kind == "gauge" and name in numbers:
+            page.gauges[name] = numbers[name]
+        elif kind == "counter":
+            page.counters.update({key: numbers[key] for key in (name, f"{name}_total") if key in numbers})
+    return page
 
 
 def difference(before: Page, after: Page) -> Page:
@@ -166,33 +159,24 @@ class Sampler:
             await self._read()
 
     async def _read(self) -> None:
-        await asyncio.gather(*(self._read_one(server) for server in self._servers))
+        await asyncio.gather(*map(self._read_one, self._servers))
 
     async def _read_one(self, server: LiveServer) -> None:
         import aiohttp
 
         now = asyncio.get_running_loop().time()
         try:
-            async with (
-                asyncio.timeout(5.0),
-                self._session.get(f"{server.url}/metrics") as response,
-            ):
+            async with asyncio.timeout(5.0), self._session.get(f"{server.url}/metrics") as response:
                 if response.status != 200:
                     return
                 page = parse(await response.text())
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
             return
         before = self.last.get(server.name, Page()).counters
-        if server.name not in self.restarted and any(
-            page.counters.get(key, 0.0) < was for key, was in before.items()
-        ):
+        fell = any(page.counters.get(key, 0.0) < was for key, was in before.items())
+        if fell and server.name not in self.restarted:
             self.restarted.append(server.name)
         self.last[server.name] = page
-        self.samples += [MetricSample(now, server.name, *item) for item in _moving(page)]
-
-
-def _moving(page: Page) -> Iterator[tuple[str, float]]:
-    for numbers in (page.gauges, page.counters):
-        for name, value in numbers.items():
+        for name, value in (*page.gauges.items(), *page.counters.items()):
             if ":" in name and not name.endswith("_created") and math.isfinite(value):
-                yield name, value
+                self.samples.append(MetricSample(now, server.name, name, value))

@@ -63,16 +63,9 @@ def trace(observed: list[Observed]) -> str:
     Prompts are unknown, so no two share a prefix; a request that failed before its first token asks for one.
     """
     start = observed[0].arrival
-    rows = (
-        {
-            "timestamp": round((one.arrival - start) * 1e3, 3),
-            "input_length": one.input,
-            "output_length": max(1, one.output),
-            "hash_ids": [],
-        }
-        for one in observed
-    )
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    rows = ((round((one.arrival - start) * 1e3, 3), one.input, max(1, one.output), []) for one in observed)
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
 
 
 def served(observed: list[Observed], source: str) -> tuple[list[Request], Served]:
@@ -105,10 +98,8 @@ def _vllm_bench(text: str) -> Iterator[Observed]:
     if "start_times" not in log:
         raise ValueError("no start_times, without which arrivals are unknown: save it with --save-detailed")
     errors = log.get("errors") or [""] * len(log["ttfts"])
-    columns = zip(
-        log["start_times"], log["input_lens"], log["output_lens"], log["ttfts"], log["itls"], errors, strict=True
-    )
-    for start, given, came, ttft, gaps, error in columns:
+    columns = [log[name] for name in ("start_times", "input_lens", "output_lens", "ttfts", "itls")]
+    for start, given, came, ttft, gaps, error in zip(*columns, errors, strict=True):
         if error or not came:
             yield Observed(start, given, came, None, None, status=f"Error: {error or 'no tokens'}")
         else:

@@ -229,7 +229,7 @@ def _stand_ins(packages: Path, folder: Path) -> None:
     wanted = _made("nm", "--dynamic", "--undefined-only", *wheel)
     for soname, (prefix, answer) in LIBRARIES.items():
         by_version: dict[str, set[str]] = defaultdict(set)
-        for name, version in re.findall(rf" U ({prefix}\w+)@(\S+)", wanted):
+        for name, version in re.findall(rf" U (_*{prefix}\w+)@(\S+)", wanted):
             by_version[version].add(name)
         names = sorted(set().union(*by_version.values()))
         source = "\n".join(OTHERS.get(name, f"int {name}(void) {{ return {answer}; }}") for name in names)
