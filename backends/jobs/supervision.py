@@ -125,9 +125,10 @@ class Line:
 
         Raise `PeerLost` at the end of the connection.  After a `MessageError` nothing more can be read.
         """
-        if not (messages := list(iter(self._take, None))):
+        messages: list[Message] = list(iter(self._take, None))
+        if not messages:
             self._read(flags)
-            messages = list(iter(self._take, None))
+            messages += iter(self._take, None)
         return messages
 
     def wait_for(self, kind: type[_Kind]) -> _Kind:

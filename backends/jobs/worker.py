@@ -162,9 +162,9 @@ def _beat(line: Line, rank: Rank, interval: float) -> None:
 
 def _open(rank: Any, uris: Mapping[str, str]) -> None:
     rank.channel.open(uris)
-    control = getattr(rank.endpoint, "control", None)
-    for name in uris if control is not None else ():
-        control.welcome(name)
+    if control := getattr(rank.endpoint, "control", None):
+        for name in uris:
+            control.welcome(name)
 
 
 def _prepare(start: Start) -> tuple[Any, Any]:

@@ -63,8 +63,8 @@ def trace(observed: list[Observed]) -> str:
     Prompts are unknown, so no two share a prefix; a request that failed before its first token asks for one.
     """
     start = observed[0].arrival
-    rows = ((round((one.arrival - start) * 1e3, 3), one.input, max(1, one.output), []) for one in observed)
     names = "timestamp", "input_length", "output_length", "hash_ids"
+    rows = [(round((one.arrival - start) * 1e3, 3), one.input, max(1, one.output), ()) for one in observed]
     return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
 
 

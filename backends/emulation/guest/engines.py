@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import registry
+from backends.capabilities import Variant
 from backends.emulation.guest import machine
 from backends.emulation.guest.machine import DEVICE, PATIENCE, Guest, GuestFailed, boot
 from backends.jobs.launcher import SILENCE
@@ -198,7 +199,7 @@ def missing_requirements(backend: str) -> str:
     return "; ".join(filter(None, [machine.missing_requirements(), recipe.missing(backend)]))
 
 
-def _recipe(ways: Sequence[registry.Variant]) -> Recipe | None:
+def _recipe(ways: Sequence[Variant]) -> Recipe | None:
     reference = next((way.guest for way in ways if way.guest), "")
     if not reference:
         return None
