@@ -266,6 +266,11 @@ class _KnownPeers:
 
     # --- notes of peers --------------------------------------------------------------------------------------------
 
+    def on_notify(self, line: PeerLine, body: list[bytes]) -> None:
+        if len(body) != 1:
+            raise MessageError(f"{len(body)} fields in a notification, need one")
+        self._endpoint.notifications.put(Notification(line.name, body[0]))
+
     def on_connected(self, line: PeerLine, body: list[bytes]) -> None:
         (epoch,) = fields(body, int)
         names = [name.encode() for name, when in self._withdrawn.items() if when > epoch]
@@ -364,7 +369,7 @@ class RealEndpoint(ABC):
         self.transfers = _TransferAccount(self)
         self.known = _KnownPeers(self)
         self.handlers: dict[bytes, Handler] = {  # of notes of peers, by kind; `start_engine` may add some
-            _NOTIFY: self._on_notify,
+            _NOTIFY: self.known.on_notify,
             _CONNECTED: self.known.on_connected,
             _WITHDRAWN: self.known.on_withdrawn,
             _WITHDRAW: self.known.on_withdraw,
@@ -435,11 +440,6 @@ class RealEndpoint(ABC):
     def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
-
-    def _on_notify(self, line: PeerLine, body: list[bytes]) -> None:
-        if len(body) != 1:
-            raise MessageError(f"{len(body)} fields in a notification, need one")
-        self.notifications.put(Notification(line.name, body[0]))
 
     def on_lost(self, line: PeerLine) -> None:
         """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
