@@ -19,7 +19,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import Positive, PositiveInt
 from pdsim.results import schema
-from pdsim.results.record import Metric, Result, commit
+from pdsim.results.record import Metric, Result, Table, commit
 from pdsim.serving.workload import Request, draw
 from pdsim.sim.model import Model
 from pdsim.validation.loads import (
@@ -33,7 +33,7 @@ from pdsim.validation.loads import (
     quantiles,
     tables,
     within,
-)
+)  # fmt: skip
 from pdsim.validation.sealed import EXPECTED, MEASURED, adopt, keep, read, seal
 
 if TYPE_CHECKING:
@@ -49,30 +49,22 @@ KEEPS_FILES = True
 Parts = Mapping[str, Sequence[Request]]
 """Requests by the name of their part, each part from time 0 on."""
 
-REST = 20.0
-"""Seconds between the last arrival of a part and the next part: nothing of one is under way in the other."""
+REST = 20.0  # seconds between the last arrival of a part and the next part: nothing is under way in both
+APART = 5.0  # seconds between two single requests: none finds another under way
 
 WARMUP = "warmup-"
 """How the names of parts begin that are not judged, but leave their traces: pages in another order."""
-
-APART = 5.0
-"""Seconds between two single requests: none finds another under way."""
 
 REQUESTS, OBSERVED = "requests.parquet", "observed"
 """The file of a run whose requests are one load, and the name of that."""
 
 _DEPLOYMENTS = {"pair": "disaggregated", "colocated": "colocated"}
-_CONTENTS = 1_000_000
-"""First block number of prompts, beyond those that traces have."""
+_CONTENTS = 1_000_000  # first block number of prompts, beyond those that traces have
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateLiveOptions(ExperimentOptions):
-    """What is run, and how far off it may be; each key's comment says what it means.
-
-    Raise a `ValueError` that names the key: a share of the rate that is not positive, fewer than
-    one of anything, bounds of a metric that is not compared, or both *expected* and *stored*.
-    """
+    """What is run, and how far off it may be."""
 
     name: str = "validate_live"
     lengths: tuple[PositiveInt, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
@@ -99,9 +91,7 @@ class ValidateLiveOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    Raises:
-        ConfigError: There is nothing to measure with, a file was changed, or predictions are of
-            other requests.
+    Raise a `ConfigError` for nothing to measure with, a file that was changed, or predictions of other requests.
     """
     options = ValidateLiveOptions.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
@@ -112,7 +102,12 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     if options.stored:
         _take(config, options, folder, progress)
     elif options.expected:
-        _adopt(config, options, folder)
+        made = adopt(Path(options.expected), folder, "requests", "predicted")
+        if made["requests"] != _listed(_parts(config, options)):
+            raise ConfigError(
+                f"experiment.expected={options.expected} has predictions of other requests than these; give the "
+                "workload, seed, experiment.lengths, singles and loads that it was made with"
+            )
     else:
         _expect(config, _parts(config, options), folder, progress)
     if options.predict == "only":
@@ -132,34 +127,25 @@ def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
     return every
 
 
+def _listed(parts: Parts) -> dict[str, list[list[float]]]:
+    return {name: [[one.arrival, one.input, one.output] for one in own] for name, own in parts.items()}
+
+
 def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) -> None:
     rows = predicted(replace(config, target="model"), parts, progress)
     content = {
         "kind": "serving",
         "commit": commit(),
         "config": as_written(config),
-        "requests": {name: [[one.arrival, one.input, one.output] for one in own] for name, own in parts.items()},
+        "requests": _listed(parts),
         "predicted": {name: quantiles(own) for name, own in rows.items() if not name.startswith(WARMUP)},
     }
     keep(folder / EXPECTED, seal(content))
 
 
-def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
-    source = Path(options.expected)
-    made = adopt(source, folder, "requests", "predicted")
-    now = {
-        name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()
-    }
-    if made["requests"] != now:
-        raise ConfigError(
-            f"experiment.expected={source} has predictions of other requests than these; give the workload, seed, "
-            "experiment.lengths, singles and loads that it was made with"
-        )
-
-
 def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: ShowProgress) -> None:
-    # A folder of ``validate_live`` has predictions and measurements; one of a live or observed run
-    # has requests alone, which are predicted here.  Raise a `ConfigError` for any other.
+    # A folder of ``validate_live`` has predictions and measurements; one of a live or observed run has requests
+    # alone, which are predicted here.
     source = Path(options.stored)
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
         _take_run(config, source, folder, progress)
@@ -170,17 +156,15 @@ def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: 
         read(source / name, key)  # refuses what was changed, and what is of transfers
         keep(folder / name, (source / name).read_bytes())
     if options.predict == "now":
-        requests = read(source / EXPECTED)["requests"]
-        parts = {name: [Request(*one) for one in own] for name, own in requests.items()}
-        _expect(config, parts, folder, progress)
+        requests = read(source / EXPECTED)["requests"].items()
+        _expect(config, {name: [Request(*one) for one in own] for name, own in requests}, folder, progress)
 
 
 def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress) -> None:
     rows = schema.read_table(source / REQUESTS).to_pylist()
     names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
-    _expect(
-        config, {OBSERVED: [Request(row["arrival"], row["input"], row["output"]) for row in rows]}, folder, progress
-    )
+    requests = [Request(row["arrival"], row["input"], row["output"]) for row in rows]
+    _expect(config, {OBSERVED: requests}, folder, progress)
     run = {OBSERVED: [{name: row[name] for name in names} for row in rows]}
     content = {"expectations": read(folder / EXPECTED)["sha256"], "servers": {}, "runs": [run]}
     keep(folder / MEASURED, seal(content))
@@ -189,9 +173,8 @@ def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress
 def _measure(
     config: Config, options: ValidateLiveOptions, target: LiveDeployment, folder: Path, progress: ShowProgress
 ) -> list[str]:
-    # Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of
-    # prompts differ from run to run, so that a server which caches prefixes has none of them.  The
-    # file is written anew after each part, so that a run that is ended early leaves what it had.
+    # Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of prompts differ
+    # from run to run, for a server may cache prefixes.  A run that is ended early leaves what it had.
     expected = read(folder / EXPECTED)
     runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
     failures: list[str] = []
@@ -215,7 +198,6 @@ def _measure(
     for done, (number, name) in enumerate(turns):
         progress(done / len(turns), name)
         first, sent = sent, sent + len(expected["requests"][name])
-        # contents of their own, for a server may keep those of an earlier run
         rows = enumerate(expected["requests"][name], _CONTENTS)
         requests = [Request(at, given, wanted, None, (first + n,)) for n, (at, given, wanted) in rows]
         alone = name.startswith((SINGLE, WARMUP))
@@ -227,11 +209,9 @@ def _measure(
 
 def _predictions(folder: Path) -> Result:
     made: Quantiles = read(folder / EXPECTED)["predicted"]
-    shown = replace(tables(compare(made, [made]))[0], title="Predicted")
-    keeps = [name for name in shown.columns if name in ("load", "metric", "predicted ms")]
-    shown = replace(
-        shown, columns={name: shown.columns[name] for name in keeps}, rows=[row[:3] for row in shown.rows]
-    )
+    whole = tables(compare(made, [made]))[0]
+    columns = dict(list(whole.columns.items())[:3])  # load, metric and prediction
+    shown = Table("Predicted", columns, [row[:3] for row in whole.rows])
     return Result(summary=(Metric("parts", len(made), "loads, and lengths of single requests"),), tables=[shown])
 
 

@@ -115,7 +115,8 @@ def spread(sets: Sequence[ProcessSet]) -> Floats:
     for one in sets:
         for row in one.rows:
             if row.blocks < 1024:
-                times.setdefault((one.host, *row.key), []).append(float(np.log(row.seconds)))
+                key = one.host, row.operation, row.layout, row.blocks, row.size, row.concurrency
+                times.setdefault(key, []).append(float(np.log(row.seconds)))
     others = [(log, logs[:index] + logs[index + 1 :]) for logs in times.values() for index, log in enumerate(logs)]
     return np.array([abs(np.expm1(np.mean(rest) - log)) for log, rest in others])
 

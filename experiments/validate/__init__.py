@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.validate.design import Design, DesignPart, parts
-from experiments.validate.steps import adopt, ahead, check_same, design_of, expect, measure, take
+from experiments.validate.steps import adopt, check_same, design_of, expect, measure, take
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
@@ -25,7 +26,6 @@ from pdsim.transfer.job import Target
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
 from pdsim.validation.verdicts import (
     Bound,
-    Class,
     Compared,
     by_class,
     by_decade,
@@ -33,7 +33,7 @@ from pdsim.validation.verdicts import (
     metrics,
     prediction_table,
     tables,
-)
+)  # fmt: skip
 
 __all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "run"]
 
@@ -47,11 +47,7 @@ PREDICTING = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How large absolute errors may be, relative but for ``small``.
-
-    Pairs of less than ``large`` bytes are a class of their own, with a bound in seconds: what adds a little to every
-    transfer is much of a short one.
-    """
+    """How large absolute errors may be, relative but for ``small``: a little time is much of a short transfer."""
 
     pair: Positive = 0.05  # median of the errors of a pair's transfers
     pair_p95: Positive = 0.15  # 95th percentile of the same
@@ -88,13 +84,8 @@ class ValidateOptions(Design):
 def run(config: Config, target: Target, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with
-    ``expected`` the predictions are those of an earlier run.  A part that cannot be run here is
-    left out, with a note; a class whose error exceeds its bound is a failure of the run.
-
-    Raises:
-        ConfigError: A design that cannot be run, a file that was changed, or nothing to measure
-            with.
+    A part that cannot be run here is left out, with a note; a class whose error exceeds its bound is a failure.
+    Raise a `ConfigError` for a design that cannot be run, a file that was changed, or nothing to measure with.
     """
     options = ValidateOptions.of(config)
     notes: list[str] = []
@@ -117,13 +108,6 @@ def bounds(options: ValidateOptions) -> dict[str, Bound]:
     most = options.bounds
     pair = Bound(most.pair, most.pair_p95)
     return {"pair": pair, "small": Bound(seconds=most.small), "": Bound(most.other)}
-
-
-def _small(each: Compared, large: float) -> Compared:
-    value = each.predicted
-    if not value.group.startswith("pair") or value.nbytes >= large:
-        return each
-    return replace(each, predicted=replace(value, group=f"small {value.group}"))
 
 
 def _take(config: Config, options: ValidateOptions, folder: Path, progress: ShowProgress) -> None:
@@ -180,7 +164,10 @@ def _compared(
         values_in(expected, "expected", str(folder / EXPECTED)),
         values_in(measured, "measured", str(folder / MEASURED)),
     )
-    both = [_small(each, options.bounds.large) for each in both]
+    for index, each in enumerate(both):
+        if each.predicted.group.startswith("pair") and each.predicted.nbytes < options.bounds.large:
+            small = replace(each.predicted, group=f"small {each.predicted.group}")
+            both[index] = replace(each, predicted=small)
     classes = by_class(both, bounds(options), config.seed)
     shown = tables(classes, by_decade(both, config.seed))
     before = measured["expectations"] == expected["sha256"]
@@ -189,29 +176,29 @@ def _compared(
     missing = len(expected["expected"]) - len(both)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
     _write_parquet(folder / TABLE, both)
-    beyond = [each for each in classes if each.beyond]
-    failures += [f"{each.name}: error beyond its bound, median {_judged(each)}{_left(each)}" for each in beyond]
+    for wrong in (each for each in classes if each.beyond):
+        absolute = wrong.bound is not None and wrong.bound.seconds is not None and wrong.seconds is not None
+        error = f"{(wrong.seconds or 0.0) * 1e3:.2f} ms" if absolute else f"{wrong.median:.1%}"
+        left = f", of which jobs that differ make {wrong.floor.median:.1%}" if wrong.floor else ""
+        failures.append(f"{wrong.name}: error beyond its bound, median {error}{left}")
     return Result(
         summary=metrics(both, classes),
         tables=shown,
         failures=failures,
-        notes=[
-            *notes,
-            f"pictures and every point: pdsim report; predictions: {EXPECTED}, {expected['sha256'][:16]}",
-        ],
+        notes=[*notes, f"pictures and every point: pdsim report; predictions: {_named(expected)}"],
     )
-
-
-def _left(each: Class) -> str:
-    return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
 
 
 def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    span = ahead(expected, measured["began"])
+    ahead = datetime.fromisoformat(measured["began"]) - datetime.fromisoformat(expected["written"])
     return (
-        f"predicted at {expected['written']}, {span} before the first transfer, at commit {expected['commit']} with "
-        f"calibration {expected['calibration']}"
+        f"predicted at {expected['written']}, {timedelta(seconds=int(ahead.total_seconds()))} before the first "
+        f"transfer, at commit {expected['commit']} with calibration {expected['calibration']}"
     )
+
+
+def _named(expected: Mapping[str, Any]) -> str:
+    return f"{EXPECTED}, {expected['sha256'][:16]}"
 
 
 def _predictions(folder: Path, notes: Sequence[str]) -> Result:
@@ -220,14 +207,8 @@ def _predictions(folder: Path, notes: Sequence[str]) -> Result:
     return Result(
         summary=[Metric("points", len(values), "quantities that are predicted")],
         tables=[prediction_table(values)],
-        notes=[*notes, f"nothing was measured; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+        notes=[*notes, f"nothing was measured; predictions: {_named(expected)}"],
     )
-
-
-def _judged(each: Class) -> str:
-    if each.bound is None or each.bound.seconds is None or each.seconds is None:
-        return f"{each.median:.1%}"
-    return f"{each.seconds * 1e3:.2f} ms"
 
 
 def _write_parquet(path: Path, both: Sequence[Compared]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `experiments.validate` runs: other experiments, on points that no calibration has seen.
 
-Options left unset default by the number of ranks.  A class (`CLASSES`) is what errors are stated for; a part is one
-experiment, which may serve several.  Prediction and measurement run the same parts with the same options.
+A class (`CLASSES`) is what errors are stated for; a part is one experiment, which may serve several.  Prediction and
+measurement run the same parts with the same options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.exchange import region_bytes
@@ -24,13 +24,11 @@ from pdsim.transfer.job import Target
 
 __all__ = ["CLASSES", "POINTS", "Design", "DesignPart", "parts"]
 
-ErrorClass = Annotated[str, "one of pair, read, contention, handoff, metadata, allgather, serve"]
 CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
 POINTS = "points.csv"
 """The file of a validation that its transfers are read from."""
 
-HOSTED = 4
-"""How many ranks a point has at most where there are no GPUs to count."""
+HOSTED = 4  # ranks of a point, most, where there are no GPUs to count
 
 MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 """Ranks of prefill and decode that hand over: with eight ranks and more, and with fewer."""
@@ -52,22 +50,11 @@ class Design(ExperimentOptions):
     size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
     blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)  # of a pair; fewer than 20 points have no 95th percentile
     limit: Size = 0  # bytes of a transfer, most; 0 is 512 MiB between GPUs, and 64 MiB on hosts
-    patterns: tuple[str, ...] = (  # of contention; those with more ranks than there are GPUs are left out
-        "pairs:2",
-        "pairs:4",
-        "bidirectional",
-        "bidirectional:4",
-        "incast:2",
-        "incast:3",
-        "incast:7",
-        "fanout:2",
-        "fanout:3",
-        "fanout:7",
-        "cross:2x2",
-        "cross:4x4",
-        "alltoall:4",
-        "alltoall:8",
-    )
+    # of contention; those with more ranks than there are GPUs are left out
+    patterns: tuple[str, ...] = (
+        "pairs:2", "pairs:4", "bidirectional", "bidirectional:4", "incast:2", "incast:3", "incast:7", "fanout:2",
+        "fanout:3", "fanout:7", "cross:2x2", "cross:4x4", "alltoall:4", "alltoall:8",
+    )  # fmt: skip
     contended: tuple[Size, ...] = (98304, 6291456, 50331648)  # block sizes of those
     contended_blocks: tuple[int, ...] = (1, 37)  # blocks of those
     tokens: tuple[int, ...] = ()  # of handoffs; empty is 512, 2048, 8192 between GPUs, and 128, 512 on hosts
@@ -83,9 +70,9 @@ class Design(ExperimentOptions):
     jobs: int = 0  # ranks are started anew, the mean counts; a third for handoffs and serve; 0 is 9, and 3 on hosts
 
     def sized(self, gpus: int) -> Self:
-        """Return the design with what was left out chosen for a machine of *gpus* GPUs: without any, for minutes.
+        """Return the design with what was left out chosen for a machine of *gpus* GPUs.
 
-        Hosts move bytes at a hundredth of the rate of GPUs: what takes these five minutes would take hours.
+        Hosts, without any, move bytes at a hundredth of their rate: what takes GPUs five minutes would take hours.
         """
         return replace(
             self,
@@ -107,10 +94,7 @@ class DesignPart(NamedTuple):
         return self.options.name
 
     def jobs(self, most: int) -> int:
-        """Return in how many jobs it is run: *most*, or a third of that.
-
-        A third for what takes long, handoffs and `serve`; at least one.
-        """
+        """Return in how many jobs it is run: *most*, or a third for what takes long, handoffs and `serve`."""
         return most if self.experiment in ("transfer", "allgather") else max(1, most // 3)
 
     def config(self, config: Config) -> Config:
@@ -140,15 +124,10 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         # which take longer to fill and to compare than to transfer
         yield DesignPart(
             transfer.TransferOptions(
-                points=str(folder / POINTS),
-                repeat=design.repeat,
-                volume=design.volume,
-                warmup=10,
-                placement=design.placement,
-                order="shuffled",
-                verify=False,
+                points=str(folder / POINTS), repeat=design.repeat, volume=design.volume, warmup=10,
+                placement=design.placement, order="shuffled", verify=False,
             )
-        )
+        )  # fmt: skip
     yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
     if "allgather" in design.classes and config.collective is not None:
         yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
@@ -160,34 +139,24 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
     # Metadata is handed over between equal ranks, by the engine and by TCP.
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
-    placement = "packed" if not gpus or gpus >= most else "sides"
+    options = handoff.HandoffOptions(placement="packed" if not gpus or gpus >= most else "sides", verify=False)
+    jobs = DesignPart(options).jobs(design.jobs)  # which share the repeats
+
+    def part(repeat: int, **more: Any) -> DesignPart:
+        return DesignPart(replace(options, repeat=-(-max(4, repeat) // jobs), **more))
+
     equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
+    unequal = tuple(way for way in ways if way not in equal)
     if "handoff" in design.classes:
-        few = handoff.HandoffOptions(
-            placement=placement, verify=False, repeat=_share(design, max(4, design.repeat // 4))
-        )
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         if whole := tuple(ways) if config.policy.staging else equal:
-            yield DesignPart(replace(few, tokens=tokens, tp=whole, paths=("staged",)))
-        unequal, sliced = tuple(way for way in ways if way not in equal), _sliced(config, design, tokens, notes)
+            yield part(design.repeat // 4, tokens=tokens, tp=whole, paths=("staged",))
+        sliced = _sliced(config, design, tokens, notes)
         if unequal and sliced:
-            yield DesignPart(replace(few, tokens=sliced, tp=unequal, paths=("sliced",)))
+            yield part(design.repeat // 4, tokens=sliced, tp=unequal, paths=("sliced",))
     if "metadata" in design.classes:
-        yield DesignPart(
-            handoff.HandoffOptions(
-                tokens=design.short,
-                tp=(*equal, *ways)[:1],
-                paths=("sliced",),
-                metadata=("data", "control"),
-                repeat=_share(design, max(4, design.repeat)),
-                placement=placement,
-                verify=False,
-            )
-        )
-
-
-def _share(design: Design, repeat: int) -> int:
-    return -(-repeat // DesignPart(handoff.HandoffOptions()).jobs(design.jobs))
+        first, both = (*equal, *ways)[:1], ("data", "control")
+        yield part(design.repeat, tokens=design.short, tp=first, paths=("sliced",), metadata=both)
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
@@ -218,23 +187,21 @@ def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> lis
     small = [pattern for pattern in contention if len(names(TransferPoint(pattern, 1, 1, 1).flows(HOSTED))) <= most]
     if left := [pattern for pattern in contention if pattern not in small]:
         notes.append(f"left out, with more than {most} ranks: {', '.join(left)}")
-    points = [*_pairs(design), *_contended(design, small)]
+    operations = [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]
+    points = [
+        TransferPoint("pair", blocks, size, 1, operation)
+        for operation in operations
+        for size in design.size
+        for blocks in design.blocks
+    ]
+    points += [
+        TransferPoint(pattern, blocks, size, 1)
+        for pattern in small
+        for size in design.contended
+        for blocks in design.contended_blocks
+    ]
+    points = [point for point in points if point.blocks * point.size <= design.limit]
     return _fitting(config, design, points + (read(Path(design.points)) if design.points else []), notes)
-
-
-def _pairs(design: Design) -> Iterator[TransferPoint]:
-    for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
-        for size in design.size:
-            few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
-            yield from (TransferPoint("pair", blocks, size, 1, operation) for blocks in few)
-
-
-def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoint]:
-    sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
-    for pattern in patterns:
-        yield from (
-            TransferPoint(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit
-        )
 
 
 def _fitting(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a validation: predict its parts or take predictions, and measure them, with files that are sealed.
 
-Expectations hold the design itself, so that they can be measured on another machine.  Jobs of a part differ more
-than transfers within one, so each measured value is the geometric mean over the jobs.
+Expectations hold the design itself, so that they can be measured on another machine.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.sealed import EXPECTED, MEASURED, keep, read, seal, values_in
 from pdsim.validation.verdicts import Value, mean
 
-__all__ = ["adopt", "ahead", "check_same", "design_of", "expect", "measure", "now", "take", "values"]
+__all__ = ["adopt", "check_same", "design_of", "expect", "measure", "take", "values"]
 
 TRANSFERS = "transfers.parquet"
 
@@ -51,19 +50,20 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress:
     seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
     count = len(design) * (1 + 2 * len(list(variants(config))))
 
-    def simulated(one: DesignPart, of: Config) -> list[Value]:
-        progress(len(seconds) / count, f"predicting {one.experiment}, simulation {len(seconds) + 1} of {count}")
-        result = one.run(*_modelled(of))
-        seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
-        return values(one.experiment, result)
-
     def predict(of: Config) -> list[Value]:
-        return [value for one in design for value in simulated(one, of)]
+        every: list[Value] = []
+        for one in design:
+            progress(len(seconds) / count, f"predicting {one.experiment}, simulation {len(seconds) + 1} of {count}")
+            model = Model(of.hw, of.backend, seed=of.seed, collective=of.collective)
+            result = one.run(replace(of, target="model", memory="timing", launch=Launch()), model)
+            seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
+            every += values(one.experiment, result)
+        return every
 
     known = [asdict(value) for value in predicted(config, predict)]
     expected = [{key: item for key, item in value.items() if item not in (None, ())} for value in known]
     content = {
-        "written": now(),
+        "written": _now(),
         "commit": commit(),
         "hw": config.hw.name,
         "backend": config.backend.name,
@@ -77,16 +77,10 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress:
     keep(folder / EXPECTED, seal(content))
 
 
-def _modelled(config: Config) -> tuple[Config, Model]:
-    model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
-    return replace(config, target="model", memory="timing", launch=Launch()), model
-
-
 def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
-    """Copy the expectations *source*, a file or the folder that it is in, to *folder*.
+    """Copy the expectations *source*, a file or the folder that it is in, to *folder*, and return their design.
 
-    Return the design they are of.  Raise a `ConfigError` if there are none, if they were changed
-    since, or if they are of another system than *config*.
+    Raise a `ConfigError` if there are none, if they were changed, or if they are of another system than *config*.
     """
     expected = sealed.adopt(source, folder, "hw", "backend", "written", "design", "expected")
     check_same(config, expected, source)
@@ -94,7 +88,7 @@ def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
 
 
 def check_same(config: Config, expected: Mapping[str, Any], path: Path) -> None:
-    """Raise a `ConfigError` unless *expected*, the contents of *path*, are about the system that *config* describes.
+    """Raise a `ConfigError` unless *expected*, the contents of *path*, are about the system of *config*.
 
     Keys that are not in both are not compared, so that an older file can still be used.
     """
@@ -104,17 +98,7 @@ def check_same(config: Config, expected: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} is about {value}; this run has another {key}: set it as it was, or predict anew")
 
 
-def ahead(expected: Mapping[str, Any], began: str) -> timedelta:
-    """Return for how long *expected* had been written down when the measurements *began*, to the second.
-
-    *began* is as `now` returns it.
-    """
-    span = datetime.fromisoformat(began) - datetime.fromisoformat(expected["written"])
-    return timedelta(seconds=int(span.total_seconds()))
-
-
-def now() -> str:
-    """Return the time of day, as the files have it."""
+def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -150,7 +134,7 @@ def measure(
     failures: list[str] = []
     took: list[dict[str, Any]] = []
     predictions = read(folder / EXPECTED)
-    began, expectations = now(), predictions["sha256"]
+    began, expectations = _now(), predictions["sha256"]
     ends = _ends(design, jobs, predictions.get("seconds", ()))
     for part, start_share, end_share in zip(design, [0.0, *ends], ends, strict=False):
         start = time.monotonic()
@@ -171,11 +155,9 @@ def measure(
 
 
 def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> list[float]:
-    # Jobs are taken to last *seconds* and `START`.
-    #
-    # Without *seconds*, as in predictions of an earlier version, all jobs count the same.
-    of_job = [START + each for each in seconds] or [START] * len(design)
-    whole = list(accumulate(part.jobs(jobs) * each for part, each in zip(design, of_job, strict=True)))
+    # jobs last *seconds* and `START`; predictions of an earlier version have none
+    known = seconds or [0.0] * len(design)
+    whole = list(accumulate(part.jobs(jobs) * (START + each) for part, each in zip(design, known, strict=True)))
     return [each / whole[-1] for each in whole]
 
 
@@ -215,23 +197,19 @@ def take(source: Path, folder: Path) -> None:
             f"experiment.stored={source} is neither a validation nor a real run of experiment=transfer; "
             f"name a folder with {MEASURED}, or with {TRANSFERS} of such a run"
         )
-    records = _records(source / TRANSFERS)
-    began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
-    engines = sorted({record.engine for record in records})
+    table = schema.read_table(source / TRANSFERS).rename_columns({"batch_size": "descriptors"})
+    records = [TransferRecord(**row) for row in table.select(TransferRecord._fields).to_pylist()]
     content = {
-        "began": began,
+        "began": datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat(),
         "expectations": "",
-        "engines": engines,
+        "engines": sorted({record.engine for record in records}),
         "measured": [asdict(value) for value in values("transfer", Result((), transfers=records))],
     }
     keep(folder / MEASURED, seal(content))
 
 
 def _written(part: DesignPart) -> dict[str, Any]:
-    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it.
-
-    The inverse of what `design_of` does with one part.
-    """
+    # the inverse of `_part`, as JSON holds it, with its points themselves, so that it needs no file beside it
     options = plain(part.options)
     del options["name"]
     if options.get("points"):
@@ -248,9 +226,6 @@ def design_of(source: Path, folder: Path) -> list[DesignPart]:
 
 
 def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
-    # Their points are written to a file in *folder*.
-    #
-    # Raise a `ConfigError` if the experiment has no such options.
     points = values.get("points", "")
     if isinstance(points, list):
         write_points(folder / POINTS, [TransferPoint(*point) for point in points])
@@ -269,43 +244,31 @@ def _config(source: Path) -> dict[str, Any]:
     return about
 
 
-def _records(path: Path) -> list[TransferRecord]:
-    rows = (
-        schema.read_table(path)
-        .rename_columns({"batch_size": "descriptors"})
-        .select(TransferRecord._fields)
-        .to_pylist()
-    )
-    return [TransferRecord(**row) for row in rows]
-
-
 # --- what is compared ----------------------------------------------------------------------------------------------
 
 
 def values(experiment: str, result: Result) -> list[Value]:
     """Return the quantities of *result*, a run of *experiment*; those of a point in which something failed left out.
 
-    *gpus* of a value is its number of ranks, which may share GPUs; *descriptors* of a handoff are those of all its
-    writes.
-
-    Groups are ``pair``, ``pair, read``, a pattern, ``..., total rate``, ``handoff, PATH``, ``metadata, WAY``,
+    *gpus* of a value is its number of ranks; *descriptors* of a handoff are those of all its writes.  Groups are
+    ``pair``, ``pair, read``, a pattern, ``..., total rate``, ``handoff, PATH``, ``metadata, WAY``,
     ``allgather, POOL`` and ``serve``.
     """
-    if experiment == "transfer":
-        return list(_of_transfers(result.transfers))
-    if experiment == "handoff":
-        return list(_of_handoffs(result))
-    if experiment == "allgather":
-        return list(_of_gathers(result))
-    metrics = {metric.name: metric.value for metric in result.summary}
-    wanted = [(name, metrics.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
+    own = {"transfer": _of_transfers, "handoff": _of_handoffs, "allgather": _of_gathers}
+    return list(own.get(experiment, _of_serving)(result))
+
+
+def _of_serving(result: Result) -> Iterator[Value]:
+    medians = {metric.name.removesuffix("_p50_s"): metric.value for metric in result.summary}
     ranks = len(endpoints(result.transfers))
-    return [Value("serve", f"median {name}", "time", 0, float(value), gpus=ranks) for name, value in wanted if value]
+    for name in ("transfer", "ttft", "e2e"):
+        if value := medians.get(name):
+            yield Value("serve", f"median {name}", "time", 0, float(value), gpus=ranks)
 
 
-def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
+def _of_transfers(result: Result) -> Iterator[Value]:
     by_point: dict[str, dict[tuple[str, str], list[TransferRecord]]] = {}
-    for record in records:
+    for record in result.transfers:
         by_point.setdefault(record.label, {}).setdefault((record.source, record.target), []).append(record)
     for label, by_flow in by_point.items():
         every = [record for flow in by_flow.values() for record in flow]
@@ -323,16 +286,14 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
 
 
 def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
-    # It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the
-    # pauses in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it
-    # asks for the next one, which belongs to no transfer and is 0 on the model.
+    # From the flow's own first call to its own end, for ranks begin and end at times of their own, less the pauses
+    # in which its initiator has nothing under way: these, 8 to 17 us of a program's, belong to no transfer.
+    def initiator(record: TransferRecord) -> str:
+        return record.target if record.operation == "read" else record.source
+
     begin, end = min(record.submitted for record in flow), max(record.seen for record in flow)
-    mine = [record for record in every if _initiator(record) == _initiator(flow[0])]
+    mine = [record for record in every if initiator(record) == initiator(flow[0])]
     return sum(record.nbytes for record in flow) / (end - begin - _pauses(mine, begin, end))
-
-
-def _initiator(record: TransferRecord) -> str:
-    return record.target if record.operation == "read" else record.source
 
 
 def _pauses(records: Sequence[TransferRecord], begin: float, end: float) -> float:

@@ -2,15 +2,14 @@
 """From samples to a calibration: the fit, its parameters as a configuration has them, its files, and its tables.
 
 `pdsim calibrate` and `pdsim refit` both end here, so that a shipped number is made by the code that users run.  The
-form of the model (`pdsim.calibration.transfers`) is chosen by the samples, anew in each fold, so that the error on
-what was left out contains the choice.
+form is chosen anew in each fold, so that the error on what was left out contains the choice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,10 @@ from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
 from pdsim.results.record import Table, commit
 
-__all__ = [
-    "Fitted",
-    "base_of",
-    "fitted",
-    "job_spread",
-    "key_of",
-    "link_of",
-    "parameter_table",
-    "save",
-    "table",
-    "text_of",
-]
+__all__ = ["Fitted", "base_of", "fitted", "job_spread", "link_of", "parameter_table", "save", "table"]
 
-DRAWN = "drawn at random, and held out from the start"
-
-ALONE = 40
-"""Up to so many samples, each is left out in turn; more are left out in ten folds."""
+_DRAWN = "drawn at random, and held out from the start"
+_ALONE = 40  # up to so many samples, each is left out in turn; more are left out in ten folds
 
 
 @dataclass(frozen=True)
@@ -64,17 +50,14 @@ def fitted(
 ) -> Fitted:
     """Return the calibration of the model *at* ("intra" or "inter") of *backend* on *hw*, fitted to *samples*.
 
-    Only pairs are fitted, of *operation*, "write" or "read", one transfer at a time where there are such; then what
-    several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise
-    a `ConfigError` if there is no such model, or too few samples.
-
-    Samples whose field *held* is set are never fitted to; the errors are those at them.  Where there are none,
-    errors are from leaving samples out in turn.  *operation* "read" fits the reads as if they were writes and sets
-    the additional costs of reads to zero.  *command* is kept in the provenance.  A machine whose link is slower than
-    the engine limits the start of the search to that link.
+    Only pairs of *operation*, "write" or "read", are fitted, one transfer at a time where there are such; then what
+    several in flight tell, and what reads cost beyond writes.  "read" fits reads as if they were writes.  Samples
+    whose field *held* is set are never fitted to, and errors are those at them; without any, samples are left out in
+    turn.  *command* is kept in the provenance.  Raise a `ConfigError` without such a model or enough samples.
     """
     base = base_of(backend, at)
     base = replace(base, rate=min(base.rate, link_of(hw, base.path)[1]))
+    # the order of a file decides nothing: folds, and what a bootstrap draws, go by the place of a sample
     every = sorted((row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")), key=_place)
     pairs = [row for row in every if row.operation == operation]
     if not pairs:
@@ -82,50 +65,51 @@ def fitted(
             f"the file has no {operation} of a pair; set experiment.operation to what it has: "
             f"{', '.join(sorted({row.operation for row in samples.rows}))}"
         )
-    isolated, crowds = _isolated([row for row in pairs if not row.held])
-    seen = points_of(isolated)
-    chosen = transfers.choose(seen, base)
-    one, spans = transfers.identifiable(chosen, seen)
+    isolated = [row for row in pairs if not row.held and row.concurrency == 1]
+    crowds = [row for row in pairs if not row.held and row.concurrency > 1]
+    if len(isolated) < transfers.LEAST:
+        isolated, crowds = [row for row in pairs if not row.held], []
+    chosen = transfers.choose(points_of(isolated), base)
+    one = transfers.identifiable(chosen, points_of(isolated))
     held_out, errors = _errors(one, chosen, isolated, [row for row in pairs if row.held])
-    one, spans = transfers.with_concurrency(one, spans, points_of(crowds))
-    parameters, intervals = _parameters(one, spans, hw, f"backend.{at}")
+    one = transfers.with_concurrency(one, points_of(crowds))
+    parameters, intervals = _parameters(one, hw, f"backend.{at}")
     unidentified, of_reads = one.unidentified, None
     if operation == "read":  # the samples contain what reads cost beyond writes
         parameters |= {f"backend.{at}.{each}": "0s" for each in OF_READS[:2] if getattr(base, each)}
-    elif more := transfers.read_overhead(one, [row for row in every if not row.held]):
-        reads, read_spans = more
-        left = [row for row in every if row.held and row.operation == "read"]
-        of_reads = _summary(transfers.errors(reads, points_of(left, read=True)), left, DRAWN) if left else None
-        known = {each: reads.at[each] for each in OF_READS if each not in reads.unidentified}
-        parameters |= {f"backend.{at}.{each}": text_of(each, value) for each, value in known.items()
-                       if math.isfinite(value)}  # fmt: skip  # a rate that limits nothing is left out
-        intervals |= {f"backend.{at}.{each}": _span(each, span) for each, span in read_spans.items()}
+    elif reads := transfers.read_overhead(one, [row for row in every if not row.held]):
+        if left := [row for row in every if row.held and row.operation == "read"]:
+            of_reads = _summary(transfers.errors(reads, points_of(left, read=True)), left, _DRAWN)
+        told = [each for each in OF_READS if each not in reads.unidentified and math.isfinite(reads.at[each])]
+        parameters |= {f"backend.{at}.{each}": text_of(each, reads.at[each]) for each in told}
+        intervals |= {f"backend.{at}.{each}": _span(each, ends) for each, ends in reads.intervals.items()}
         unidentified = (*unidentified, *reads.unidentified)
     nbytes = [row.blocks * row.size for row in pairs]
-    about = samples.about
+    about = dict(samples.about)
     calibration = Calibration(
         name=name,
-        kind=about.get("kind", "published"),
+        kind=about.pop("kind", "published"),
         hw=(hw.name,),
         backend=(backend.name,),
         form=one.form.name,
-        date=about.get("date", datetime.now(UTC).strftime("%Y-%m-%d")),
-        source=about.get("source", "not said"),
+        date=about.pop("date", datetime.now(UTC).strftime("%Y-%m-%d")),
+        source=about.pop("source", "not said"),
         parameters=parameters,
         intervals=intervals,
         descriptors=(min(row.blocks for row in pairs), max(row.blocks for row in pairs)),
         bytes=(min(nbytes), max(nbytes)),
         gpus=(2, 2) if hw.gpus else (),  # of a pair
-        turn=parse_time(about.get("turn", "0s")),
+        turn=parse_time(about.pop("turn", "0s")),
         # without those within a key that has an interval, as of a ramp of which one step is known
-        unidentified=tuple(dict.fromkeys(
-            key for each in unidentified if (key := key_of(f"backend.{at}", each)) not in intervals
-        )),
+        unidentified=tuple(
+            key
+            for key in dict.fromkeys(_key_of(f"backend.{at}", each) for each in unidentified)
+            if key not in intervals
+        ),
         held_out=held_out,
         held_out_reads=of_reads,
-        provenance={key: value for key, value in about.items() if key not in ("kind", "source", "date", "turn")}
-        | {"fit": command, "commit": commit()},
-    )  # fmt: skip
+        provenance=about | {"fit": command, "commit": commit()},
+    )
     return Fitted(calibration, samples, one, errors)
 
 
@@ -138,26 +122,18 @@ def base_of(backend: Engine, at: str) -> EngineModel:
 
 
 def _place(row: Sample) -> tuple[Any, ...]:
-    # The order of a file decides nothing: folds, and what a bootstrap draws, are chosen by the place of a sample.
     where = row.blocks > 1, row.size, row.blocks, row.concurrency, row.operation
     return *where, row.layout, row.queues, row.held, row.seconds
-
-
-def _isolated(rows: Sequence[Sample]) -> tuple[Sequence[Sample], list[Sample]]:
-    alone = [row for row in rows if row.concurrency == 1]
-    if len(alone) < transfers.LEAST:
-        return rows, []
-    return alone, [row for row in rows if row.concurrency > 1]
 
 
 def _errors(
     one: Fit, chosen: Fit, isolated: Sequence[Sample], left: Sequence[Sample]
 ) -> tuple[HeldOut, dict[str, Floats]]:
     if left:
-        errors, rows, how = transfers.errors(one, points_of(left)), left, DRAWN
+        errors, rows, how = transfers.errors(one, points_of(left)), left, _DRAWN
     else:
         forms = FORMS if one.form == chosen.form else (one.form,)
-        parts = 0 if len(isolated) <= ALONE else 10
+        parts = 0 if len(isolated) <= _ALONE else 10
         errors, rows = transfers.held_out(points_of(isolated), one.base, forms, parts), isolated
         how = f"left out in {parts} folds" if parts else "each left out in turn"
         how += ", the form chosen anew" if len(forms) > 1 else ", the form given"
@@ -167,11 +143,8 @@ def _errors(
 
 
 def _summary(errors: Floats, rows: Sequence[Sample], how: str) -> HeldOut:
-    floor = points.floor(row.per_job for row in rows)
-    known: dict[str, Any] = (
-        {} if floor is None else {"jobs": floor.jobs, "floor": floor.median, "floor_p95": floor.p95}
-    )
-    return replace(transfers.summary(errors, how), **known)
+    summary, floor = transfers.summary(errors, how), points.floor(row.per_job for row in rows)
+    return summary if floor is None else replace(summary, jobs=floor.jobs, floor=floor.median, floor_p95=floor.p95)
 
 
 # --- parameters of a configuration ---------------------------------------------------------------------------------
@@ -195,13 +168,10 @@ def link_of(machine: Machine, path: str) -> tuple[str, float]:
     return f"hw.{owner}.{name}", getattr(getattr(machine, owner), name) / passes
 
 
-def _parameters(
-    one: Fit, spans: Mapping[str, tuple[float, float]], machine: Machine, at: str
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    # Texts with units, by full key below *at*, and their intervals.  Beside what was fitted there are zeros for
-    # constants that the form does not have, *overlap* and *pipelined*, which say its stages, and the whole ramp as
-    # one list.  *queue_rate* is that of one queue.  A link of the machine that is slower than the fitted engine is
-    # made as fast: it let those bytes through.
+def _parameters(one: Fit, machine: Machine, at: str) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    # Texts with units, by full key below *at*, and their intervals: what was fitted, zeros for constants that the
+    # form does not have, its stages, and the whole ramp as one list.  *queue_rate* is that of one queue.  A link of
+    # the machine that is slower than the fitted engine is made as fast: it let those bytes through.
     model, free = one.model, [name for name in one.form.free if name not in _OF_RAMPS]
     values = {**one.at, "queue_rate": model.queue_rate}
     chosen: dict[str, Any] = {name: text_of(name, values[name]) for name in free}
@@ -209,15 +179,14 @@ def _parameters(
     chosen |= {name: "0s" for name in ("descriptor", "wire_descriptor") if not getattr(model, name)}
     chosen |= {"overlap": model.overlap, "pipelined": model.pipelined}
     chosen["ramp"] = [{"first": round(step.first), "extra": text_of("extra", step.extra)} for step in model.ramp]
-    parameters = {key_of(at, name): value for name, value in chosen.items()}
-    queues = {"queue_rate": one.base.queues}
-    intervals = {
-        key_of(at, name): _span(name, (low / queues.get(name, 1), high / queues.get(name, 1)))
-        for name, (low, high) in spans.items()
-        if name not in _OF_RAMPS
-    }
-    if any(name in spans for name in ("first1", "extra1")):
-        intervals[f"{at}.ramp"] = tuple(_ramp(one, spans, which) for which in (0, 1))
+    parameters = {_key_of(at, name): value for name, value in chosen.items()}
+    spans = dict(one.intervals)
+    if "queue_rate" in spans:
+        low, high = spans["queue_rate"]
+        spans["queue_rate"] = low / one.base.queues, high / one.base.queues
+    intervals = {_key_of(at, name): _span(name, ends) for name, ends in spans.items() if name not in _OF_RAMPS}
+    if spans.keys() & {"first1", "extra1"}:
+        intervals[f"{at}.ramp"] = tuple(_ramp(one, which) for which in (0, 1))
     key, rate = link_of(machine, model.path)
     fastest = max((one.at[name] for name in ("rate", "queue_rate") if name in free), default=0.0)
     if fastest > rate * (1.0 + transfers.NEGLIGIBLE):  # one fitted to the link's own is as often above as below it
@@ -225,19 +194,14 @@ def _parameters(
     return parameters, intervals
 
 
-def _ramp(one: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> str:
+def _ramp(one: Fit, which: int) -> str:
     # *which* is 0 for the lower end and 1 for the upper one
-    ends = {name: spans[name][which] if name in spans else value for name, value in one.at.items()}
+    ends = {name: one.intervals.get(name, (value, value))[which] for name, value in one.at.items()}
     steps = [index for index in range(1, transfers.RAMPS + 1) if one.at[f"extra{index}"] > 0.0]
     return " and ".join(f"{ends[f'first{i}']:.0f} x {text_of('extra', ends[f'extra{i}'])}" for i in steps)
 
 
-def key_of(at: str, name: str) -> str:
-    """Return the key below *at* of the field that the parameter *name* of a form belongs to.
-
-    >>> key_of("backend.intra", "extra2"), key_of("backend.intra", "saving"), key_of("backend.intra", "call")
-    ('backend.intra.ramp', 'backend.intra.small.saving', 'backend.intra.call')
-    """
+def _key_of(at: str, name: str) -> str:
     return f"{at}.{'ramp' if name in _OF_RAMPS else 'small.saving' if name == 'saving' else name}"
 
 
@@ -270,8 +234,7 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
         return dumper.represent_sequence("tag:yaml.org,2002:seq", value, not any(isinstance(v, dict) for v in value))
 
     Dumper.add_representer(list, listed)
-    plain = {item.name: _plain(getattr(calibration, item.name)) for item in fields(Calibration)}
-    kept = {name: value for name, value in plain.items() if value}
+    kept = {name: value for name, value in _plain(asdict(calibration)).items() if value}
     text = yaml.dump(kept, Dumper=Dumper, default_flow_style=False, width=116, sort_keys=False)
     points.write(folder / f"{calibration.name}.csv", samples)
     path = folder / f"{calibration.name}.yaml"
@@ -281,13 +244,11 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
 
 
 def _plain(value: Any) -> Any:
-    # Floats have four digits, and fields of dataclasses that are None are left out.
+    # floats have four digits, and what is None is left out
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    if isinstance(value, HeldOut):
-        return {key: _plain(item) for key, item in asdict(value).items() if item is not None}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -316,7 +277,7 @@ def parameter_table(done: Fitted) -> Table:
         for key, value in calibration.parameters.items()
         if key not in calibration.unidentified
     ]
-    rows += [[key, "not identified by these samples", "-"] for key in dict.fromkeys(calibration.unidentified)]
+    rows += [[key, "not identified by these samples", "-"] for key in calibration.unidentified]
     heads = {"parameter": "", "value": "", "95 %": "interval of a bootstrap over configurations"}
     return Table(f"{calibration.name}: {calibration.form}", heads, rows)
 
@@ -351,13 +312,11 @@ def table(every: Sequence[Fitted]) -> Table:
 
 def _rows(done: Fitted) -> Iterator[list[Any]]:
     calibration = done.calibration
-    assert calibration.held_out is not None
     parts = {"all": calibration.held_out}
     if len(done.errors) > 1:
         parts |= {name: transfers.summary(errors, "") for name, errors in done.errors.items()}
-    if calibration.held_out_reads is not None:
-        parts["reads"] = calibration.held_out_reads
-    for name, one in parts.items():
-        figures = [getattr(one, key) for key in ("mean", "median", "p95", "bias", "floor", "floor_p95")]
-        numbers = [None if value is None else value * 100 for value in figures]
-        yield [calibration.name, name, one.points, *numbers, one.how]
+    for name, one in (parts | {"reads": calibration.held_out_reads}).items():
+        if one is not None:
+            figures = (one.mean, one.median, one.p95, one.bias, one.floor, one.floor_p95)
+            numbers = [None if value is None else value * 100 for value in figures]
+            yield [calibration.name, name, one.points, *numbers, one.how]

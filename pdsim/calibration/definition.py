@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration: parameters of a machine and an engine that were fitted to samples, and how far to trust them.
 
-It is a file of `conf/calibration`, with every sample beside it (``<name>.csv``).  Posting is the host's work, and
-hosts differ: a calibration says by which factors (`Calibration.hosts`), a configuration which one holds
-(`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
+Posting is the host's work, and hosts differ: a calibration says by which factors (`Calibration.hosts`), a
+configuration which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
 """
 
 from __future__ import annotations
@@ -11,20 +10,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
 
-from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegative, Positive, PositiveInt, Seconds
-from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.costs import Engine
 
-__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "drawn", "measure", "on_host", "widening"]
-
-OWNERS = ("hw", "backend")
-"""The groups of a configuration whose parameters a calibration may set: those that keep sources."""
+__all__ = ["Calibration", "HeldOut", "drawn", "measure", "on_host", "widening"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +44,10 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fitted *parameters*, for the machines and backends that it names and for no others.
+    """Fitted *parameters*, for the machines and backends that it names and for no others: `conf/calibration`.
 
-    `pdsim.calibration.calibrate` makes and writes one, a configuration names it or finds it by its pair of machine
-    and backend, and `applied` lays it over the configuration.  Values of *parameters* and *intervals* are text with
-    a unit, as in YAML.  The ranges *descriptors*, *bytes* and *gpus*, and those of *hosts*, are what a run is
-    compared with: beyond them it is extrapolated (`factors`).
-
-    Raise a `ValueError` for a range that is not two
-    ascending positive numbers, or a parameter outside the groups of `OWNERS`.
+    Values of *parameters* and *intervals* are text with a unit, as in YAML.  Beyond the ranges *descriptors*,
+    *bytes*, *gpus* and that of *hosts* a run is extrapolated (`factors`).
     """
 
     name: str
@@ -81,13 +71,6 @@ class Calibration:
     held_out: HeldOut | None = None
     held_out_reads: HeldOut | None = None  # of a calibration of writes: the same for reads
     provenance: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes), ("gpus", self.gpus)):
-            if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
-                raise ValueError(f"calibration.{name} must be the least and the most of a sample, got {list(span)}")
-        if wrong := [key for key in self.parameters if key.partition(".")[0] not in OWNERS]:
-            raise ValueError(f"calibration.parameters.{wrong[0]} must begin with one of {', '.join(OWNERS)}")
 
     def factors(self, *, descriptors: int = 0, nbytes: int = 0, gpus: int = 0) -> dict[str, float]:
         """Return by which factor each lies outside the samples; what is inside, or 0 for unknown, is left out.
@@ -125,64 +108,6 @@ def widening(factor: float) -> float:
     return 1.0 + math.log2(max(1.0, factor))
 
 
-def applied(
-    values: Mapping[str, Any], calibration: Calibration, overridden: Iterable[str]
-) -> tuple[dict[str, Any], Calibration, dict[str, str]]:
-    """Return plain *values* with the calibration in them, its remainder, and the sources.
-
-    The remainder is what a run keeps of it; sources are by dotted key.
-
-    What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the
-    values: a run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the
-    calibration is for another machine or another backend.
-
-    *values* is the composed configuration as nested mappings, whose values may still be text; it is not changed.
-    The second item is the calibration to keep with the run: name, intervals and errors.
-    """
-    _check_pair(values, calibration)
-    by_hand = tuple(overridden)
-    chosen = {key: value for key, value in calibration.parameters.items() if not covers(by_hand, key)}
-    changed = dict(values)
-    for key, value in chosen.items():
-        changed = _set(changed, key.split("."), value, key)
-    intervals = {key: span for key, span in calibration.intervals.items() if not covers(by_hand, key)}
-    kept = replace(calibration, parameters={}, intervals=intervals)
-    return changed, kept, {key: calibration.evidence(key) for key in chosen}
-
-
-def covers(keys: Iterable[str], number: str) -> bool:
-    """Return whether one of the dotted *keys* is *number* or stands above it.
-
-    >>> covers(["backend.intra"], "backend.intra.call"), covers(["backend.intra"], "backend.intranode")
-    (True, False)
-    """
-    return any(f"{number}.".startswith(f"{key}.") for key in keys)
-
-
-def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
-    for group in OWNERS:
-        owner = values.get(group)
-        name = owner.get("name") if isinstance(owner, Mapping) else None
-        known: tuple[str, ...] = getattr(calibration, group)
-        if name not in known:
-            raise ConfigError(
-                f"calibration={calibration.name} is for {group}={' or '.join(known)}, not for {group}={name}; leave "
-                f"calibration out for the one of this pair, if there is one, or set calibration=none"
-            )
-
-
-def _set(values: Mapping[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
-    # Mappings on the way are copied, so that the caller's stay as they are.  Raise a `ConfigError` that names *key*
-    # if one is missing: only the last part of a path may be new.
-    head, *rest = path
-    if not rest:
-        return {**values, head: value}
-    below = values.get(head)
-    if not isinstance(below, Mapping):
-        raise ConfigError(f"calibration.parameters.{key}: this configuration has no {head} that it could belong to")
-    return {**values, head: _set(below, rest, value, key)}
-
-
 # --- other hosts ---------------------------------------------------------------------------------------------------
 
 TURNS = 200_000
@@ -192,29 +117,25 @@ TURNS = 200_000
 def on_host(engine: Engine, factor: float) -> Engine:
     """Return *engine* on a host that takes *factor* times as long to post, and to see the end.
 
-    Scaled are *call*, *descriptor*, *latency* and the steps of the ramp, of both models; rates and what happens on
-    the wire stay, because the host has no part in them.
+    Rates and what happens on the wire stay, because the host has no part in them.
     """
-    models = {at: getattr(engine, at) for at in ("intra", "inter")}
-    moved = {at: _model(model, factor) for at, model in models.items() if model is not None}
-    return replace(engine, intra=moved.get("intra"), inter=moved.get("inter"))
-
-
-def _model(model: EngineModel, factor: float) -> EngineModel:
-    scaled = {name: getattr(model, name) * factor for name in ("call", "descriptor", "latency")}
-    return replace(model, **scaled, ramp=tuple(replace(step, extra=step.extra * factor) for step in model.ramp))
+    models = {}
+    for at in ("intra", "inter"):
+        if (model := getattr(engine, at)) is not None:
+            scaled = {name: getattr(model, name) * factor for name in ("call", "descriptor", "latency")}
+            ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
+            models[at] = replace(model, **scaled, ramp=ramp)
+    return replace(engine, **models)
 
 
 def drawn(hosts: Sequence[float], seed: int, count: int) -> list[float]:
-    """Return factors of *count* hosts such as *hosts*, drawn from *seed*: log-normal, with their mean and spread.
+    """Return factors of *count* hosts such as *hosts*, two or more: log-normal, with their mean and spread.
 
-    They are within 0.1 to 10, as `Config.host_factor` is.  Raise a `ValueError` for fewer than two hosts.
+    They are drawn from *seed*, and within 0.1 to 10, as `Config.host_factor` is.
 
     >>> drawn([0.9, 1.1], seed=0, count=2) == drawn([0.9, 1.1], seed=0, count=3)[:2]
     True
     """
-    if len(hosts) < 2:
-        raise ValueError(f"hosts must be two or more to have a spread, got {list(hosts)}")
     logs = [math.log(factor) for factor in hosts]
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *b"host"])))
     factors = np.exp(random.normal(statistics.mean(logs), statistics.stdev(logs), count))
@@ -224,8 +145,7 @@ def drawn(hosts: Sequence[float], seed: int, count: int) -> list[float]:
 def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:
     """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms.
 
-    Runs for ``repeats * 10`` ms or so on the calling thread.  Compare the least with `Calibration.turn` of the
-    calibrated host: others are disturbed by whatever else runs.
+    Compare the least with `Calibration.turn` of the calibrated host: others are disturbed by whatever else runs.
     """
     turns = []
     for _ in range(repeats):

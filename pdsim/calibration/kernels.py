@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit `Kernels` to measured operators, and say how far off they are where they were not fitted.
 
-Every second size of an operator is held out, and all whole forwards (`pdsim profile` asks for SciPy first).  How
-tiles are cut is not differentiable: each of a few ways is fitted, and the best is taken.
-
-A row is one measured point, as `pdsim profile` writes them and `pdsim.calibration.published` makes them of
-the tables of others: the operator, its sizes as integers (0 where one has no meaning), and seconds (median, least
-and most).  ``round`` is 0 but for repetitions, which only tell how stable the GPU was.
+A row is one measured point, as `pdsim profile` writes them and `published` makes them of the tables of others: the
+operator, its sizes as integers (0 where one has no meaning), and seconds (median, least and most).  ``round`` is 0
+but for repetitions, which only tell how stable the GPU was.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,23 +19,15 @@ import numpy as np
 from pdsim.calibration.robust import SHARE, Space, robust_fit
 from pdsim.compute.forward import OperatorForward
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key
+from pdsim.compute.operators import Operators
 from pdsim.compute.row_work import Row, merged, operator_of, work
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
 __all__ = [
-    "OPERATORS",
-    "Errors",
-    "KernelFit",
-    "Row",
-    "fit",
-    "fit_roof",
-    "forward_of",
-    "layer_launch",
-    "row_seconds",
-    "rows_of",
-    "split",
-]
+    "OPERATORS", "TUNED", "Errors", "KernelFit", "Row", "fit", "fit_roof", "forward_of", "layer_launch", "published",
+    "row_seconds", "rows_of", "split",
+]  # fmt: skip
 
 _NUMBERS = (
     *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim"),
@@ -52,25 +42,18 @@ _BEST = {"prefill": (*_FULL, ""), "mla_prefill": (*_FULL, "absorbed"), "decode":
 
 @dataclass(frozen=True)
 class Errors:
-    """How far off *what* is: medians and 95th percentiles of the absolute relative error, of *count* rows.
-
-    All are of the model's seconds over the measured ones, less 1: 0.05 is five per cent too slow.
-    """
+    """How far off *what* is: the model's seconds over the measured ones, less 1, of *count* rows."""
 
     what: str
     count: int
-    median: float
-    p95: float
+    median: float  # of the absolute error
+    p95: float  # 95th percentile of that
     bias: float  # the median of the signed error
 
 
 @dataclass(frozen=True)
 class KernelFit:
-    """*kernels*, and their *errors*: of rows fitted to, held out, of whole forwards, and of a model left out.
-
-    Only the last three are predictions.  The errors of a model left out are those of its forwards by kernels
-    fitted to the rows of all other models.
-    """
+    """*kernels*, and their *errors*: of rows fitted to, held out, of whole forwards, and of a model left out."""
 
     kernels: Kernels
     errors: Sequence[Errors]
@@ -100,13 +83,9 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
 def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
     """Return what fits *rows* of a GPU with these *peaks*, and its errors.
 
-    Operators are fitted one by one, so a whole forward, which is never fitted to, tests that their sum is right.
-    Its two parameters of its own, the launch of a layer kernel by kernel without and with experts, are the least
-    that was measured (`layer_launch`).  Errors of a model left out are given where the others have products and
-    attention to fit to.
-
-    Raises:
-        ConfigError: there are no matrix products or no attention to fit to.
+    Every second size of an operator is held out, and all whole forwards: these test that the sum of operators is
+    right.  A model is left out in turn where the others have products and attention to fit to.  Raise a
+    `ConfigError` if there are no matrix products or no attention.
     """
     fitted, held = split(rows)
     kernels = _kernels(fitted, peaks, gpu)
@@ -117,8 +96,9 @@ def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
         others = [row for row in fitted if row["model"] != name]
         if not {"gemm", "decode", "prefill"} <= {str(row["operator"]) for row in others}:
             continue
-        left = replace(_filled(_kernels(others, peaks, gpu), kernels), layer_launch=kernels.layer_launch)
-        left = replace(left, mixed_launch=kernels.mixed_launch)
+        left = _kernels(others, peaks, gpu)
+        lacking = {each: value for each, value in vars(kernels).items() if getattr(left, each) is None}
+        left = replace(left, **lacking, layer_launch=kernels.layer_launch, mixed_launch=kernels.mixed_launch)
         mine = _of_forwards(left, [row for row in whole if row["model"] == name], peaks)
         errors += [replace(one, what=f"{one.what}, fitted without it") for one in mine]
     return KernelFit(kernels, errors)
@@ -128,8 +108,7 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Return the rows of operators to fit to, and those held out.
 
     Sizes of equal operators are sorted, and every second one is held out; of two sizes, every second place of
-    their checkerboard.  Rows of kernels that an engine would not choose are in neither: of attention the first of
-    `_BEST` that there is counts, of an all-reduce the fastest.
+    their checkerboard.  Rows of kernels that an engine would not choose are in neither.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for operator in dict.fromkeys(str(row["operator"]) for row in rows):
@@ -137,7 +116,8 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             continue
         mine = [row for row in rows if row["operator"] == operator and not row["round"]]
         if operator == "allreduce":
-            mine = _fastest(mine)
+            mine.sort(key=lambda row: row["seconds"], reverse=True)
+            mine = [*{(row["gpus"], row["tokens"] * row["n"]): row for row in mine}.values()]
         elif operator in _BEST:
             there = {row["kernel"] for row in mine}
             kernel = next((name for name in _BEST[operator] if name in there), "")
@@ -145,38 +125,15 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         sizes = _SIZES.get(operator, ("tokens",))
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in mine:
-            alike = (
-                "dtype",
-                "n",
-                "k",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "width",
-                "hit" if operator == "routing" else "n",
-            )
-            key = tuple(row[name] for name in alike)
-            groups.setdefault((*key, 0 if "context" in sizes else row["context"]), []).append(row)
+            alike = ["dtype", "n", "k", "heads", "kv_heads", "head_dim", "width"]
+            alike += ["hit"] * (operator == "routing") + ["context"] * ("context" not in sizes)
+            groups.setdefault(tuple(row[name] for name in alike), []).append(row)
         for group in groups.values():
             places = [sorted({row[name] for row in group}) for name in sizes]
             for row in group:
                 place = sum(values.index(row[name]) for name, values in zip(sizes, places, strict=True))
                 parts[place % 2].append(row)
     return parts
-
-
-def _fastest(rows: Sequence[Row]) -> list[Row]:
-    fastest: dict[tuple[int, int], Row] = {}
-    for row in rows:
-        key = row["gpus"], row["tokens"] * row["n"]
-        if key not in fastest or row["seconds"] < fastest[key]["seconds"]:
-            fastest[key] = row
-    return list(fastest.values())
-
-
-def _filled(kernels: Kernels, other: Kernels) -> Kernels:
-    lacking = {name: value for name, value in vars(other).items() if getattr(kernels, name) is None}
-    return replace(kernels, **lacking)
 
 
 # --- fitting -------------------------------------------------------------------------------------------------------
@@ -370,27 +327,22 @@ def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
 
 def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
     keys = dict.fromkeys((str(row["model"]), row["tp"], str(row["operator"]), str(row["mode"])) for row in rows)
+    launched = dict.fromkeys([key[3] for key in keys], replace(kernels, layer_launch=0.0, mixed_launch=0.0))
+    launched["eager"] = kernels
     for model, tp, operator, mode in keys:
         if operator == "step" and mode == "eager":
             continue  # no engine decodes so
         ratios = []
         for row in rows:
             if (row["model"], row["tp"], row["operator"], row["mode"]) == (model, tp, operator, mode):
-                time = forward_of(
-                    kernels if mode == "eager" else replace(kernels, layer_launch=0.0, mixed_launch=0.0), row, peaks
-                )
-                step = operator == "step"
-                modelled = (
-                    time.step(row["batch"]) + _reading(time, row["batch"], row["context"])
-                    if step
-                    else time.prefill([(row["context"], row["tokens"])])
-                )
+                time, batch, context = forward_of(launched[mode], row, peaks), row["batch"], row["context"]
+                if operator == "step":
+                    reading = max(time.context_of(batch) * batch * context, time.sequence * context)
+                    modelled = time.step(batch) + reading
+                else:
+                    modelled = time.prefill([(context, row["tokens"])])
                 ratios.append(modelled / row["seconds"])
         yield _errors(f"{operator} of {model} tp{tp}, {mode}", ratios)
-
-
-def _reading(time: OperatorForward, batch: int, context: int) -> float:
-    return max(time.context_of(batch) * batch * context, time.sequence * context)
 
 
 def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
@@ -423,3 +375,96 @@ def _errors(what: str, ratios: Sequence[float]) -> Errors:
     apart = np.array(ratios) - 1.0
     figures = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
     return Errors(what, len(ratios), *(float(value) for value in figures))
+
+
+# --- rows of published tables --------------------------------------------------------------------------------------
+
+_NARROWEST, _WIDEST = 512, 30_000  # of matrices
+_LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tables are of DeepSeek-V3's
+
+
+def published(operators: Operators) -> Iterator[Row]:
+    """Yield rows of aiconfigurator's *operators* in bf16, and in FP8 with scales of blocks of products and experts.
+
+    Latencies there are milliseconds, one number a point, so a row's least and most are its median.
+    """
+    for name, make in (
+        ("gemm", _gemm), ("prefill", _prefill), ("decode", _decode),
+        ("prefill_mla", partial(_prefill, latent=True)), ("decode_mla", partial(_decode, latent=True)),
+        ("moe", _experts), ("allreduce", _allreduce),
+    ):  # fmt: skip
+        table = operators.tables.get(name)
+        if table is None:
+            continue
+        for values in zip(*table.values(), strict=True):
+            given = dict(zip(table, values, strict=True))
+            if (sizes := make(given)) is not None:
+                seconds = float(given["latency"]) * 1e-3
+                yield {**_EMPTY, **sizes, "seconds": seconds, "low": seconds, "high": seconds}
+
+
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(_NUMBERS, 0), "kernel": "", "mode": "graph", "dtype": "bf16", "model": ""
+}  # fmt: skip
+TUNED = ("128x192", "128x384", "128x768", "512x128", "512x256")
+"""Experts, and their width, for which SGLang has tiles found on an H200 in bf16: others take its default.
+
+Its folder fused_moe_triton/configs has a file for each, such as E=128,N=192,device_name=NVIDIA_H200.json.
+"""
+_DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8"}
+
+
+def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
+    m, n, k = (int(row[name]) for name in ("m", "n", "k"))
+    usual = min(n, k) >= _NARROWEST and max(n, k) <= _WIDEST and (m < 16 or m % 16 == 0)
+    if row["gemm_dtype"] not in _DTYPES or not usual:
+        return None
+    return {"operator": "gemm", "dtype": _DTYPES[row["gemm_dtype"]], "tokens": m, "n": n, "k": k}
+
+
+def _in_bf16(row: dict[str, Any]) -> bool:
+    types = [row[name] for name in ("attn_dtype", "mla_dtype", "kv_cache_dtype") if name in row]
+    return all(each == "bfloat16" for each in types)
+
+
+def _heads(row: dict[str, Any], latent: bool) -> dict[str, Any]:
+    if latent:
+        return {"heads": int(row["num_heads"]), "kv_heads": 1, "k": _LATENT, "value_dim": _RANK}
+    heads = {"heads": int(row["num_heads"]), "kv_heads": int(row["num_key_value_heads"])}
+    return heads | dict.fromkeys(("head_dim", "value_dim"), int(row["head_dim"]))
+
+
+def _prefill(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
+    if not _in_bf16(row) or row["batch_size"] != 1 or row["isl"] < 128 or (not latent and row["step"]):
+        return None
+    # The tables do not say which kernel of latent attention they have, but counted as expanded they reach 185 TFLOPS
+    # and as absorbed 620, as other attention does.
+    kernel = {"operator": "mla_prefill", "kernel": "absorbed"} if latent else {"operator": "prefill"}
+    return {**_heads(row, latent), **kernel, "tokens": int(row["isl"])}
+
+
+def _decode(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
+    if not _in_bf16(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
+        return None
+    sizes = {"batch": int(row["batch_size"]), "context": int(row["step"]) + 1}
+    return {**_heads(row, latent), "operator": "mla_decode" if latent else "decode", **sizes}
+
+
+def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
+    if row["moe_dtype"] not in _DTYPES or row["distribution"] != "balanced" or row["moe_ep_size"] != 1:
+        return None
+    tokens, per, count = (int(row[name]) for name in ("num_tokens", "topk", "num_experts"))
+    width = int(row["inter_size"]) // int(row["moe_tp_size"])
+    if width < 64 or count < 64:
+        return None
+    sizes = {"tokens": tokens, "per_token": per, "experts": count, "hit": min(count, tokens * per), "width": width}
+    kernel = "tuned" if row["moe_dtype"] == "bfloat16" and f"{count}x{width}" in TUNED else ""
+    sizes |= {"n": int(row["hidden_size"])}
+    return {**sizes, "operator": "experts", "kernel": kernel, "dtype": _DTYPES[row["moe_dtype"]]}
+
+
+def _allreduce(row: dict[str, Any]) -> dict[str, Any] | None:
+    if not str(row["backend"]).endswith("graph") or row["message_size"] < 1024:
+        return None
+    size = {"tokens": int(row["message_size"]) // 1024, "n": 1024}
+    return {**size, "operator": "allreduce", "gpus": int(row["num_gpus"])}

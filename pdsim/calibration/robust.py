@@ -2,16 +2,14 @@
 """The one robust fit: parameters that bring a model nearest to measurements, in relative terms.
 
 Residuals are ``log(model / measured)``, so that a microsecond counts for as much as a second, with scipy's
-``soft_l1`` loss, which forgives outliers.  Parameters move as logarithms unless a `Space` says otherwise.  What is
-fitted, transfers, options, collectives, links, kernels or roofs, is a function from values to predicted seconds.
+``soft_l1`` loss, which forgives outliers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +21,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Values: TypeAlias = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Space:
+class Space(NamedTuple):
     """How a solver moves a parameter: *inward* from its value to what is moved, *outward* back."""
 
     inward: Callable[[float], float]
@@ -43,8 +40,7 @@ def linear(unit: float) -> Space:
     return Space(lambda value: value / unit, lambda at: at * unit)
 
 
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """The fitted *values*, the *cost* there, and the *jacobian* of the residuals, shape (sample, parameter)."""
 
     values: Values
@@ -72,22 +68,22 @@ def robust_fit(
 ) -> Solution:
     """Return the values that bring *predicted* nearest to *measured*, searched from *start*.
 
-    From a relative error of *scale* on a measurement counts less.  *spaces* are those of parameters that do not move
-    as logarithms.  A value stays within its *bounds*, all others within *reach* of where they start, as they move.
-    *step* is the solver's relative step, for predictions that are rough.  Needs SciPy.
+    From a relative error of *scale* on a measurement counts less.  Parameters move as logarithms unless *spaces* say
+    otherwise, within their *bounds*, all others within *reach* of where they start, as they move.  *step* is the
+    solver's relative step, for predictions that are rough.  Needs SciPy.
     """
     from scipy.optimize import least_squares
 
     seconds = np.asarray(measured, dtype=float)
-    moved = [(spaces or {}).get(name, LOGARITHM) for name in start]
-    first = np.array([space.inward(value) for space, value in zip(moved, start.values(), strict=True)])
+    moved = {name: (spaces or {}).get(name, LOGARITHM) for name in start}
+    first = np.array([moved[name].inward(value) for name, value in start.items()])
     low, high = first - reach, first + reach
-    for index, (name, space) in enumerate(zip(start, moved, strict=True)):
+    for index, name in enumerate(start):
         if bounds and name in bounds:
-            low[index], high[index] = map(space.inward, bounds[name])
+            low[index], high[index] = map(moved[name].inward, bounds[name])
 
     def values(point: Floats) -> Values:
-        return {name: space.outward(float(at)) for name, space, at in zip(start, moved, point, strict=True)}
+        return {name: space.outward(float(at)) for (name, space), at in zip(moved.items(), point, strict=True)}
 
     def residuals(point: Floats) -> Floats:
         logs: Floats = np.log(np.asarray(predicted(values(point))) / seconds)

@@ -2,15 +2,13 @@
 """Samples: which transfers to measure, how long each took, how far jobs are apart, and the CSV files that keep them.
 
 With one count alone the cost of a call and of a descriptor are one number, with one size alone the cost of a
-descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  A file
-of samples can be measured again as it is: ``experiment.points=FILE``.  Repeats within a job share whatever made its
-host slow, so several jobs are run, and the geometric mean of their medians counts.
+descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  Repeats
+within a job share whatever made its host slow: several jobs are run, the geometric mean of their medians counts.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pdsim.core.errors import ConfigError
@@ -25,20 +24,9 @@ from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
 
 __all__ = [
-    "Cell",
-    "Floor",
-    "Sample",
-    "Samples",
-    "floor",
-    "from_transfers",
-    "grid",
-    "mean",
-    "read",
-    "reads",
-    "repeats",
-    "write",
-    "write_points",
-]
+    "Cell", "Floor", "Sample", "Samples", "floor", "from_transfers", "grid", "mean", "read", "reads", "repeats",
+    "write", "write_points",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +60,8 @@ class Sample:
             raise ValueError("sample: times must be finite")
         positive("sample", **{f"per_job[{index}]": seconds for index, seconds in enumerate(self.per_job)})
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What was transferred: samples of one key are of one configuration."""
-        where = self.pattern, self.operation, self.layout, self.schedule, self.flows, self.queues
-        return (*where, self.blocks, self.size, self.concurrency)
+
+_NAMES = tuple(item.name for item in fields(Sample))
 
 
 @dataclass(frozen=True)
@@ -87,73 +72,61 @@ class Samples:
     about: Mapping[str, str] = field(default_factory=dict)
 
 
-_LABEL = re.compile(r"(\S+) (\d+)x(\d+) c(\d+)((?: \S+)*)")
+_LABEL = re.compile(r"(?P<pattern>\S+) (?P<blocks>\d+)x(?P<size>\d+) c(?P<concurrency>\d+)(?P<words>(?: \S+)*)")
 _WORDS = {"read": "operation", "scattered": "layout"}
 
 
 def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str] = ()) -> list[Sample]:
     """Return a sample for each point of *runs* of ``experiment=transfer``, a job each, from their transfers.
 
-    *held* are labels of points to hold out.  Transfers that failed, and those of warm-up, count for nothing; a point
-    of which all failed has no sample.
-
-    A transfer lasts from `TransferRecord.submitted` to `seen`.  Its label is as
-    `Cell.label` has it; records with other labels are left out.  Samples come in the
-    order in which their labels first occur.
+    *held* are labels of points to hold out.  A transfer lasts from `TransferRecord.submitted` to `seen`; those that
+    failed, and those whose label is not a `Cell.label`, count for nothing.  Samples come in the order in which their
+    labels first occur.
     """
-    points: dict[str, dict[tuple[str, str], list[float]]] = {}
+    by_flow: dict[str, dict[tuple[str, str], list[float]]] = {}
     by_job: dict[str, dict[int, list[float]]] = {}
     for job, transfers in enumerate(runs):
         for record in transfers:
             if record.status == "ok" and _LABEL.fullmatch(record.label):
                 seconds = record.seen - record.submitted
-                flows = points.setdefault(record.label, {})
+                flows = by_flow.setdefault(record.label, {})
                 flows.setdefault((record.source, record.target), []).append(seconds)
                 by_job.setdefault(record.label, {}).setdefault(job, []).append(seconds)
-    return [
-        _sample(label, list(flows.values()), list(by_job[label].values()), label in held)
-        for label, flows in points.items()
-    ]
+    return [_sample(label, [*flows.values()], [*by_job[label].values()], label in held)
+            for label, flows in by_flow.items()]  # fmt: skip
 
 
-def _sample(label: str, flows: Sequence[Sequence[float]], by_job: Sequence[Sequence[float]], held: bool) -> Sample:
+def _sample(label: str, flows: Sequence[Sequence[float]], jobs: Sequence[Sequence[float]], held: bool) -> Sample:
     match = _LABEL.fullmatch(label)
     assert match is not None
-    pattern, blocks, size, concurrency, words = match.groups()
-    unusual: dict[str, Any] = {_WORDS.get(word, "schedule"): word for word in words.split()}
+    where: dict[str, Any] = {_WORDS.get(word, "schedule"): word for word in match["words"].split()}
+    where |= {name: int(match[name]) for name in ("blocks", "size", "concurrency")}
     every = [seconds for flow in flows for seconds in flow]
     low, high = (float(value) for value in np.percentile(every, (25.0, 75.0)))
-    medians = tuple(float(np.median(job)) for job in by_job)
+    per_flow, per_job = (tuple(float(np.median(one)) for one in of) for of in (flows, jobs))
     return Sample(
-        pattern=pattern,
-        blocks=int(blocks),
-        size=int(size),
-        concurrency=int(concurrency),
+        pattern=match["pattern"],
         flows=len(flows),
-        seconds=mean(medians) if len(medians) > 1 else medians[0],
+        seconds=mean(per_job) if len(jobs) > 1 else per_job[0],
         low=low,
         high=high,
         repeats=len(every),
-        per_flow=tuple(float(np.median(flow)) for flow in flows) if len(flows) > 1 else (),
-        per_job=medians if len(medians) > 1 else (),
+        per_flow=per_flow if len(flows) > 1 else (),
+        per_job=per_job if len(jobs) > 1 else (),
         held=held,
-        **unusual,
+        **where,
     )
 
 
 def write(path: Path, samples: Samples) -> None:
     """Write *samples* to the CSV file *path*: what is about them as comments, then one row each, all digits."""
-    text = io.StringIO()
-    for key, value in samples.about.items():
-        text.write(f"# {key}: {value}\n")
-    names = [item.name for item in fields(Sample)]
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(names)
-    for row in samples.rows:
-        table.writerow([_text(getattr(row, name)) for name in names])
     temporary = path.with_name(f"{path.name}.part")
     try:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.writelines(f"# {key}: {value}\n" for key, value in samples.about.items())
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(_NAMES)
+            table.writerows([_text(getattr(row, name)) for name in _NAMES] for row in samples.rows)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -170,44 +143,27 @@ def read(path: Path) -> Samples:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: {why}; name a CSV file of samples") from error
-    about = dict(
-        line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line[1:].strip()
-    )
+    comments = (line[1:].strip() for line in lines if line.startswith("#"))
+    about = dict(comment.split(": ", 1) for comment in comments if ": " in comment)
     if not rows:
-        raise ConfigError(
-            f"{path} has no samples; it needs the columns {', '.join(item.name for item in fields(Sample))}"
-        )
+        raise ConfigError(f"{path} has no samples; it needs the columns {', '.join(_NAMES)}")
     return Samples([_parsed(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)], about)
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.9g}"
-    if isinstance(value, bool):
-        return str(int(value))
-    return " ".join(_text(item) for item in value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return " ".join(map(_text, value))
+    return f"{value:.9g}" if isinstance(value, float) else str(int(value) if isinstance(value, bool) else value)
 
 
 def _parsed(row: Mapping[str, str], where: str) -> Sample:
-    kinds = {item.name: item.type for item in fields(Sample)}
+    given: dict[str, Any] = {name: text for name, text in row.items() if name in _NAMES and text}
+    given |= {name: given[name].split() for name in ("per_flow", "per_job") if name in given}
+    median = {name: given["seconds"] for name in ("low", "high") if "seconds" in given}
     try:
-        values = {name: _value(str(kinds[name]), text) for name, text in row.items() if name in kinds and text}
-        values.setdefault("low", values["seconds"])
-        values.setdefault("high", values["seconds"])
-        return Sample(**values)
-    except KeyError as error:
-        raise ConfigError(f"{where} has no {error}; give every column that has no default") from error
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(median | given, Sample, strict=False)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}; correct or delete the row") from error
-
-
-def _value(kind: str, text: str) -> Any:
-    # A tuple is written with blanks between its numbers.
-    if kind == "bool":
-        return text == "1"
-    if kind.startswith("tuple"):
-        return tuple(float(word) for word in text.split())
-    return {"int": int, "float": float, "str": str}[kind](text)
 
 
 # --- jobs ----------------------------------------------------------------------------------------------------------
@@ -217,9 +173,8 @@ def _value(kind: str, text: str) -> Any:
 class Floor:
     """What jobs alone make of the errors of a class of points: relative, 0.01 is 1 %.
 
-    With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number.  That is
-    the error of a model that knows this mean of every point, so no deterministic model can be expected to come
-    closer.
+    With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number: no
+    deterministic model can be expected to come closer.
     """
 
     jobs: int  # of a point, least

@@ -103,12 +103,11 @@ def profile(words: Sequence[str]) -> int:
 def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
     # The tables are those of aiconfigurator, one folder a GPU.  Nothing is known of whole forwards
     # then, so the fit holds for every model whose operators are in the tables.
-    from pdsim.calibration import published
     from pdsim.compute import operators
 
     assert asked.source is not None
     engine, version = asked.tables
-    rows = list(published.rows(operators.read(asked.source, engine, version)))
+    rows = list(fits.published(operators.read(asked.source, engine, version)))
     title = f"published: aiconfigurator's tables of {asked.source.name}, {engine} {version}, {len(rows)} rows"
     return _fitted(asked, config, name, rows, title)
 

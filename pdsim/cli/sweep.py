@@ -20,11 +20,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
-from pdsim.calibration.definition import covers
 from pdsim.cli.help import parse
 from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.process import only_json
-from pdsim.config import build, compose, rules
+from pdsim.config import build, compose, covers, rules
 from pdsim.config.compose import CommandLine
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError

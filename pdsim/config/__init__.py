@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema: the whole configuration of a run as frozen dataclasses, made of plain mappings, and written again.
 
-`build` takes YAML's and the command line's values: every key is known, every value has the type, the unit and the
-range of its field, or a `ConfigError` says in one line for each mistake what was written, what the rule is and what
-to write instead.  `load` makes the `Config` of what was composed, once: typed, a calibration laid over machine and
-engine, with what the options of an engine change of its costs, and with the source of each number, which begins with
-one of `pdsim.hardware.machine.EVIDENCE`.  From there to the rank programs it stays what it is.
-
-`config_yaml` writes the ``config.yaml`` of a run, `canonical` the text of its name.  A sweep loads and writes
-thousands of configurations that differ in a key or two, so parts that have not changed are kept from call to call.
-
-Not msgspec's `convert`: it stops at the first mistake, and has no keys for a message with
-the way out, no subclass by its values and no `source`.
+`build` types any dataclass, `load` the whole of what was composed, once, and `config_yaml` writes it.  A sweep does
+so thousands of times with a key or two that differ, so parts that have not changed are kept from call to call.  Not
+msgspec's `convert`: it stops at the first mistake, and knows no ways out, no subclass by its values and no `source`.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pdsim.calibration.definition import Calibration, applied, covers, drawn, on_host
+from pdsim.calibration.definition import Calibration, drawn, on_host
 from pdsim.compute.forward import Compute
 from pdsim.config.computing import AUTO, chosen
 from pdsim.core import plugins
@@ -44,22 +36,9 @@ from pdsim.models.parallel import Parallel
 from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 __all__ = [
-    "ON_THE_COMMAND_LINE",
-    "UNSAID",
-    "Check",
-    "Config",
-    "ExperimentOptions",
-    "Launch",
-    "Simulate",
-    "as_written",
-    "build",
-    "canonical",
-    "config_yaml",
-    "defaults",
-    "load",
-    "numbers",
-    "plain",
-]
+    "ON_THE_COMMAND_LINE", "UNSAID", "Check", "Config", "ExperimentOptions", "Launch", "Simulate", "as_written",
+    "build", "canonical", "config_yaml", "covers", "defaults", "load", "numbers", "plain",
+]  # fmt: skip
 
 
 def _address(text: object) -> str:
@@ -89,10 +68,9 @@ class Check:
 class ExperimentOptions:
     """The options of one experiment, whose module extends it with a frozen dataclass.
 
-    Its fields are the keys below ``experiment``: annotations give type, unit and range, defaults are the only ones
-    there are, and ``__post_init__`` raises a `ValueError` that begins with ``experiment.KEY`` for what no annotation
-    can say.  ``name`` has the name that the module is registered under as its default.  A field ``deadline``, in
-    seconds, is also the silence after which ``target=real`` ends a rank.
+    Its fields are the keys below ``experiment``: annotations give type, unit and range, and ``__post_init__`` raises
+    a `ValueError` that begins with ``experiment.KEY`` for what no annotation can say.  The default of ``name`` is
+    the name that the module is registered under.
     """
 
     name: str  # of the experiment, as it is registered
@@ -109,7 +87,7 @@ class ExperimentOptions:
 
     @property
     def silence(self) -> float | None:
-        """Seconds of silence after which a rank counts as gone; None if the experiment does not say."""
+        """Seconds after which ``target=real`` ends a silent rank: the field ``deadline``; None without one."""
         return getattr(self, "deadline", None)
 
     @staticmethod
@@ -126,8 +104,7 @@ class ExperimentOptions:
         if options is None:
             raise ConfigError(
                 f"experiment={name}: {plugins.target(plugins.EXPERIMENTS, name)} declares no options of that name; "
-                f"give it a frozen dataclass that extends pdsim.config.ExperimentOptions, with "
-                f"name: str = {name!r}"
+                f"give it a frozen dataclass that extends pdsim.config.ExperimentOptions, with name: str = {name!r}"
             )
         return options
 
@@ -194,9 +171,9 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
     Annotations are plain types, `Annotated` with a parser and a rule, `Literal`, tuples, mappings, unions with None
     and dataclasses.  A rule is what a message says after "must be", ``"> 0 and <= 1"`` or ``"one of a, b"``; the
-    last one counts.  A dataclass with a static method ``class_for`` chooses its subclass from the values.  A class
-    with a field ``sources`` may have a ``source`` in any mapping below it, for the keys beside it; ``others`` speaks
-    for the rest.  With *known*, a field whose value is what it was in the last call is what that call made of it.
+    last one counts.  A dataclass with a static method ``class_for`` chooses its subclass.  A class with a field
+    ``sources`` may have a ``source`` in any mapping below it.  With *known*, fields that have not changed since the
+    last call are not made again.
     """
     if not isinstance(values, Mapping):
         names = ", ".join(each.name for each in fields(cls))  # type: ignore[arg-type]  # typing cannot name them
@@ -301,14 +278,12 @@ def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
 
 def _scalar(hint: type, value: Any, at: str) -> Any:
     # Whole floats pass as integers, integers as floats and as text; nothing else is converted.
-    if hint is bool and isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if (hint is bool and isinstance(value, bool)) or (hint is str and isinstance(value, str)):
         return value
-    if hint is str and isinstance(value, str):
-        return value
-    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+    if hint is str and number and isinstance(value, int):
         return str(value)  # YAML reads a name of digits as a number
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if is_number and (hint is float or (hint is int and float(value).is_integer())):
+    if number and (hint is float or (hint is int and float(value).is_integer())):
         return hint(value)
     rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
     raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
@@ -342,11 +317,7 @@ def _located(message: str, cls: type, at: str) -> str:
 
 
 def join(at: str, name: str) -> str:
-    """Return the dotted key of *name* below *at*, which is empty at the top.
-
-    >>> join("hw", "gpu"), join("", "hw")
-    ('hw.gpu', 'hw')
-    """
+    """Return the dotted key of *name* below *at*, which is empty at the top."""
     return f"{at}.{name}" if at else name
 
 
@@ -383,64 +354,95 @@ _known: Known = {}  # by key, what a value was when it was loaded last, and what
 def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Sequence[Path] = ()) -> Config:
     """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
 
-    *folders* are one's own with configuration groups, whose profiles ``compute=auto`` takes first.
-    What was overridden is *assumed*, and no calibration replaces it.  The source called ``"gpu"`` speaks for all
-    numbers below ``gpu`` but those of a longer name.  *values* is not changed.  Raise a `ConfigError`.
+    A calibration is laid over machine and engine, options of the engine change its costs, and each number has its
+    source, which begins with one of `pdsim.hardware.machine.EVIDENCE`.  What was overridden is *assumed*, and no
+    calibration replaces it.  *folders* are one's own, whose profiles ``compute=auto`` takes first.  *values* is not
+    changed.  Raise a `ConfigError`.
     """
     keys = tuple(overridden)
     if "policy" in values:
         raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
     values, policy = dict(values), {}
     if isinstance(values.get("backend"), Mapping):
-        policy = values["backend"].get("policy", {})
-        values["backend"] = {key: value for key, value in values["backend"].items() if key != "policy"}
-    named, calibration = values.pop("calibration", None), None
-    calibrated: dict[str, str] = {}
+        values["backend"] = dict(values["backend"])
+        policy = values["backend"].pop("policy", {})
+    named, calibration, new = values.pop("calibration", None), None, dict[str, str]()
     if named is not None and named != {"name": "none"}:
-        values, calibration, calibrated = applied(values, build(Calibration, named, "calibration"), keys)
+        calibration = build(Calibration, named, "calibration")
+        values, new = _calibrated(values, calibration, keys)
+        spans = {key: span for key, span in calibration.intervals.items() if not covers(keys, key)}
+        # no parameters any more, for they are in the values: a run that is repeated changes nothing
+        calibration = replace(calibration, parameters={}, intervals=spans)
     config = build(Config, values, known=_known)
     if config.compute.name == AUTO:
         compute = chosen(config, values["compute"], keys, folders, lambda own: build(Compute, own, "compute"))
         config = replace(config, compute=compute)
-    backend, changed, spans, errors = _varied(config.backend, keys, config.target)
+    backend, changed, of_options, errors = _with_options(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)
     if factor != 1.0:
         own = {key: f"assumed: times host_factor={factor:g}{why}" for key in _HOST if not covers(keys, key)}
         backend, changed = on_host(backend, factor), changed | own
-    if calibration is not None and (factor != 1.0 or "host_factor" in keys):
-        calibration = replace(calibration, host=factor)
-    new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
-    # what the calibration says of these numbers is not so with these options
-    if calibration is not None and changed:
-        known = {key: span for key, span in calibration.intervals.items() if key not in changed}
-        calibration = replace(calibration, intervals=known | {key: spans[key] for key in changed if key in spans})
-    if calibration is not None and errors:
-        for part in ("held_out", "held_out_reads"):
+    if calibration is not None:
+        if factor != 1.0 or "host_factor" in keys:
+            calibration = replace(calibration, host=factor)
+        # what the calibration says of changed numbers is not so any more
+        spans = {key: span for key, span in calibration.intervals.items() if key not in changed}
+        spans |= {key: span for key, span in of_options.items() if key in changed}
+        calibration = replace(calibration, intervals=spans)
+        for part in ("held_out", "held_out_reads") if errors else ():
             if (held := getattr(calibration, part)) is not None:
                 how = f"{held.how}; with these options, errors of those who measured them"
-                own = replace(held, how=how, floor=None, floor_p95=None, **errors)
-                calibration = replace(calibration, **{part: own})
-
-    def sources(part: Any, at: str) -> Any:
-        return None if part is None else _sourced(_borrowed(part, config.hw), at, new)
-
+                own_errors = replace(held, how=how, floor=None, floor_p95=None, **errors)
+                calibration = replace(calibration, **{part: own_errors})
+    new |= changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    parts = {name: getattr(config, name) for name in ("hw", "model", "engine", "collective")} | {"backend": backend}
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
         host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
         draw_host=False,
         calibration=calibration,
-        hw=sources(config.hw, "hw"),
-        backend=sources(backend, "backend"),
-        model=sources(config.model, "model"),
-        engine=sources(config.engine, "engine"),
-        collective=sources(config.collective, "collective"),
+        **{name: part and _sourced(_borrowed(part, config.hw), name, new) for name, part in parts.items()},
     )
 
 
+def covers(keys: Iterable[str], number: str) -> bool:
+    """Return whether one of the dotted *keys* is *number* or stands above it.
+
+    >>> covers(["backend.intra"], "backend.intra.call"), covers(["backend.intra"], "backend.intranode")
+    (True, False)
+    """
+    return any(f"{number}.".startswith(f"{key}.") for key in keys)
+
+
+def _calibrated(
+    values: dict[str, Any], calibration: Calibration, by_hand: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    # *values* with the parameters of *calibration* that were not set *by_hand*, and their sources.
+    for group in ("hw", "backend"):
+        name = values[group].get("name") if isinstance(values.get(group), Mapping) else None
+        if name not in (known := getattr(calibration, group)):
+            raise ConfigError(
+                f"calibration={calibration.name} is for {group}={' or '.join(known)}, not for {group}={name}; leave "
+                f"calibration out for the one of this pair, if there is one, or set calibration=none"
+            )
+    sources = {key: calibration.evidence(key) for key in calibration.parameters if not covers(by_hand, key)}
+    for key in sources:
+        *path, last = key.split(".")
+        if path[:1] not in (["hw"], ["backend"]):
+            raise ConfigError(f"calibration.parameters.{key} must begin with one of hw, backend")
+        below = values
+        for name in path:  # the caller's mappings stay as they are
+            if not isinstance(below.get(name), Mapping):
+                lack = f"this configuration has no {name} that it could belong to"
+                raise ConfigError(f"calibration.parameters.{key}: {lack}")
+            below[name] = below = dict(below[name])
+        below[last] = calibration.parameters[key]
+    return values, sources
+
+
 def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
-    # Raise a `ConfigError` where there is nothing to draw from.
     if config.target != "model":
         return 1.0, ""
     if config.draw_host and config.host_factor != 1.0:
@@ -451,10 +453,8 @@ def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
         return config.host_factor, ""
     if calibration is None or len(calibration.hosts) < 2:
         name = "none" if calibration is None else calibration.name
-        raise ConfigError(
-            f"draw_host=true needs a calibration of several hosts, and calibration={name} knows none; "
-            "set host_factor="
-        )
+        lack = f"calibration={name} knows none; set host_factor="
+        raise ConfigError(f"draw_host=true needs a calibration of several hosts, and {lack}")
     (factor,) = drawn(calibration.hosts, config.seed, 1)
     return factor, f", drawn from seed={config.seed} as {len(calibration.hosts)} hosts differ"
 
@@ -469,15 +469,14 @@ def defaults() -> dict[str, Any]:
     return values
 
 
-def _varied(
-    backend: Engine, overridden: Iterable[str], target: str
+def _with_options(
+    backend: Engine, by_hand: Sequence[str], target: str
 ) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]], dict[str, float]]:
-    # The backend with the costs of its options, the first of *by_option* that fits, but for what is *overridden*;
+    # The backend with the costs of its options, the first of *by_option* that fits, but for what was set *by_hand*;
     # their sources, intervals and errors.  A real engine decides itself which options there are.
     sources: dict[str, str] = {}
     spans: dict[str, tuple[str, ...]] = {}
     errors: dict[str, float] = {}
-    by_hand = tuple(overridden)
     for at in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, at)
         if model is None or not model.by_option:
@@ -489,22 +488,20 @@ def _varied(
                 f"backend.options={dict(backend.options)} has no costs in the model of backend={backend.name}; "
                 f"there are {known}"
             )
-        if costs and costs.errors and set(costs.errors) != {"mean", "median", "p95"}:
-            raise ConfigError(
-                f"backend.{at}.by_option.errors must be mean, median and p95, got {dict(costs.errors)}"
-            )
         varied = replace(model, by_option=()) if costs is None else model.with_options(costs)
         names = [field.name for field in fields(model) if getattr(varied, field.name) != getattr(model, field.name)]
-        kept = {name: getattr(model, name) for name in names if covers(by_hand, f"backend.{at}.{name}")}
-        known_options = {name for item in model.by_option for name in item.options} | set(backend.modelled)
-        moved: dict[str, Any] = {at: replace(varied, **kept), "modelled": tuple(sorted(known_options))}
+        changed = {name: getattr(varied, name) for name in names if not covers(by_hand, f"backend.{at}.{name}")}
+        options = {name for item in model.by_option for name in item.options} | set(backend.modelled)
+        moved: dict[str, Any] = {at: replace(model, **changed), "modelled": tuple(sorted(options))}
         backend = replace(backend, **moved)
         if costs is not None:
-            evidence = dict.fromkeys((name for name in names if name not in kept), costs.evidence)
-            sources |= {f"backend.{at}.{name}": text for name, text in evidence.items() if name != "by_option"}
+            if costs.errors and set(costs.errors) != {"mean", "median", "p95"}:
+                wrong = dict(costs.errors)
+                raise ConfigError(f"backend.{at}.by_option.errors must be mean, median and p95, got {wrong}")
             errors |= costs.errors
+            sources |= {f"backend.{at}.{name}": costs.evidence for name in changed if name != "by_option"}
             spans |= {
-                f"backend.{at}.{name}": _span(model, costs, name) for name in costs.intervals if name in evidence
+                f"backend.{at}.{name}": _span(model, costs, name) for name in costs.intervals if name in changed
             }
     return backend, sources, spans, errors
 
@@ -517,13 +514,11 @@ def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:
 
 
 def _on_hardware(backend: Engine, hw: Machine) -> Engine:
-    models = {name: getattr(backend, name) for name in ("intra", "inter")}
-    moved = {
-        name: model.on_line(hw.interconnect.rate)
-        for name, model in models.items()
-        if model and model.path == "nvlink"
-    }
-    return replace(backend, **{name: model for name, model in moved.items() if model is not models[name]})
+    for name in ("intra", "inter"):
+        model: EngineModel | None = getattr(backend, name)
+        if model and model.path == "nvlink" and (moved := model.on_line(hw.interconnect.rate)) is not model:
+            backend = replace(backend, intra=moved) if name == "intra" else replace(backend, inter=moved)
+    return backend
 
 
 # --- where numbers come from ---------------------------------------------------------------------------------------
@@ -548,13 +543,13 @@ def _borrowed(part: Any, hw: Machine) -> Any:
     there = getattr(part, "measured_on", ())
     if not there or hw.name in there:
         return part
-    sources = {
-        keys: f"assumed: measured on {there[0]}, not on {hw.name}: {text.partition(':')[2].strip()}"
-        if text.startswith("measured:")
-        else text
+    elsewhere = f"assumed: measured on {there[0]}, not on {hw.name}:"
+    of = {
+        keys: text.replace("measured:", elsewhere, 1)
         for keys, text in part.sources.items()
+        if text[:9] == "measured:"
     }
-    return replace(part, sources=sources)
+    return replace(part, sources={**part.sources, **of})
 
 
 _last: dict[str, tuple[Any, dict[str, str], Any]] = {}
@@ -656,11 +651,7 @@ def canonical(config: Config, *without: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return *value* in what JSON and YAML can hold.
-
-    Dataclasses and mappings become dictionaries with texts as keys, tuples lists, NumPy's scalars plain ones,
-    numbers that are not finite None, and what is none of those its text.  Fields that are infinite are left out.
-    """
+    """Return *value* in what JSON and YAML can hold: None for what is not finite, infinite fields left out."""
     kind = type(value)
     if kind in (str, int, bool, type(None)):
         return value

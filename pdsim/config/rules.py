@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse configurations: combinations that cannot run, and quantities that are not plausible.
 
-`check` refuses a configuration whose values have the right types and ranges (`pdsim.config.build`).  A rule yields
-one line for each violation: the value, the rule, the way out.  First come rules within a part, then those between
-parts and about this machine.  Experiments that place ranks in their own way have a function ``check``.
-
-`check_quantities` finds typing mistakes: ``hw.nic.rate=400`` means 400 bytes a second to the code and 400 Gbps to
-its author.  Annotations say which numbers are rates, times or sizes; `BOUNDS` has plausible ranges.
+`check` refuses values that have the right types and ranges (`pdsim.config.build`) but not together: a line for each
+has the value, the rule and the way out.  Experiments that place ranks in their own way have a function ``check``.
+`check_quantities` finds typing mistakes: ``hw.nic.rate=400`` means 400 bytes a second to the code, not 400 Gbps.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdsim.calibration.definition import covers
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config, Launch, computing, hints_of
+from pdsim.config import Config, Launch, computing, covers, hints_of
 from pdsim.core import plugins, units
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
@@ -43,8 +39,7 @@ __all__ = ["BOUNDS", "check", "check_quantities", "notes"]
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.
 
-    Each line has the key, its value and what to set instead.  Nothing is started and nothing written; for
-    ``target=real`` the engine's library is probed in a process of its own, which takes a second.
+    For ``target=real`` the engine's library is probed in a process of its own, which takes a second.
     """
     experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
     problems = list(_parts(config)) or [
@@ -58,8 +53,7 @@ def check(config: Config) -> None:
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
     """Return a line for each thing that a run of *config* should say, though it is not wrong.
 
-    That is: options of a backend that were *typed* and that the model does not look at, what a real backend says,
-    and where times of forwards come from.
+    Among them are options of a backend that were *typed* and that the model does not look at.
     """
     if config.target != "model":
         from backends import registry
@@ -95,6 +89,10 @@ def _parts(config: Config) -> Iterator[str]:
         yield f"engine.heartbeat={engine.heartbeat} must be < engine.lease={engine.lease}, which it renews"
     if blend and not 1.0 <= blend <= 64.0:
         yield f"compute.blend must be 0 or from 1 to 64, got {blend}"
+    for name in ("descriptors", "bytes", "gpus"):
+        span = getattr(config.calibration, name, ())
+        if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
+            yield f"calibration.{name} must be the least and the most of a sample, got {list(span)}"
 
 
 def _machine(hw: Machine) -> Iterator[str]:
@@ -339,15 +337,13 @@ def _gpus_here(vendor: str) -> int:
     return gpu_count() if vendor == "nvidia" else sum(node.read_text().strip() not in ("", "0") for node in nodes)
 
 
-_GENERATED = ("poisson", "gamma", "bursty")
+_GENERATED = ("poisson", "gamma", "bursty", "sessions")
+_DRAWN = ("rate", "input_mean", "input_cv", "output_mean", "output_cv", "ramp")
 _USES = {
-    "rate": (*_GENERATED, "sessions"),
+    **dict.fromkeys(_DRAWN, _GENERATED),
     "cv": ("gamma",),
-    "burst": ("bursty",),
-    "burst_length": ("bursty",),
-    "speed": ("embedded",),
-    "jitter": ("embedded",),
-    **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv", "ramp"), (*_GENERATED, "sessions")),
+    **dict.fromkeys(("burst", "burst_length"), ("bursty",)),
+    **dict.fromkeys(("speed", "jitter"), ("embedded",)),
     **dict.fromkeys(("users", "turns", "think", "shared"), ("sessions",)),
 }
 """Which arrivals a key of the workload is for; the others do not look at it."""
@@ -402,7 +398,7 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
     if any(len({place.node for place in instance}) > 1 for instance in instances):
         yield (
             f"parallel.{name}.tp={side.tp} would put one instance on several nodes of hw={hw.name} ({hw.gpus} GPUs "
-            f"each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes, or "
+            "each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes, or "
             "experts and attention groups of their own (ep=tp, dp)"
         )
 
@@ -592,10 +588,10 @@ def check_quantities(config: Config, values: Mapping[str, Any], typed: Iterable[
     """
     keys = tuple(typed)
     problems: tuple[list[str], list[str]] = [], []
-    for quantity in _questionable(config, {key.partition(".")[0] for key in keys}):
+    for quantity, beyond in _questionable(config, {key.partition(".")[0] for key in keys}):
         by_hand, text = covers(keys, quantity.name), _written(values, quantity.key)
         line = _bare(quantity, text) if by_hand else ""
-        if not line and config.check.plausible and _is_beyond(quantity):
+        if not line and config.check.plausible and beyond:
             line = _beyond(quantity, text)
         if line:
             problems[by_hand].append(line)
@@ -610,11 +606,6 @@ def _bare(quantity: _Quantity, text: str) -> str:
     meant = _meant(quantity, text)
     example = f"did you mean {meant}?" if meant else f"write it with one of {', '.join(kind.units)}."
     return f"{quantity.key}={text} has no unit; {example} A number alone would be {kind.bare.format(text)}"
-
-
-def _is_beyond(quantity: _Quantity) -> bool:
-    row, value = _row(quantity.name, quantity.kind), quantity.value
-    return row is not None and 0 != abs(value) < math.inf and not row[1] <= value <= row[3]
 
 
 def _beyond(quantity: _Quantity, text: str) -> str:
@@ -633,13 +624,18 @@ _last: dict[str, tuple[Any, list[tuple[_Quantity, bool]]]] = {}
 """By key, the part of the last configuration and its quantities: in a sweep most are those of the next, too."""
 
 
-def _questionable(config: Config, typed: Collection[str]) -> Iterator[_Quantity]:
-    # all numbers of a part of which something was *typed*, and those beyond their bounds of the others
+def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[_Quantity, bool]]:
+    # all numbers of a part of which something was *typed*, those of the others that are beyond their bounds
     for name in (*_PARTS, "slo", "experiment"):
         part = getattr(config, name)
         if name not in _last or _last[name][0] is not part:
             _last[name] = part, [(quantity, _is_beyond(quantity)) for quantity in _quantities(None, part, name)]
-        yield from (quantity for quantity, beyond in _last[name][1] if beyond or name in typed)
+        yield from (each for each in _last[name][1] if each[1] or name in typed)
+
+
+def _is_beyond(quantity: _Quantity) -> bool:
+    row, value = _row(quantity.name, quantity.kind), quantity.value
+    return row is not None and 0 != abs(value) < math.inf and not row[1] <= value <= row[3]
 
 
 def _quantities(hint: Any, value: Any, at: str) -> Iterator[_Quantity]:
@@ -656,6 +652,7 @@ def _quantities(hint: Any, value: Any, at: str) -> Iterator[_Quantity]:
         yield _Quantity(at, re.sub(r"\[\d+\]", "", at), _kind(hint), value)
 
 
+@cache
 def _kind(hint: Any) -> str:
     # the first parser anywhere within counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are times
     if typing.get_origin(hint) is typing.Annotated:

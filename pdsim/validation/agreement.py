@@ -20,7 +20,7 @@ from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
 from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
-from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, tables
+from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, grouped, tables
 
 __all__ = ["EXPECTED", "MEASURED", "agreement", "compared_in", "content", "figures"]
 
@@ -58,11 +58,8 @@ def content(folder: Path) -> Content:
     expected, measured, compared = compared_in(folder)
     before = measured["expectations"] == expected["sha256"]
     errors = np.abs([each.error for each in compared])
-    tiles = [
-        Tile("points", str(len(compared))),
-        Tile("median error", terminal.share(float(np.median(errors)))),
-        Tile("95th percentile", terminal.share(float(np.percentile(errors, 95.0)))),
-    ]
+    middle, p95 = (terminal.share(float(np.percentile(errors, share))) for share in (50.0, 95.0))
+    tiles = [Tile("points", str(len(compared))), Tile("median error", middle), Tile("95th percentile", p95)]
     facts = {
         "predicted before it was measured": "yes" if before else "no",
         "measured by": ", ".join(measured.get("engines") or measured.get("servers") or ["servers"]),
@@ -72,41 +69,40 @@ def content(folder: Path) -> Content:
         "predicted": str(expected.get("written")),
         "measured from": str(measured.get("began")),
         "commit": str(expected.get("commit")),
+        "predictions, SHA-256": expected["sha256"],
+        "folder": str(folder),
     }
-    kept |= {"predictions, SHA-256": expected["sha256"], "folder": str(folder)}
     about = f"{expected['backend']} on {expected['hw']}" if "hw" in expected else folder.name
     title = f"{about}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
         base = run_report.content(folder, figures(compared))
         facts |= {"status": base.facts["status"]}
-        provenance = {**kept, **base.provenance}
-        page = replace(base, title=title, facts=facts, tiles=tiles, shown=1, provenance=provenance)
+        page = replace(base, provenance={**kept, **base.provenance})
     else:
-        classes = by_class(compared, {}, int(expected.get("seed", 0)))
-        shown = tables(classes, by_decade(compared, int(expected.get("seed", 0))))
+        seed = int(expected.get("seed", 0))
+        shown = tables(by_class(compared, {}, seed), by_decade(compared, seed))
         lines = [] if before else ["the predictions were made after these measurements"]
         page = Content(
             over="", title=title, facts=facts, tiles=tiles, warnings=lines, figures=figures(compared), tables=shown
         )
-        page = replace(page, shown=1, provenance=kept)
-    return replace(page, over="pdsim report of a validation", tables=[*page.tables, _points(compared)])
+        page = replace(page, provenance=kept)
+    return replace(
+        page, over="pdsim report of a validation", title=title, facts=facts, tiles=tiles, shown=1,
+        tables=[*page.tables, _points(compared)],
+    )  # fmt: skip
 
 
 def _groups(compared: Sequence[Compared]) -> Mapping[str, list[Compared]]:
-    groups: dict[str, list[Compared]] = {}
-    for each in compared:
-        groups.setdefault(each.predicted.group.partition(",")[0].partition(" ")[0], []).append(each)
-    return groups
+    return grouped(compared, lambda each: each.predicted.group.partition(",")[0].partition(" ")[0])
 
 
 def _agreement(compared: Sequence[Compared]) -> Figure:
     panels = []
     for quantity, title, unit in (("time", "Times", "s"), ("rate", "Rates", "B/s")):
-        mine = [each for each in compared if each.predicted.quantity == quantity]
-        if mine:
+        if mine := [each for each in compared if each.predicted.quantity == quantity]:
             groups = {
-                name: [(e.measured, e.predicted.value, _hover(e)) for e in each]
-                for name, each in _groups(mine).items()
+                name: [(each.measured, each.predicted.value, _hover(each)) for each in own]
+                for name, own in _groups(mine).items()
             }
             panels.append(agreement(groups, title, unit))
     reading = (
@@ -121,13 +117,10 @@ def agreement(
     title: str,
     unit: str,
     ends: tuple[float, float] | None = None,
-    first: int = 0,
 ) -> Panel:
-    """Return the panel of (measured, predicted, hover text) of each of *groups*, both axes alike and logarithmic.
+    """Return the panel of (measured, predicted, hover text) of each of *groups*, both axes logarithmic, in *unit*.
 
-    *unit* is that of both values.  *first* is the colour of the first group, so that several panels
-    can go on where the one before ended; *ends* are those of both axes, by default with room for
-    all.  The grey band is 10 % to either side.
+    *ends* are those of both axes, by default with room for all.  The grey band is 10 % to either side.
     """
     values = [value for each in groups.values() for one in each for value in one[:2]]
     low, high = ends or (min(values) / 1.5, max(values) * 1.5)
@@ -136,25 +129,11 @@ def agreement(
         Marks("band", line, [0.9 * end for end in line], "±10 %", top=[1.1 * end for end in line]),
         Marks("line", line, line, plain=True),
     ]
-    for colour, (name, each) in enumerate(groups.items(), first):
-        chosen = [each[i] for i in thinned(len(each), _POINTS)]
-        series.append(
-            Marks(
-                "points",
-                [m for m, _, _ in chosen],
-                [p for _, p, _ in chosen],
-                name,
-                colour,
-                texts=[t for *_, t in chosen],
-            )
-        )
-    return Panel(
-        Scale("measured", unit, log=True, low=low, high=high),
-        Scale("predicted", unit, log=True, low=low, high=high),
-        series,
-        title,
-        400,
-    )
+    for colour, (name, each) in enumerate(groups.items()):
+        measured, predicted, texts = zip(*(each[i] for i in thinned(len(each), _POINTS)), strict=True)
+        series.append(Marks("points", measured, predicted, name, colour, texts=texts))
+    x, y = (Scale(name, unit, log=True, low=low, high=high) for name in ("measured", "predicted"))
+    return Panel(x, y, series, title, 400)
 
 
 def _errors(compared: Sequence[Compared]) -> Figure:
@@ -167,17 +146,15 @@ def _errors(compared: Sequence[Compared]) -> Figure:
             by_size.append(Marks("points", x, y, name, colour, texts=[_hover(one) for one in chosen]))
         errors = [abs(one.error) * 100 for one in each]
         curves.append(cumulative([max(error, 1e-2) for error in errors], name, colour))
-    ends = [min(min(s.x) for s in by_size), max(max(s.x) for s in by_size)] if by_size else []
+    panels = []
     if by_size:
-        by_size.insert(0, Marks("line", ends, [0.0, 0.0], plain=True))
-        by_size.insert(0, Marks("band", ends, [-100 * _CLOSE] * 2, "±10 %", top=[100 * _CLOSE] * 2))
-    panels = (
-        [Panel(Scale("bytes", "B", log=True), Scale("error", "%"), by_size, "Signed error by size", 360)]
-        if by_size
-        else []
-    )
-    x_axis, y_axis = Scale("absolute error", "%", log=True), Scale("points not further off", "%", low=0, high=101)
-    panels.append(Panel(x_axis, y_axis, curves, "Share of points within an error", 360))
+        ends = [min(min(marks.x) for marks in by_size), max(max(marks.x) for marks in by_size)]
+        band = Marks("band", ends, [-100 * _CLOSE] * 2, "±10 %", top=[100 * _CLOSE] * 2)
+        series = [band, Marks("line", ends, [0.0, 0.0], plain=True), *by_size]
+        axes = Scale("bytes", "B", log=True), Scale("error", "%")
+        panels.append(Panel(*axes, series, "Signed error by size", 360))
+    axes = Scale("absolute error", "%", log=True), Scale("points not further off", "%", low=0, high=101)
+    panels.append(Panel(*axes, curves, "Share of points within an error", 360))
     reading = (
         "Above zero the prediction is too high; on the right, the further left a curve, the smaller its errors."
     )

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from pdsim.calibration.definition import on_host, widening
+from pdsim.calibration.definition import Calibration, on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import parse_rate, parse_time
 from pdsim.hardware.costs import Ramp
@@ -30,56 +30,51 @@ switches and whole handoffs of three engines on hosts that were not fitted.  No 
 def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
     """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it.
 
-    Values are in SI units.  The three configurations differ in that one parameter only; a ramp is one parameter, and
-    so is the host, unless the run was given its ``host_factor``: then its ends are the quickest and the slowest
-    known. Raise a `ValueError` for an interval that cannot be parsed.
+    A ramp is one parameter, and so is the host, from the quickest to the slowest known, unless the run was given its
+    ``host_factor``.  Raise a `ValueError` for an interval that cannot be parsed.
     """
-    intervals = config.calibration.intervals if config.calibration is not None else {}
-    for key, (low, high) in sorted(intervals.items()):
+    if (calibration := config.calibration) is None:
+        return
+    for key, (low, high) in sorted(calibration.intervals.items()):
         yield key, _with(config, key.split("."), _value(low)), _with(config, key.split("."), _value(high))
-    hosts = config.calibration.hosts if config.calibration is not None and not config.calibration.host else ()
-    if len(set(hosts)) > 1:
-        low_host, high_host = (replace(config, backend=on_host(config.backend, of(hosts))) for of in (min, max))
+    if not calibration.host and len(set(calibration.hosts)) > 1:
+        ends = (on_host(config.backend, of(calibration.hosts)) for of in (min, max))
+        low_host, high_host = (replace(config, backend=backend) for backend in ends)
         yield "hosts", low_host, high_host
 
 
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
     """Return what *predict* says of *config*, with the interval that the calibration leaves, if it has any.
 
-    *predict* is called once, and twice more for each parameter that has an interval; it must return the same values
-    in the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
-    The error that the calibration has at 95 of 100 points left out of its fit adds in quadrature, to single handoffs
-    `HANDOFF` too, and the whole grows with `Value.factor`, by which the value lies beyond the samples
-    (`pdsim.calibration.definition.widening`).
+    *predict* is called once, and twice more for each parameter that has an interval (`variants`).  The error that
+    the calibration has at 95 of 100 points left out of its fit adds in quadrature, to single handoffs `HANDOFF` too,
+    and the whole grows with `Value.factor`, by which the value lies beyond the samples (`widening`).
     """
-    centre = [_placed(config, value) for value in predict(config)]
+    centre = list(predict(config))
+    if (calibration := config.calibration) is None:
+        return centre
+    centre = [replace(value, factor=_factor(config, value)) for value in centre]
     down, up = [0.0] * len(centre), [0.0] * len(centre)
-    known = False
+    known = calibration.held_out is not None
     for _, *ends in variants(config):
         known = True
         moved = [[value.value - at.value for value, at in zip(predict(end), centre, strict=True)] for end in ends]
         for index, changes in enumerate(zip(*moved, strict=True)):
             down[index] = math.hypot(down[index], min(0.0, *changes))
             up[index] = math.hypot(up[index], max(0.0, *changes))
-    known = known or (config.calibration is not None and config.calibration.held_out is not None)
-    if not known:
-        return centre
-    return [_spanned(config, *each) for each in zip(centre, down, up, strict=True)]
+    spans = zip(centre, down, up, strict=True)
+    return [_spanned(calibration, *each) for each in spans] if known else centre
 
 
-def _placed(config: Config, value: Value) -> Value:
-    if config.calibration is None:
-        return value
+def _factor(config: Config, value: Value) -> float:
+    assert config.calibration is not None
     gpus = min(value.gpus, config.hw.nodes * config.hw.gpus)
     nbytes = value.nbytes if value.descriptors else 0
-    factors = config.calibration.factors(descriptors=value.descriptors, nbytes=nbytes, gpus=gpus)
-    return replace(value, factor=math.prod(factors.values()))
+    return math.prod(config.calibration.factors(descriptors=value.descriptors, nbytes=nbytes, gpus=gpus).values())
 
 
-def _spanned(config: Config, value: Value, below: float, above: float) -> Value:
-    calibration = config.calibration
-    assert calibration is not None
-    held = calibration.held_out_reads if value.group.endswith(", read") else calibration.held_out
+def _spanned(calibration: Calibration, value: Value, below: float, above: float) -> Value:
+    held = calibration.held_out_reads if value.group.endswith(", read") else None
     held = held or calibration.held_out
     host = HANDOFF if value.group.startswith(("handoff, ", "metadata, ")) else 0.0
     error = value.value * math.hypot(held.p95 if held is not None else 0.0, host)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge predicted serving load by load: errors of quantiles beside the floor that repeats leave.
+"""What predicted serving is judged by: quantiles of latencies, load by load, beside what repeats differ by.
 
 A *part* of a validation is a load, or single requests of one length, by name; its rows are requests with latencies
-in seconds.  How far runs of the same load are apart is the *floor*: an error is met within its bound or within twice
-the floor, whichever is larger.
+in seconds.  An error is met within its bound or within twice the spread of the runs, whichever is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
@@ -18,18 +17,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.results.record import Table, percentile
 from pdsim.validation.verdicts import Compared, Value
 
-__all__ = [
-    "BOUNDS",
-    "LATENCIES",
-    "SINGLE",
-    "compare",
-    "compare_files",
-    "errors",
-    "floor",
-    "quantiles",
-    "tables",
-    "within",
-]
+__all__ = ["BOUNDS", "LATENCIES", "SINGLE", "compare", "compare_files", "errors", "quantiles", "tables", "within"]
 
 LATENCIES = ("ttft", "tpot", "e2e", "prefilled", "handoff")
 """Columns of a row, where it has them."""
@@ -95,26 +83,21 @@ def compare_files(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> l
     return both
 
 
-def floor(one: Compared) -> float | None:
-    """Return how far runs are from their median, the furthest of them; None of a single run."""
-    if len(one.per_job) < 2:
-        return None
-    return max(abs(each / one.measured - 1.0) for each in one.per_job)
-
-
 def within(one: Compared) -> bool:
-    """Return whether the error is within its bound, or within twice the floor where that is larger."""
-    return abs(one.error) <= max(BOUNDS[one.predicted.group], 2.0 * (floor(one) or 0.0))
+    """Return whether the error is within its bound, or within twice the spread of the runs where that is larger."""
+    return abs(one.error) <= max(BOUNDS[one.predicted.group], 2.0 * (one.spread or 0.0))
 
 
-def _loads(both: Iterable[Compared], metric: str) -> list[Compared]:
-    return [one for one in both if one.predicted.group == metric and not one.predicted.label.startswith(SINGLE)]
+def _by_metric(both: Sequence[Compared]) -> dict[str, list[Compared]]:
+    # those of loads
+    loads = [one for one in both if not one.predicted.label.startswith(SINGLE)]
+    groups = {metric: [one for one in loads if one.predicted.group == metric] for metric in BOUNDS}
+    return {metric: of for metric, of in groups.items() if of}
 
 
 def errors(both: Sequence[Compared]) -> dict[str, float]:
     """Return the mean absolute error of each metric over the loads."""
-    sizes = {metric: [abs(one.error) for one in _loads(both, metric)] for metric in BOUNDS}
-    return {metric: fmean(of) for metric, of in sizes.items() if of}
+    return {metric: fmean(abs(one.error) for one in of) for metric, of in _by_metric(both).items()}
 
 
 def tables(both: Sequence[Compared]) -> list[Table]:
@@ -131,7 +114,7 @@ def tables(both: Sequence[Compared]) -> list[Table]:
     rows = [
         [
             one.predicted.label, one.predicted.group, one.predicted.value * 1e3, one.measured * 1e3, 100 * one.error,
-            None if (left := floor(one)) is None else 100 * left, "yes" if within(one) else "no",
+            None if one.spread is None else 100 * one.spread, "yes" if within(one) else "no",
         ]
         for one in both
     ]  # fmt: skip
@@ -145,10 +128,9 @@ def tables(both: Sequence[Compared]) -> list[Table]:
         "within": "loads within that, or within twice the floor",
     }
     summary: list[list[Any]] = []
-    for metric, bound in BOUNDS.items():
-        if of := _loads(both, metric):
-            spread = [left for one in of if (left := floor(one)) is not None]
-            wrong = [abs(one.error) for one in of]
-            worst = [100 * fmean(wrong), 100 * max(wrong), 100 * fmean(spread) if spread else None]
-            summary.append([metric, len(of), *worst, 100 * bound, sum(map(within, of))])
+    for metric, of in _by_metric(both).items():
+        spread = [one.spread for one in of if one.spread is not None]
+        wrong = [abs(one.error) for one in of]
+        worst = [100 * fmean(wrong), 100 * max(wrong), 100 * fmean(spread) if spread else None]
+        summary.append([metric, len(of), *worst, 100 * BOUNDS[metric], sum(map(within, of))])
     return [Table("Predicted and measured", heads, rows), Table("Errors", metrics, summary)]

@@ -27,10 +27,7 @@ EXPECTED, MEASURED = "expectations.json", "measurements.json"
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write *content* to *path*, and return when it and its name are on disk.
-
-    The file and its folder are synchronised, so that a prediction is on disk before anything is measured.
-    """
+    """Write *content* to *path*, and return when it and its name are on disk, before anything is measured."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -43,26 +40,21 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def read(path: Path, *keys: str) -> dict[str, Any]:
-    """Return what is in *path*.
-
-    Raise a `ConfigError` if it was changed after it was written, or lacks one of *keys*: another version's does.
-    """
+    """Return what is in *path*; raise a `ConfigError` as `unseal` does."""
     return unseal(path.read_bytes(), str(path), *keys)
 
 
 def adopt(source: Path, folder: Path, *keys: str) -> dict[str, Any]:
     """Copy the predictions *source*, a file or the folder that it is in, to *folder*, and return their content.
 
-    Raise a `ConfigError` if there are none, if they were changed since, or if they lack one of *keys*.
+    Raise a `ConfigError` if there are none, or as `unseal` does.
     """
     path = source / EXPECTED if source.is_dir() else source
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"experiment.expected={source}: {error.strerror}; "
-            f"name the {EXPECTED} of a run with experiment.predict=only"
-        ) from error
+        way_out = f"name the {EXPECTED} of a run with experiment.predict=only"
+        raise ConfigError(f"experiment.expected={source}: {error.strerror}; {way_out}") from error
     expected = unseal(content, str(path), *keys)
     keep(folder / EXPECTED, content)
     return expected

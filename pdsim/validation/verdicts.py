@@ -9,42 +9,29 @@ points are of all sizes, so that a model which fails at one end of them cannot h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pdsim.calibration import samples
-from pdsim.calibration.samples import Floor, floor
+from pdsim.calibration.robust import Floats
+from pdsim.calibration.samples import Floor
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table, percentile
 
 __all__ = [
-    "Bound",
-    "Class",
-    "Compared",
-    "Value",
-    "by_class",
-    "by_decade",
-    "compare",
-    "mean",
-    "metrics",
-    "prediction_table",
-    "tables",
-]
+    "Bound", "Class", "Compared", "Value", "by_class", "by_decade", "compare", "grouped", "mean", "metrics",
+    "prediction_table", "tables",
+]  # fmt: skip
 
 RESAMPLES = 1000
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Value:
-    """One quantity of one point, predicted or measured.
-
-    Measurements and predictions are the same class, so that either may stand on either side of a comparison.
-    """
+    """One quantity of one point, predicted or measured."""
 
     group: str  # the class that it is judged in
     label: str  # of the point, and of the flow where it has several
@@ -66,10 +53,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Compared:
-    """A prediction beside its measurement.
-
-    *measured* is in the unit of ``predicted.quantity``: seconds or bytes/s.
-    """
+    """A prediction beside its measurement, which is in the unit of ``predicted.quantity``: seconds or bytes/s."""
 
     predicted: Value
     measured: float
@@ -86,6 +70,13 @@ class Compared:
         low, high = self.predicted.low, self.predicted.high
         return None if low is None or high is None else low <= self.measured <= high
 
+    @property
+    def spread(self) -> float | None:
+        """How far jobs are from what was measured, the furthest of them, relative; None of a single one."""
+        if len(self.per_job) < 2:
+            return None
+        return max(abs(each / self.measured - 1.0) for each in self.per_job)
+
     def row(self) -> dict[str, Any]:
         """Return the row of ``validation.parquet``."""
         judged = {"measured": self.measured, "error": self.error, "covered": self.covered}
@@ -94,10 +85,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the absolute error of a class may be.
-
-    *median* and *p95* are relative, 0.1 is 10 %; a limit that is None, or infinite, does not judge.
-    """
+    """What the absolute error of a class may be, relative: 0.1 is 10 %.  A limit that is None does not judge."""
 
     median: float = math.inf
     p95: float | None = None
@@ -106,10 +94,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Class:
-    """The errors of a class of points.  Pairs are 95 % intervals, errors relative where nothing else is said.
-
-    Made by `by_class` and `by_decade`; printed by `tables`.
-    """
+    """The errors of a class of points.  Pairs are 95 % intervals, errors relative where nothing else is said."""
 
     name: str
     points: int
@@ -125,13 +110,9 @@ class Class:
 
     @property
     def beyond(self) -> bool:
-        """Whether it exceeds its bound.
-
-        A quantity that was not computed, such as a p95 of fewer than 20 points, exceeds nothing.
-        """
-        if self.bound is None:
-            return False
-        limits = (self.median, self.bound.median), (self.p95, self.bound.p95), (self.seconds, self.bound.seconds)
+        """Whether it exceeds its bound; a quantity that was not computed exceeds nothing."""
+        bound = self.bound or Bound()
+        limits = (self.median, bound.median), (self.p95, bound.p95), (self.seconds, bound.seconds)
         return any(value is not None and limit is not None and value > limit for value, limit in limits)
 
 
@@ -140,18 +121,13 @@ def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
 
     A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
     """
-    by_key: dict[tuple[str, str, str], list[Value]] = {}
-    for value in (value for run in runs for value in run):
-        by_key.setdefault((value.group, value.label, value.quantity), []).append(value)
-    every = [same for same in by_key.values() if len(same) == len(runs)]
-    return [_mean(same) for same in every]
-
-
-def _mean(same: Sequence[Value]) -> Value:
-    each = tuple(value.value for value in same)
-    if len(each) == 1 or min(each) <= 0:
-        return same[0]
-    return replace(same[0], value=samples.mean(each), per_job=each)
+    means = []
+    for same in grouped((value for run in runs for value in run), lambda value: value.key).values():
+        values = tuple(value.value for value in same)
+        if len(same) == len(runs):
+            several = len(values) > 1 and min(values) > 0
+            means.append(replace(same[0], value=samples.mean(values), per_job=values) if several else same[0])
+    return means
 
 
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
@@ -160,42 +136,39 @@ def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compa
     Values match by `Value.key`; measurements that are not positive and finite are left out.
     """
     have = {value.key: value for value in measured if value.value > 0 and math.isfinite(value.value)}
-    both = [
-        Compared(value, have[value.key].value, tuple(have[value.key].per_job))
-        for value in predicted
-        if value.key in have
-    ]
-    if not both:
+    pairs = [(value, have[value.key]) for value in predicted if value.key in have]
+    if not pairs:
         raise ConfigError(
             "nothing to compare: no point is both predicted and measured; take files of the same design"
         )
-    return both
+    return [Compared(value, real.value, tuple(real.per_job)) for value, real in pairs]
 
 
 def by_class(both: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
     """Return the errors of every class, each with the bound of its name or of the first word of it, or that of "".
 
-    Classes come in the order in which they first occur.  Intervals are drawn from *seed* and the name of the class,
-    so that a class has the same interval whichever others there are.
+    Intervals are drawn from *seed* and the name of the class, whichever others there are.
     """
-    groups = dict.fromkeys(each.predicted.group for each in both)
-    return [
-        _class(name, [each for each in both if each.predicted.group == name], _bound(name, bounds), seed)
-        for name in groups
-    ]
+    groups = grouped(both, lambda each: each.predicted.group)
+    return [_class(name, own, _bound(name, bounds), seed) for name, own in groups.items()]
 
 
 def by_decade(both: Sequence[Compared], seed: int) -> list[Class]:
-    """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``.
+    """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``; these have no bounds."""
+    sized = [each for each in both if each.predicted.quantity == "time" and each.predicted.nbytes > 0]
 
-    Rates are left out, and these classes have no bounds.
-    """
-    groups: dict[str, list[Compared]] = {}
-    for each in both:
-        if each.predicted.quantity == "time" and each.predicted.nbytes > 0:
-            decade = math.floor(math.log10(each.predicted.nbytes))
-            groups.setdefault(f"{each.predicted.group}, 1e{decade} B", []).append(each)
-    return [_class(name, groups[name], None, seed) for name in groups]
+    def name(each: Compared) -> str:
+        return f"{each.predicted.group}, 1e{math.floor(math.log10(each.predicted.nbytes))} B"
+
+    return [_class(group, own, None, seed) for group, own in grouped(sized, name).items()]
+
+
+def grouped(every: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return *every* by its *key*, in the order in which keys first occur."""
+    groups: dict[Any, list[Any]] = {}
+    for each in every:
+        groups.setdefault(key(each), []).append(each)
+    return groups
 
 
 def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
@@ -206,7 +179,7 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
     signed = np.array([each.error for each in both])
     errors = np.abs(signed)
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
-    samples = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
+    resampled = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
     p95 = percentile(errors, 95.0)
     times = [abs(each.predicted.value - each.measured) for each in both if each.predicted.quantity == "time"]
     return Class(
@@ -214,12 +187,12 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
         points=len(both),
         bias=float(np.median(signed)),
         median=float(np.median(errors)),
-        median_interval=_interval(np.median(samples, axis=1)),
+        median_interval=_interval(np.median(resampled, axis=1)),
         p95=p95,
-        p95_interval=None if p95 is None else _interval(np.percentile(samples, 95.0, axis=1)),
+        p95_interval=None if p95 is None else _interval(np.percentile(resampled, 95.0, axis=1)),
         worst=both[int(np.argmax(errors))].predicted.label,
         bound=bound,
-        floor=floor(each.per_job for each in both),
+        floor=samples.floor(each.per_job for each in both),
         seconds=float(np.median(times)) if times else None,
     )
 
@@ -243,25 +216,40 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
         "CI": "of that",
         "worst": "the point with the largest error",
     }
-    if any(each.floor for each in (*classes, *decades)):
+    if floors := any(each.floor for each in (*classes, *decades)):
         columns |= {
             "floor %": "median error left to a model that knows what every point takes: its jobs differ so much",
             "floor p95 %": "95th percentile of that",
         }
-    judged = (
-        {"class": "of points"} | columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
-    )
-    several = "floor %" in columns
-    verdicts = [[_limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
-    whole = [[*_cells(each, several), *verdict] for each, verdict in zip(classes, verdicts, strict=True)]
+    judged = columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
+    whole = [[*_cells(each, floors), _limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
     if any(each.bound is not None and each.bound.seconds is not None for each in classes):
         judged |= {"median ms": "of the absolute error of times, not relative", "bound ms": "of that"}
-        whole = [[*row, *_milliseconds(each)] for row, each in zip(whole, classes, strict=True)]
-    parts = [_cells(each, several) for each in decades]
+        for row, each in zip(whole, classes, strict=True):
+            pair = each.seconds, each.bound.seconds if each.bound else None
+            row += ["-" if seconds is None else seconds * 1e3 for seconds in pair]
+    parts = [_cells(each, floors) for each in decades]
     return [
-        Table("Error of each class", judged, whole),
+        Table("Error of each class", {"class": "of points"} | judged, whole),
         Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts),
     ]
+
+
+def _cells(each: Class, floors: bool) -> list[Any]:
+    def ends(interval: tuple[float, float]) -> str:
+        return f"{interval[0] * 100:.1f} to {interval[1] * 100:.1f}"
+
+    p95 = None if each.p95 is None else each.p95 * 100
+    median = [each.bias * 100, each.median * 100, ends(each.median_interval)]
+    left = [each.floor.median * 100, each.floor.p95 * 100] if each.floor else [None, None]
+    spread = ends(each.p95_interval) if each.p95_interval else "-"
+    return [each.name, each.points, *median, p95, spread, each.worst, *(left if floors else [])]
+
+
+def _limits(bound: Bound | None) -> str:
+    if bound is None or bound.median == math.inf:
+        return "-"
+    return f"{bound.median * 100:g}" + (f" and {bound.p95 * 100:g}" if bound.p95 is not None else "")
 
 
 def prediction_table(values: Sequence[Value]) -> Table:
@@ -275,50 +263,19 @@ def prediction_table(values: Sequence[Value]) -> Table:
         "most": "",
         "within %": "median of half the 95 % interval that the calibration's uncertainty leaves, of the prediction",
     }
-    groups: dict[tuple[str, str], list[Value]] = {}
-    for value in values:
-        groups.setdefault((value.group, value.quantity), []).append(value)
-    return Table("Predicted", columns, [_predicted(group) for group in groups.values()])
-
-
-def _predicted(group: Sequence[Value]) -> list[Any]:
-    name, quantity = group[0].group, group[0].quantity
-    numbers = np.array([value.value for value in group]) * (1e6 if quantity == "time" else 1e-9)
-    ends = [(value.low, value.high, value.value) for value in group]
-    spans = [(high - low) / at for low, high, at in ends if low is not None and high is not None]
-    within = float(np.median(spans)) * 50.0 if spans else None
-    told = [float(of(numbers)) for of in (np.min, np.median, np.max)]
-    return [name, quantity, len(group), *told, within]
-
-
-def _cells(each: Class, several: bool) -> list[Any]:
-    interval = _range(each.p95_interval) if each.p95_interval else "-"
-    p95 = None if each.p95 is None else each.p95 * 100
-    median = [each.bias * 100, each.median * 100, _range(each.median_interval)]
-    left = [each.floor.median * 100, each.floor.p95 * 100] if each.floor else [None, None]
-    return [each.name, each.points, *median, p95, interval, each.worst, *(left if several else [])]
-
-
-def _range(interval: tuple[float, float]) -> str:
-    return f"{interval[0] * 100:.1f} to {interval[1] * 100:.1f}"
-
-
-def _limits(bound: Bound | None) -> str:
-    if bound is None or bound.median == math.inf:
-        return "-"
-    return f"{bound.median * 100:g}" + (f" and {bound.p95 * 100:g}" if bound.p95 is not None else "")
-
-
-def _milliseconds(each: Class) -> list[Any]:
-    limit = each.bound.seconds if each.bound is not None else None
-    return ["-" if seconds is None else seconds * 1e3 for seconds in (each.seconds, limit)]
+    rows: list[list[Any]] = []
+    for (name, quantity), group in grouped(values, lambda value: (value.group, value.quantity)).items():
+        numbers = np.array([value.value for value in group]) * (1e6 if quantity == "time" else 1e-9)
+        spans = [(one.high - one.low) / one.value for one in group if one.low is not None and one.high is not None]
+        within = float(np.median(spans)) * 50.0 if spans else None
+        rows.append(
+            [name, quantity, len(group), *(float(of(numbers)) for of in (np.min, np.median, np.max)), within]
+        )
+    return Table("Predicted", columns, rows)
 
 
 def metrics(both: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
-    """Return the summary.
-
-    Errors are relative, not per cent; a metric is None where there are too few points for it.
-    """
+    """Return the summary; errors are relative, and None where there are too few points."""
     errors = np.abs([each.error for each in both])
     covered = [each.covered for each in both if each.covered is not None]
     share = sum(covered) / len(covered) if covered else None

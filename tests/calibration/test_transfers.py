@@ -114,7 +114,7 @@ def test_a_rate_as_high_as_the_link_s_does_not_change_the_link():
     key, rate = calibrate.link_of(machine, "nvlink")
     for times, changed in ((1.0 - 1e-9, False), (1.0 + 1e-9, False), (1.01, True)):
         at = start_of(BASE) | {"call": 11e-6, "descriptor": 2e-6, "rate": rate * times}
-        chosen, _ = calibrate._parameters(Fit(SUM, at, BASE), {}, machine, "backend.intra")
+        chosen, _ = calibrate._parameters(Fit(SUM, at, BASE), machine, "backend.intra")
         assert (key in chosen) is changed
 
 
@@ -132,9 +132,9 @@ def test_the_order_of_samples_decides_nothing():
 def test_a_parameter_that_is_lost_in_the_noise_is_not_named():
     quiet = EngineModel(path="rdma", call=0.0, descriptor=1e-12, overlap=False, latency=0.0, rate=49e9)
     samples = made_by(quiet, [(n, 1 << 22) for n in (1, 2, 4, 8, 16, 32, 64)], noise=0.02)
-    fit, spans = transfers.identifiable(transfers.fit(Form("sum", ("call", "rate")), samples, BASE), samples)
+    fit = transfers.identifiable(transfers.fit(Form("sum", ("call", "rate")), samples, BASE), samples)
     assert fit.unidentified == ("call",)
-    assert set(spans) == {"rate"}
+    assert set(fit.intervals) == {"rate"}
 
 
 def test_what_is_held_out_is_never_seen():
@@ -162,39 +162,39 @@ def crowd(noise=0.005, **truth):
 
 
 def with_crowd(points, base=BASE):
-    return transfers.with_concurrency(Fit(SUM, ALONE, base), SPANS, points)
+    return transfers.with_concurrency(Fit(SUM, ALONE, base, intervals=SPANS), points)
 
 
 def test_a_constant_that_keeps_the_poster_stays_the_call():
-    assert with_crowd(crowd(), IN_ORDER) == (Fit(SUM, ALONE, IN_ORDER), SPANS)
+    assert with_crowd(crowd(), IN_ORDER) == Fit(SUM, ALONE, IN_ORDER, intervals=SPANS)
 
 
 def test_a_constant_that_transfers_have_side_by_side_is_latency():
-    fit, spans = with_crowd(crowd(call=0.0, latency=20e-6), IN_ORDER)
+    fit = with_crowd(crowd(call=0.0, latency=20e-6), IN_ORDER)
     assert (fit.at["call"], fit.at["latency"]) == (0.0, 20e-6)
     assert fit.form.free == ("latency", "descriptor", "rate")
-    assert spans == {"latency": SPANS["call"], "descriptor": SPANS["descriptor"], "rate": SPANS["rate"]}
+    assert fit.intervals == {"latency": SPANS["call"], "descriptor": SPANS["descriptor"], "rate": SPANS["rate"]}
 
 
 def test_of_a_constant_that_is_both_each_part_has_its_interval():
-    fit, spans = with_crowd(crowd(call=12e-6, latency=8e-6), IN_ORDER)
+    fit = with_crowd(crowd(call=12e-6, latency=8e-6), IN_ORDER)
     assert fit.at["call"] == pytest.approx(12e-6, rel=0.05)
     assert fit.at["call"] + fit.at["latency"] == pytest.approx(20e-6, rel=1e-12)
     for name in ("call", "latency"):
-        assert spans[name][0] <= fit.at[name] <= spans[name][1]
+        assert fit.intervals[name][0] <= fit.at[name] <= fit.intervals[name][1]
 
 
 def test_queues_that_limit_are_told_with_an_interval():
-    fit, spans = with_crowd(crowd(queue_rate=300e9))
+    fit = with_crowd(crowd(queue_rate=300e9))
     assert fit.at["queue_rate"] == pytest.approx(300e9, rel=0.03)
-    assert spans["queue_rate"][0] <= fit.at["queue_rate"] <= spans["queue_rate"][1]
+    assert fit.intervals["queue_rate"][0] <= fit.at["queue_rate"] <= fit.intervals["queue_rate"][1]
 
 
 def test_queues_that_limit_nothing_or_take_turns_are_not_told():
     for points, base in ((crowd(), BASE), (crowd(queue_rate=300e9), IN_ORDER)):
-        fit, spans = with_crowd(points, base)
+        fit = with_crowd(points, base)
         assert fit.at["queue_rate"] == inf
-        assert "queue_rate" not in spans
+        assert "queue_rate" not in fit.intervals
 
 
 @pytest.mark.slow
@@ -249,19 +249,19 @@ def test_rounding_does_not_choose_what_makes_reads_longer(more):
 @pytest.mark.parametrize("more", [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read_rate": 150e9}], ids=list)
 def test_a_misfit_of_writes_is_not_taken_for_a_cost_of_reads(more):
     rows = both_ways(more, noise=0.01, misfit=0.1)
-    fit, spans = transfers.read_overhead(writes_of(rows), rows)
+    fit = transfers.read_overhead(writes_of(rows), rows)
     ((name, value),) = more.items()
     assert fit.form.free == (name,)
     assert fit.at[name] == pytest.approx(value, rel=0.15)
-    assert set(spans) == {name}
+    assert set(fit.intervals) == {name}
 
 
 @pytest.mark.parametrize("faster", [1.0, 1.2])
 def test_reads_that_are_no_slower_cost_nothing_more(faster):
     rows = both_ways({}, noise=0.01)
     rows = [replace(row, seconds=row.seconds / faster) if row.operation == "read" else row for row in rows]
-    fit, spans = transfers.read_overhead(writes_of(rows), rows)
-    assert (fit.form.free, spans) == ((), {})
+    fit = transfers.read_overhead(writes_of(rows), rows)
+    assert (fit.form.free, fit.intervals) == ((), {})
     assert [fit.at[name] for name in transfers.OF_READS] == [0.0, 0.0, inf]
 
 

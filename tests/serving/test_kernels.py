@@ -9,7 +9,6 @@ import pytest
 
 from backends.profiling.inventory import Subject, plan
 from pdsim.calibration import kernels as fit
-from pdsim.calibration import published
 from pdsim.calibration.kernels import fit_roof, row_seconds
 from pdsim.cli.profile import read
 from pdsim.compute.forward import OperatorForward, peaks
@@ -202,7 +201,7 @@ def test_published_tables_are_rows():
         "gemm": {key: np.array([value, value]) for key, value in gemm.items()},
         "moe": {key: np.array([value]) for key, value in moe.items()},
     }
-    first, _, experts = published.rows(Operators(tables))
+    first, _, experts = fit.published(Operators(tables))
     assert (first["operator"], first["tokens"], first["n"], first["seconds"]) == ("gemm", 16, 512, 2e-3)
     assert (experts["hit"], experts["width"], experts["dtype"]) == (8, 64, "fp8")
 
