@@ -32,7 +32,7 @@ from pathlib import Path
 from experiments.faults.scenario import KINDS as KINDS_OF_FAULTS
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
 from experiments.reports.claims import effect_range
-from experiments.reports.figures import REASONS, kept
+from experiments.reports.figures import kept
 from experiments.reports.report_points import committed
 from pdsim.config import Config, ExperimentOptions, keys
 from pdsim.config.keys import Key
@@ -138,15 +138,12 @@ def inline() -> Iterator[str]:
 
 
 def figures() -> Iterator[str]:
-    """Yield the lines of the table of docs/reports.md, and why its figures are missed."""
+    """Yield the lines of the table of docs/reports.md."""
     yield "| figure, a factor | reported | simulated (interval), verdict |"
     yield "|---|---|---|"
     for row in kept():
         model = f"{row.simulated:.3g} ({row.lowest:.3g}-{row.highest:.3g}), {row.verdict}"
         yield f"| {row.report} {row.figure} | {row.reported:.3g} | {model} |"
-    yield ""
-    for report, reason in REASONS.items():
-        yield from textwrap.wrap(f"- {report}: {reason}", 116, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def big_models() -> Iterator[str]:

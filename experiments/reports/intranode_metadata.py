@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does metadata on the GPU, over NVLink, speed up a handoff within a node?  SGLang PR 26707.
 
-Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake
-copies over NVLink; after, they lie on the GPU and go over NVLink in a batch of their own (`send_aux`).
-
-KV itself goes the same way in both, so short handoffs show most of the difference, and prompts how
-much of it a user sees.
+Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake copies over NVLink;
+after, they lie on the GPU and go over NVLink in a batch of their own (`send_aux`).  KV goes the same way in both, so
+short handoffs show most of the difference, and prompts how much of it a user sees.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from experiments.reports import prompt_bursts as shared
-from experiments.reports.claims import Claim, ReportRun, as_rows
+from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_rows, burst
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt
@@ -21,7 +18,7 @@ from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLAIMS", "VARIANTS", "IntranodeMetadataOptions", "run"]
+__all__ = ["CLAIMS", "IntranodeMetadataOptions", "run"]
 
 HANDOFF = Claim("handoff", "a handoff takes less time", "us")
 TTFT = Claim("ttft", "the mean TTFT of prompts that arrive at once falls", "ms")
@@ -33,7 +30,7 @@ VARIANTS = {"tcp": ("control", "host"), "nvlink": ("write", "device")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntranodeMetadataOptions(shared.PromptBurstOptions):
+class IntranodeMetadataOptions(PromptBurstOptions):
     """What is handed over."""
 
     name: str = "seed_intranode_metadata"
@@ -49,27 +46,22 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     options = IntranodeMetadataOptions.of(config)
     served = options.prompts if options.placement == "packed" else ()
     trial = ReportRun(config, target, progress, 2 + 2 * len(served))
-    trial.notes += (
-        ["prompts are served by ranks with a GPU each, so here none are"] if served != options.prompts else []
-    )
-    _handoffs(trial, options)
-    prefill, decode = (Side(tp=int(ranks)) for ranks in options.tp[0].split("to"))
-    own = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
-    for count in served:
-        variants = {variant: _as(own, variant) for variant in VARIANTS}
-        shared.prompts(trial, options, (TTFT, REQUESTS), options.tp[0], count, variants)
-    return trial.result(CLAIMS)
-
-
-def _as(config: Config, variant: str) -> Config:
-    way, memory = VARIANTS[variant]
-    return replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
-
-
-def _handoffs(trial: ReportRun, options: IntranodeMetadataOptions) -> None:
-    tcp, nvlink = (
-        as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs")
-        for variant in VARIANTS
-    )
-    for before, after in zip(tcp, nvlink, strict=True):
+    if served != options.prompts:
+        trial.notes.append("prompts are served by ranks with a GPU each, so here none are")
+    variants = {
+        name: replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
+        for name, (way, memory) in VARIANTS.items()
+    }
+    handoffs = [as_rows(trial.run(name, options.handoff(), own), "Handoffs") for name, own in variants.items()]
+    for before, after in zip(*handoffs, strict=True):
         trial.add(HANDOFF, f"{before['way'].split()[0]} {before['tokens']} tokens", before["p50"], after["p50"])
+    prefill, decode = (Side(tp=int(ranks)) for ranks in options.tp[0].split("to"))
+    parallel = Parallel(prefill=prefill, decode=decode)
+    for count in served:
+        at, given = f"{options.tp[0]} {count} prompts", burst(count, options.prompt_tokens, options.output_tokens)
+        pair = [
+            (f"{name} {count} prompts", replace(own, parallel=parallel, workload=given))
+            for name, own in variants.items()
+        ]
+        trial.serve((TTFT, REQUESTS), ("ttft_avg_s", "request_rate"), at, pair)
+    return trial.result(CLAIMS)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the figures of docs/reports.md from `data/reports`: ``python -m experiments.reports.plot [FOLDER]``.
 
-Every claim is a row: simulated at the left, measured at the right (`pdsim.results.report.before_after`). FOLDER is
-by default docs/reports. ``pdsim report RUN --figure claims --format svg`` draws the points of a run.
+FOLDER is by default docs/reports.  ``pdsim report RUN --figure claims --format svg`` draws the points of a run.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
-from experiments.reports.claims import Claim
 from experiments.reports.report_points import committed
 from pdsim.results import drawing
 from pdsim.results.report.figures import claims as claims_figure
 
 __all__ = ["FIGURES", "figure"]
 
-FIGURES: dict[str, tuple[Claim, ...]] = {
+FIGURES = {
     "nixl_staging": (nixl_staging.HANDOFF, nixl_staging.TTFT),
     "intranode_metadata": (intranode_metadata.HANDOFF, intranode_metadata.TTFT),
     "symmetric_allgather": (symmetric_allgather.EQUAL, symmetric_allgather.PADDED),

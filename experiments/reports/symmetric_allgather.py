@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does symmetric memory speed up the all-gather of context-parallel KV?  SGLang PR 24040.
 
-Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory;
-after, it is allocated from a symmetric pool, registered with all ranks.  Equal pieces, and batches
-of unequal sequences, which are padded to the longest rank.  ``kv.gather=both`` has the input
-symmetric, too.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks, grows during it.
-
-One run of `experiments.allgather` gives all points; claims compare rows of it.
+Before, K and V of all context-parallel ranks are gathered into plain memory; after, into a symmetric pool that is
+registered with all ranks (``kv.gather=both``: from it, too).  Pieces are equal, or of unequal sequences, padded to
+the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks, grows during it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -41,20 +38,10 @@ class SymmetricAllgatherOptions(ExperimentOptions):
     name: str = "seed_symmetric_allgather"
     ranks: tuple[PositiveInt, ...] = (2, 4, 8)  # context-parallel; more than there are GPUs is left out
     size: tuple[Annotated[Size, "> 0"], ...] = (  # bytes of each rank's piece
-        4 << 10,
-        64 << 10,
-        1 << 20,
-        8 << 20,
-        32 << 20,
-        128 << 20,
-        256 << 20,
+        *(4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20, 128 << 20, 256 << 20),
     )
     # tokens of sequences, split over the ranks in a zigzag and padded
-    batches: tuple[tuple[PositiveInt, ...], ...] = (
-        (9, 9),
-        (8192,),
-        (4096, 77, 1000),
-    )
+    batches: tuple[tuple[PositiveInt, ...], ...] = ((9, 9), (8192,), (4096, 77, 1000))
     row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     repeat: PositiveInt = 20  # measured all-gathers of each point
     warmup: NotNegativeInt = 5  # before them
@@ -64,15 +51,9 @@ class SymmetricAllgatherOptions(ExperimentOptions):
 
     def gathering(self, memory: str = SYMMETRIC) -> allgather.AllgatherOptions:
         """Return the options of `experiments.allgather`; *memory* is what plain memory is compared with."""
-        return allgather.AllgatherOptions(
-            pools=("default", memory),
-            ranks=self.ranks,
-            size=self.size,
-            batches=self.batches,
-            row=self.row,
-            repeat=self.repeat,
-            warmup=self.warmup,
-        )
+        shared = ("ranks", "size", "batches", "row", "repeat", "warmup")
+        own = {name: getattr(self, name) for name in shared}
+        return allgather.AllgatherOptions(pools=("default", memory), **own)
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
@@ -92,43 +73,32 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
             f"experiment.ranks={list(options.ranks)}: hw={config.hw.name} has {gpus} GPUs; take fewer ranks"
         )
     trial = ReportRun(config, target, progress, 1)
-    left = [str(count) for count in options.ranks if count not in ranks]
-    trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
+    left = ", ".join(str(count) for count in options.ranks if count not in ranks)
+    trial.notes += [f"hw={config.hw.name} has too few GPUs for {left} ranks, left out"] if left else []
     memory = "both" if config.kv.gather == "both" else SYMMETRIC
     gathered = trial.run("gathered", replace(options, ranks=ranks).gathering(memory))
-    times: dict[str, dict[str, dict[str, Any]]] = {}
+    points: dict[str, dict[str, dict[str, Any]]] = {}
     for row in as_rows(gathered, "All-gathers"):
-        times.setdefault(_at(row), {})[row["pool"]] = row
-    for at, pools in times.items():
-        for claim, before, after in _values(pools, memory):
-            trial.add(claim, at, before, after, f"{config.hw.name} {config.collective.name}")
-    trial.notes += list(_repaid(times, memory))
+        piece = f" x {row['piece']}" if row["batch"] == "-" else f" ranks, batch {row['batch']}"
+        points.setdefault(f"{row['ranks']}{piece}", {})[row["pool"]] = row
+    machine = f"{config.hw.name} {config.collective.name}"
+    repaid = [count for at, pools in points.items() for count in _compare(trial, at, pools, memory, machine)]
+    if repaid:
+        span = f"{min(repaid):.3g} to {max(repaid):.3g}"
+        trial.notes.append(f"a growth is made up for after {span} all-gathers of the size that caused it")
     return trial.result(CLAIMS)
 
 
-def _at(row: dict[str, Any]) -> str:
-    return (
-        f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
-    )
-
-
-def _values(pools: dict[str, dict[str, Any]], memory: str) -> Iterator[tuple[Claim, float | None, float | None]]:
-    plain, reserved = pools["default"]["med us"], pools[memory]["med us"]
-    yield EQUAL if pools["default"]["batch"] == "-" else PADDED, plain, reserved
-    grown = pools[f"{memory}, grown"]
-    if grown["growths"] and grown["med us"] is not None:
-        first = grown["med us"] + 1e3 * grown["growth ms"]
-        yield RESERVED, first, reserved
-        yield GROWN, plain, first
-
-
-def _repaid(measured: dict[str, dict[str, dict[str, Any]]], memory: str) -> Iterator[str]:
-    counts = []
-    for pools in measured.values():
-        grown = pools[f"{memory}, grown"]
-        times = [pools["default"]["med us"], grown["med us"]]
-        if grown["growths"] and None not in times and times[1] < times[0]:
-            counts.append(1e3 * grown["growth ms"] / (times[0] - times[1]))
-    if counts:
-        span = f"{min(counts):.3g} to {max(counts):.3g}"
-        yield f"a growth is made up for after {span} all-gathers of the size that caused it"
+def _compare(
+    trial: ReportRun, at: str, pools: Mapping[str, Mapping[str, Any]], memory: str, machine: str
+) -> list[float]:
+    # Return after how many all-gathers the growth of the pool is made up for, if the pool grew and they are faster.
+    plain, reserved, grown = (pools[name] for name in ("default", memory, f"{memory}, grown"))
+    trial.add(EQUAL if plain["batch"] == "-" else PADDED, at, plain["med us"], reserved["med us"], machine=machine)
+    if not grown["growths"] or grown["med us"] is None:
+        return []
+    stall = 1e3 * grown["growth ms"]
+    trial.add(RESERVED, at, grown["med us"] + stall, reserved["med us"], machine=machine)
+    trial.add(GROWN, at, plain["med us"], grown["med us"] + stall, machine=machine)
+    saved = (plain["med us"] or 0.0) - grown["med us"]
+    return [stall / saved] if saved > 0 else []
