@@ -14,11 +14,23 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable, Tensor, owned_heads, window_span
-from pdsim.kv.pages import Pages
+from pdsim.kv.layout import (
+    AUX_ROWS,
+    REGION,
+    HostMetadata,
+    KvLayout,
+    PageTable,
+    Tensor,
+    owned_heads,
+    window_span,
+)
+from pdsim.kv.messages import Chunk, RegisterPool
+from pdsim.kv.pages import Pages, sources
+from pdsim.kv.policy import Policy
 from pdsim.transfer import Buffer
+from pdsim.transfer.job import Rank
 
-__all__ = ["EVERY", "Contents"]
+__all__ = ["EVERY", "Contents", "KvPool"]
 
 EVERY = 1 << 62
 """A number above that of any room: contents of all of them are written and compared."""
@@ -158,6 +170,52 @@ class Contents:
         heads = (_INDEX,) if table.component == "index" else self._heads
         marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
         return _token_rows(heads, table.item // table.tokens, room, plane, tokens, marks)
+
+
+class KvPool:
+    """The registered pool of *rank*, the *index*-th of its instance and the *tp_rank*-th that divides the heads.
+
+    `rows` is where first-token metadata lies.  Where memory has contents, those of rooms up to number *checked* are
+    written by `fill` and compared by `verify`.
+    """
+
+    def __init__(self, rank: Rank, layout: KvLayout, index: int, tp_rank: int, policy: Policy, checked: int) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._index = index
+        self._checked = checked
+        buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        self.region = rank.endpoint.register(buffer, REGION)
+        self.rows: Buffer = HostMetadata(layout) if policy.metadata_on == "host" else buffer
+        self.contents = Contents(buffer, layout, tp_rank, self.rows)
+
+    def register(self, incarnation: str, peer: str) -> RegisterPool:
+        """Return the message with which ranks of *peer* can reach this pool of *incarnation*."""
+        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
+
+    def checks(self, room: int) -> bool:
+        """Return whether the contents of *room* are written and compared."""
+        return self._rank.device.holds_bytes and room <= self._checked
+
+    def fill(self, chunk: Chunk, metadata: bool) -> None:
+        """Write what the forward of *chunk* leaves here, with the last one state and *metadata*."""
+        if not self.checks(chunk.room):
+            return
+        self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
+        if chunk.last:
+            self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
+            if metadata:
+                self.contents.fill_aux(chunk.room, chunk.slots[0])
+
+    def verify(
+        self, room: int, tokens: int, pages: Pages, state: tuple[Pages, ...], held: int = 0, slot: int = -1
+    ) -> str:
+        """Compare what *room* has here, with metadata if it has a *slot*; return "" or what is wrong."""
+        if not self.checks(room):
+            return ""
+        reason = self.contents.verify(room, pages, tokens, held)
+        reason = reason or self.contents.verify_state(room, state, tokens, held)
+        return reason or (self.contents.verify_aux(room, slot) if slot >= 0 else "")
 
 
 def _stretches(table: PageTable, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:

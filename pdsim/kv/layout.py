@@ -548,8 +548,8 @@ class RankMap:
     or unless one of the tensor-parallel sizes divides the other.
 
     >>> ranks = RankMap(KvShape(layers=2, heads=8, head_bytes=256), prefill=Grid(4), decode=Grid(2))
-    >>> ranks.writers(1), ranks.readers(3), ranks.expected(1, pages=10)
-    ((2, 3), (1,), 2)
+    >>> list(ranks.writers(1)), list(ranks.readers(3)), ranks.expected(1, pages=10)
+    ([2, 3], [1], 2)
     """
 
     shape: KvShape
@@ -567,13 +567,13 @@ class RankMap:
             )
         stage_layers(self.shape.layers, self.prefill.pp, 0)
 
-    def writers(self, reader: int) -> tuple[int, ...]:
-        """Return the prefill ranks that may write to decode rank *reader*, in ascending order."""
-        return tuple(writer for writer in range(self.prefill.size) if self.part(writer, reader))
+    def writers(self, reader: int) -> dict[int, RankShare]:
+        """Return the prefill ranks that write to decode rank *reader*, in ascending order, and what each writes."""
+        return {writer: part for writer in range(self.prefill.size) if (part := self.part(writer, reader))}
 
-    def readers(self, writer: int) -> tuple[int, ...]:
-        """Return the decode ranks that *writer* may write to: the inverse of `writers`, possibly empty."""
-        return tuple(reader for reader in range(self.decode.size) if self.part(writer, reader))
+    def readers(self, writer: int) -> dict[int, RankShare]:
+        """Return the decode ranks that *writer* writes to, and what each gets: the inverse, possibly empty."""
+        return {reader: part for reader in range(self.decode.size) if (part := self.part(writer, reader))}
 
     def part(self, writer: int, reader: int) -> RankShare | None:
         """Return what *writer* writes to *reader*, both numbers in their grids; None if that is nothing."""
@@ -601,8 +601,8 @@ class RankMap:
 
         A decode rank is done when so many have said how much they wrote and all of it has arrived.
         """
-        parts = ((writer, self.part(writer, reader)) for writer in self.writers(reader))
-        return sum(1 for writer, part in parts if part and (part.with_last or self.share(writer, pages)))
+        parts = self.writers(reader).items()
+        return sum(1 for writer, part in parts if part.with_last or self.share(writer, pages))
 
     def _components(self, first: bool, stage: int, cp: int) -> Iterator[str]:
         state, layers = self.shape.state, stage_layers(self.shape.layers, self.prefill.pp, stage)

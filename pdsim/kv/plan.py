@@ -7,28 +7,17 @@ time: `Batch.over` then puts the real regions in their place.  Arrays are made w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.errors import InvalidBatch, MessageError
-from pdsim.kv.layout import (
-    AUX_ROWS,
-    REGION,
-    STAGING,
-    WHOLE,
-    Grid,
-    HeadSlice,
-    KvLayout,
-    PageTable,
-    RankMap,
-    RankShare,
-)
+from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, WHOLE, HeadSlice, KvLayout, PageTable, RankShare
 from pdsim.kv.messages import Arrival, Chunk, RegisterPool
 from pdsim.kv.pages import Pages, Runs
 from pdsim.kv.policy import Policy
@@ -36,8 +25,7 @@ from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
 from pdsim.transfer.job import Rank
 
-__all__ = ["PATHS", "BlockPlan", "DecodePeer", "DecodePeers", "Planner", "Write", "block_plans", "metadata_route"]
-__all__ += ["planner"]
+__all__ = ["PATHS", "BlockPlan", "DecodePeer", "Peers", "Planner", "Write", "block_plans", "planner"]
 
 PATHS = ("grouped", "sliced", "staged", "metadata")
 """How a chunk goes to a rank.
@@ -60,11 +48,9 @@ _AUX_SIZES = np.array(AUX_ROWS, np.int64)
 class Planner:
     """Makes the batches that one kind of rank writes to another kind: *part* of the layers that both have.
 
-    Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads
-    of keys and values; each page, if it is kept by heads) or each group of dimensions (mamba) is a descriptor.
-
-    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are lazy and
-    cached, so they must not be changed.  `planes` counts the planes of keys and values that both ranks have.
+    Of rows that both keep alike a run of pages is a descriptor a plane; of others each token (each page, if it is
+    kept by heads) or each group of mamba dimensions is one.  They go plane by plane, then metadata, then state.
+    Batches are cached, so they must not be changed.  `planes` counts those of keys and values that both ranks have.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, part: RankShare = WHOLE) -> None:
@@ -89,9 +75,8 @@ class Planner:
         self.plane = lru_cache(maxsize=8)(self._plane)  # asked for by each rank that writes the same heads
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
-        # *state* are the runs of each component of the state, in the order of `StateShape.components`; descriptors
-        # of it are few, and made at once.  What is not of this planner's part is left out.  Raise `InvalidBatch` if
-        # there is nothing to move or if a page or slot lies outside its pool.
+        # *state* are the runs of each of `StateShape.components`; descriptors of it are few, and made at once.
+        # Raise `InvalidBatch` if there is nothing to move or if a page or slot lies outside its pool.
         counted = None if any(state) else self._count(runs, slots)
         if counted is None:
             return self._arrays(runs, slots, state)
@@ -179,11 +164,8 @@ class _Section:
             sides.append(_spread(self._starts[side], self._items[side], pages, pieces))
         source, target = sides
         if self._pieces is None:
-            return (
-                source,
-                target,
-                np.tile(np.array([run[2] for run in runs], np.int64) * self._items[0], self.planes),
-            )
+            sizes = np.array([run[2] for run in runs], np.int64) * self._items[0]
+            return source, target, np.tile(sizes, self.planes)
         return source, target, np.tile(self._pieces[2], len(source) // len(self._pieces[2]))
 
 
@@ -266,23 +248,21 @@ class BlockPlan:
 
     def gather(self, pool: Region, pages: Pages, block: Region) -> Batch:
         """Return the batch that copies *pages* into the block at the start of region *block*."""
-
-        def arrays() -> Batch:
-            lies, within, size = self._arrays(pages)
-            return Batch(pool, block, lies, within, size)
-
-        counted = self._count(pool, pages, block, 0)
-        return arrays() if counted is None else LazyBatch(pool, block, *counted, arrays)
+        return self._batch(pool, pages, block, 0, gathers=True)
 
     def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
         """Return the batch that copies the block at *offset* of region *block* into *pages*."""
+        return self._batch(pool, pages, block, offset, gathers=False)
 
+    def _batch(self, pool: Region, pages: Pages, block: Region, offset: int, gathers: bool) -> Batch:
         def arrays() -> Batch:
             lies, within, size = self._arrays(pages)
-            return Batch(block, pool, within + offset, lies, size)
+            within += offset
+            return Batch(pool, block, lies, within, size) if gathers else Batch(block, pool, within, lies, size)
 
         counted = self._count(pool, pages, block, offset)
-        return arrays() if counted is None else LazyBatch(block, pool, *counted, arrays)
+        source, target = (pool, block) if gathers else (block, pool)
+        return arrays() if counted is None else LazyBatch(source, target, *counted, arrays)
 
     def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int] | None:
         end = total = 0
@@ -310,10 +290,8 @@ def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice) -> tuple[B
     """Return how the writer gathers and how the reader scatters the blocks between two kinds of rank."""
     theirs = set(target.tables[0].planes)
     planes = tuple(plane for plane in source.tables[0].planes if plane in theirs)
-    return (
-        BlockPlan(source, planes, heads.source, heads.heads),
-        BlockPlan(target, planes, heads.target, heads.heads),
-    )
+    first, second = heads.source, heads.target
+    return BlockPlan(source, planes, first, heads.heads), BlockPlan(target, planes, second, heads.heads)
 
 
 # --- writes and those that they go to ------------------------------------------------------------------------------
@@ -391,12 +369,12 @@ class DecodePeer:
         self.metadata, self.fallback = metadata_route(policy, AUX_ROWS, register.metadata_rows)
         self.tensors = layout.shape.tensors  # planes of a layer, which are computed together
         self.planner = planner(layout, register.layout, part)
-        self.blocks: BlockPlan | None = None
-        if part.heads is not None and self.ring is not None:
-            self.blocks = block_plans(layout, register.layout, part.heads)[0]
         self._policy = policy
         self._path = "grouped" if part.heads is None else "sliced"
         self._call = policy.call if part.heads is None else policy.slices or policy.call
+        self.blocks: BlockPlan | None = None
+        if part.heads is not None and self.ring is not None:
+            self.blocks = block_plans(layout, register.layout, part.heads)[0]
 
     def block(self, rows: Runs, limit: int) -> int:
         """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
@@ -460,78 +438,68 @@ def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -
     return "control", reason
 
 
-class DecodePeers:
-    """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to.
+Connected = TypeVar("Connected")
 
-    *source* is its pool and *all_cp_ranks* that of `RankMap`.  Instances come with `expect` and `connect`, and go
-    with `drop`.
+
+class Peers(Generic[Connected]):
+    """The ranks of the other side that a rank writes to or reads from, by the incarnation of their instance.
+
+    They are those of *parts*: by index, what this rank exchanges with each.  *made* is called for each rank that is
+    connected, and what it returns is kept.
     """
 
     def __init__(
         self,
         rank: Rank,
-        source: Region,
         layout: KvLayout,
-        grid: Grid,
-        index: int,
-        all_cp_ranks: bool,
-        policy: Policy,
+        parts: Mapping[int, RankShare],
+        made: Callable[[Peer, RegisterPool, RankShare], Connected],
     ) -> None:
         self._rank = rank
-        self._source = source
         self._layout = layout
-        self._grid = grid
-        self._index = index
-        self._all_cp_ranks = all_cp_ranks
-        self._policy = policy
-        self._targets: dict[str, list[DecodePeer]] = {}
+        self._parts = parts
+        self._made = made
+        self._peers: dict[str, dict[int, Connected]] = {}  # by incarnation, then rank index
 
-    def __contains__(self, instance: str) -> bool:
-        """Return whether rooms may go to *instance*."""
-        return instance in self._targets
+    def __contains__(self, incarnation: str) -> bool:
+        """Return whether rooms of *incarnation* may be moved."""
+        return incarnation in self._peers
 
-    def targets(self, instance: str) -> Sequence[DecodePeer]:
-        """Return the ranks of *instance* that this rank writes to; none if it is gone."""
-        return self._targets.get(instance, ())
+    def __len__(self) -> int:
+        """Return the number of connected ranks."""
+        return sum(map(len, self._peers.values()))
 
-    def session(self, instance: str) -> int:
-        """Return a number that tells the ranks of *instance* that this rank writes to from those of others."""
-        return sum([target.number for target in self.targets(instance)])
+    def of(self, incarnation: str) -> Mapping[int, Connected]:
+        """Return the connected ranks of *incarnation* by index; none if it is gone."""
+        return self._peers.get(incarnation, {})
 
-    def connected(self, instance: str, decode: Grid) -> bool:
-        """Return whether this rank can write to all ranks of *instance*, a group of *decode*, that it has to."""
-        return len(self.targets(instance)) == len(self._map(decode).readers(self._index))
+    def expect(self, incarnation: str) -> None:
+        """Expect the ranks of *incarnation*, also if there are none to connect to."""
+        self._peers.setdefault(incarnation, {})
+
+    def drop(self, incarnation: str) -> None:
+        """Forget the ranks of *incarnation*, which is over."""
+        self._peers.pop(incarnation, None)
+
+    def connected(self, incarnation: str) -> bool:
+        """Return whether all ranks of *incarnation* that this rank needs are connected."""
+        return incarnation in self._peers and len(self._peers[incarnation]) == len(self._parts)
 
     def connect(self, message: RegisterPool) -> None:
-        """Connect to the decode rank that sent *message*.
+        """Connect to the rank that sent *message*.
 
         Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
         """
-        layout = message.layout
-        if layout.shape != self._layout.shape:
+        mine, theirs = self._layout, message.layout
+        if theirs.shape != mine.shape:
+            raise MessageError(f"{message.instance} keeps {theirs.shape}, this rank {mine.shape}: serve one model")
+        if theirs.page_size != mine.page_size:
             raise MessageError(
-                f"{message.instance} keeps {layout.shape}, this rank {self._layout.shape}: serve one model"
-            )
-        if layout.page_size != self._layout.page_size:
-            raise MessageError(
-                f"{message.instance} has kv.page_size={layout.page_size}, this rank {self._layout.page_size}: "
+                f"{message.instance} has kv.page_size={theirs.page_size}, this rank {mine.page_size}: "
                 "pages must be equal on both sides"
             )
-        part = self._map(Grid(layout.tp, layout.pp)).part(self._index, message.index)
+        part = self._parts.get(message.index)
         if part is None:
-            raise MessageError(f"rank {message.index} of {message.instance} needs nothing of rank {self._index}")
+            raise MessageError(f"rank {message.index} of {message.instance} shares nothing with {self._rank.name}")
         peer = self._rank.endpoint.connect(message.address)
-        number = sum(map(len, self._targets.values()))
-        target = DecodePeer(peer, number, self._source, self._layout, message, part, self._policy)
-        self._targets.setdefault(message.instance, []).append(target)
-
-    def expect(self, instance: str) -> None:
-        """Expect *instance* to connect, also if this rank has nothing to write there."""
-        self._targets.setdefault(instance, [])
-
-    def drop(self, instance: str) -> None:
-        """Forget the ranks of *instance*, which is lost; a later chunk for it fails its room."""
-        self._targets.pop(instance, None)
-
-    def _map(self, decode: Grid) -> RankMap:
-        return RankMap(self._layout.shape, self._grid, decode, self._all_cp_ranks)
+        self._peers.setdefault(message.instance, {})[message.index] = self._made(peer, message, part)

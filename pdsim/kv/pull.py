@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from simpy.events import Event
 
 from pdsim.core.errors import MessageError, PeerLost
-from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import REGION, Grid, KvLayout, RankMap, RankShare
+from pdsim.kv.contents import EVERY, KvPool
+from pdsim.kv.layout import REGION, KvLayout, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
-from pdsim.kv.pages import Pages, Runs, cut, pair, sources
-from pdsim.kv.plan import planner
+from pdsim.kv.pages import Pages, Runs, cut, pair
+from pdsim.kv.plan import Peers, Planner, planner
 from pdsim.kv.policy import Policy
 from pdsim.kv.push import when_settled
 from pdsim.transfer import Notification, Peer, Transfer
@@ -37,41 +37,32 @@ class _ComputedRoom:
 
 
 class KvSource:
-    """Keeps the KV that a prefill rank, the *index*-th of its group's *grid*, computed, for decode ranks to read.
+    """Keeps the KV that a prefill rank, the *index*-th of its instance, computed, for decode ranks to read.
 
-    *report* is called with `TransferDone` once all of a room is computed here, and with `RankQuiesced` once an
-    aborted room is not computed any more.  Where memory has contents, those of rooms up to number *checked*
-    are written into it.  `expect` begins a forward and `send` ends it; the last chunk ends the room here.
+    `expect` begins a forward and `send` ends it; the last chunk ends the room here.  *report* is called with
+    `TransferDone` once all of a room is computed here, and with `RankQuiesced` once an aborted room is not computed
+    any more.
     """
 
     def __init__(
         self,
         rank: Rank,
         layout: KvLayout,
-        grid: Grid,
         index: int,
+        rank_map: RankMap,
         report: Callable[[TransferDone | RankQuiesced], None],
         policy: Policy,
         checked: int = EVERY,
     ) -> None:
         self.layout = layout
         self.fallbacks: dict[str, int] = {}  # none: metadata is not pulled
-        self._rank = rank
-        self._index = index
         self.report = report
-        self._checked = checked
+        self.pool = KvPool(rank, layout, index, rank_map.prefill.at(index).tp, policy, checked)
         self._rooms: dict[int, _ComputedRoom] = {}
-        buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        rank.endpoint.register(buffer, REGION)
-        self.contents = Contents(buffer, layout, grid.at(index).tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being computed."""
         return len(self._rooms)
-
-    def register(self, incarnation: str, peer: str) -> RegisterPool:
-        """Return the message with which decode ranks of *peer* can read from this rank of *incarnation*."""
-        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Count *chunks*, whose forward begins: each will be given to `send`."""
@@ -85,10 +76,7 @@ class KvSource:
         if room.aborted:
             self._settle(chunk.room, room)
             return
-        if self._rank.device.holds_bytes and chunk.room <= self._checked:
-            self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
-            if chunk.last:
-                self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
+        self.pool.fill(chunk, metadata=False)
         if chunk.last:
             del self._rooms[chunk.room]
             self.report(TransferDone(chunk.room, 0))
@@ -109,8 +97,9 @@ class _Source(NamedTuple):
     """A prefill rank that this rank reads from."""
 
     peer: Peer
-    layout: KvLayout
-    part: RankShare
+    planner: Planner
+    components: tuple[str, ...]
+    path: str
 
 
 @dataclass(slots=True)
@@ -128,10 +117,9 @@ class _ReadRoom:
 class KvReader:
     """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
 
-    *report* is called with `TransferDone` once for each room, when all of it is read or a read has failed; *quiet*
-    once for each room to `forget`, when nothing of it moves any more.  A room that was read completely needs no
-    `forget`.  Where memory has contents, every byte of rooms up to number *checked* is compared before the room is
-    reported.  `posted` is when all reads of this rank are posted, on its clock.
+    *report* is called with `TransferDone` once for each room, when all of it is read and as it should be, or a read
+    has failed; *quiet* once for each room to `forget`, when nothing of it moves any more.  A room that was read
+    completely needs no `forget`.  `posted` is when all reads of this rank are posted, on its clock.
     """
 
     def __init__(
@@ -149,74 +137,36 @@ class KvReader:
         self.report = report
         self.posted = 0.0
         self.ignored = 0
-        self.writers = rank_map.writers(index)
         self._rank = rank
-        self._index = index
         self._map = rank_map
         self._quiet = quiet
-        self._checked = checked
         self._rooms: dict[int, _ReadRoom] = {}
-        self._sources: dict[str, dict[int, _Source]] = {}  # by incarnation, then rank index
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
-        buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        self._region = rank.endpoint.register(buffer, REGION)
-        self.contents = Contents(buffer, layout, rank_map.decode.at(index).tp)
+        self.pool = KvPool(rank, layout, index, rank_map.decode.at(index).tp, policy, checked)
+        self.peers: Peers[_Source] = Peers(rank, layout, rank_map.writers(index), self._connected)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being read, or not forgotten after a failure."""
         return len(self._rooms)
-
-    def __contains__(self, incarnation: str) -> bool:
-        """Return whether rooms of *incarnation*, of a prefill instance, may be read."""
-        return incarnation in self._sources
 
     def progressed(self) -> bool:
         """Return whether a read is under way, or has succeeded since the last call."""
         succeeded, self._succeeded = self._succeeded, False
         return succeeded or self._under_way > 0
 
-    def expect(self, incarnation: str) -> None:
-        """Allow rooms of *incarnation* to be read."""
-        self._sources.setdefault(incarnation, {})
-
-    def drop(self, incarnation: str) -> None:
-        """Forget the ranks of *incarnation*, which is over."""
-        self._sources.pop(incarnation, None)
-
-    def connected(self, incarnation: str) -> bool:
-        """Return whether this rank can read from every rank of *incarnation* that it has to."""
-        return len(self._sources.get(incarnation, ())) == len(self.writers)
-
-    def connect(self, message: RegisterPool) -> None:
-        """Connect to the prefill rank that sent *message*.
-
-        Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
-        """
-        layout = message.layout
-        if layout.shape != self.layout.shape or layout.page_size != self.layout.page_size:
-            raise MessageError(
-                f"{message.instance} keeps {layout.shape} in pages of {layout.page_size} tokens, this rank "
-                f"{self.layout.shape} in pages of {self.layout.page_size}: both sides must be alike"
-            )
-        part = self._map.part(message.index, self._index)
-        if part is None:
-            raise MessageError(f"rank {self._index} needs nothing of rank {message.index} of {message.instance}")
-        source = _Source(self._rank.endpoint.connect(message.address), layout, part)
-        self._sources[message.instance][message.index] = source
-
     def read(self, message: ReadRequest) -> None:
         """Read a room into its pages.  `TransferDone` follows, at once if its prefill instance is gone."""
         room = self._rooms[message.room] = _ReadRoom(message)
-        if not self.connected(message.prefill):
+        if not self.peers.connected(message.prefill):
             self._fail(room, PeerLost(f"{message.prefill} is gone"), message.prefill)
             return
         runs = pair(message.source, message.pages)
         state = tuple(map(pair, message.source_state, message.state))
-        for index, source in self._sources[message.prefill].items():
+        for index, source in self.peers.of(message.prefill).items():
             share = self._map.share(index, sum(count for _, _, count in runs))
-            rows: Runs = cut(runs, share.start, len(share)) if "kv" in source.part.components else ()
-            self._post(room, source, rows, state if source.part.components != ("kv",) else ())
+            rows: Runs = cut(runs, share.start, len(share)) if "kv" in source.components else ()
+            self._post(room, source, rows, state if source.components != ("kv",) else ())
         if not room.missing and not room.failed:
             self._complete(room)
 
@@ -233,13 +183,15 @@ class KvReader:
         else:
             room.forgotten = room.failed = True
 
+    def _connected(self, peer: Peer, register: RegisterPool, part: RankShare) -> _Source:
+        path = "grouped" if part.heads is None else "sliced"
+        return _Source(peer, planner(register.layout, self.layout, part), part.components, path)
+
     def _post(self, room: _ReadRoom, source: _Source, rows: Runs, state: tuple[Runs, ...]) -> None:
         if not rows and not state:
             return
-        plan = planner(source.layout, self.layout, source.part)
-        batch = plan.batch(rows, None, state).over(source.peer.regions[REGION], self._region)
-        path = "grouped" if source.part.heads is None else "sliced"
-        transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.request.room}/0/{path}")
+        batch = source.planner.batch(rows, None, state).over(source.peer.regions[REGION], self.pool.region)
+        transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.request.room}/0/{source.path}")
         self.posted = max(self.posted, transfer.posted)
         room.missing += 1
         room.moving += 1
@@ -273,16 +225,14 @@ class KvReader:
             self.report(TransferDone(room.request.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
 
     def _complete(self, room: _ReadRoom) -> None:
-        number, reason = room.request.room, ""
-        if self._rank.device.holds_bytes and number <= self._checked:
-            request = room.request
-            reason = self.contents.verify(number, first(request.pages, request.source), request.input)
-            reason = reason or self.contents.verify_state(number, request.state, request.input)
+        request = room.request
+        pages = first(request.pages, request.source)
+        reason = self.pool.verify(request.room, request.input, pages, request.state)
         if reason:
             self._fail(room, MessageError(reason), "")
             return
-        del self._rooms[number]
-        self.report(TransferDone(number, room.nbytes))
+        del self._rooms[request.room]
+        self.report(TransferDone(request.room, room.nbytes))
 
 
 def first(pages: Pages, others: Pages) -> Pages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -16,12 +17,13 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
-from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import REGION, Grid, HostMetadata, KvLayout, read_metadata, share
+from pdsim.kv.contents import EVERY, KvPool
+from pdsim.kv.layout import KvLayout, RankMap, RankShare, read_metadata
 from pdsim.kv.messages import (
     Arrival,
     Chunk,
     RankQuiesced,
+    RegisterPool,
     StagingRelease,
     StagingReply,
     StagingRequest,
@@ -29,10 +31,10 @@ from pdsim.kv.messages import (
     encode,
 )
 from pdsim.kv.pages import Runs, cut, sources, targets
-from pdsim.kv.plan import DecodePeers, Write
+from pdsim.kv.plan import DecodePeer, Peers, Write
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import Status, advance
-from pdsim.transfer import Batch, Buffer, Program, Region, Transfer, WriteSequence
+from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, WriteSequence
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
@@ -44,20 +46,6 @@ INLINE = Policy()
 T = TypeVar("T")
 
 
-# --- queues --------------------------------------------------------------------------------------------------------
-
-
-class _Queue(Generic[T]):
-    """Items in order, and the one that the worker is at."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.items: deque[T] = deque()
-        self.busy = False
-        self.item: Any = None  # that is worked on, if busy
-        self.program: Program | None = None  # which does that, if it takes more than one event
-
-
 class Queues(Generic[T]):
     """*count* queues with a blocking worker each; with 0, an item is worked on at once and waits for nothing.
 
@@ -65,7 +53,7 @@ class Queues(Generic[T]):
     returns, if any, and takes the next item.  *failed* is called with an item whose *work* or program raised, and
     the exception; the worker goes on.  Nothing removes an item, so *work* must check whether it still matters.
 
-    Workers are callbacks and not processes: an item costs no event of its own.
+    Workers are generators that callbacks resume, not processes: an item costs no event of its own.
     """
 
     def __init__(
@@ -73,68 +61,59 @@ class Queues(Generic[T]):
     ) -> None:
         self._work = work
         self._failed = failed
-        self._queues: list[_Queue[T]] = [_Queue(number) for number in range(count)]
+        self._items: list[deque[T]] = [deque() for _ in range(count)]
+        self._workers: list[Program | None] = [None] * count  # those that are at work
 
     def put(self, key: int, item: T) -> None:
         """Append *item* to queue ``key % count``.  An idle worker begins at once: only a callback may call this."""
-        if not self._queues:
+        if not self._items:
             try:
                 self._work(item, 0)
             except Exception as error:
                 self._failed(item, error)
             return
-        queue = self._queues[key % len(self._queues)]
-        queue.items.append(item)
-        if not queue.busy:
-            queue.busy = True
-            self._next(queue)
+        number = key % len(self._items)
+        self._items[number].append(item)
+        if self._workers[number] is None:
+            self._workers[number] = self._serve(number)
+            self._resume(number, None)
 
-    def _next(self, queue: _Queue[T]) -> None:
-        while queue.items:
-            queue.item = queue.items.popleft()
+    def _serve(self, number: int) -> Program:
+        items = self._items[number]
+        while items:
+            item = items.popleft()
             try:
-                waits: Any = self._work(queue.item, queue.number)
+                waits: Any = self._work(item, number)
+                if isinstance(waits, Event):
+                    yield from _over(waits)
+                elif waits is not None:
+                    yield from waits
             except Exception as error:
-                self._failed(queue.item, error)
-                continue
-            if waits is not None and not isinstance(waits, Event):
-                queue.program = waits
-                waits = self._advance(queue, None)
-            if self._waits(queue, waits):
-                return
-        queue.busy, queue.item = False, None
+                self._failed(item, error)
 
-    def _waits(self, queue: _Queue[T], event: Any) -> bool:
-        if event is None or event.callbacks is None:  # an event has no callbacks once it is over
-            return False
-        event.callbacks.append(partial(self._resume, queue))
-        return True
-
-    def _resume(self, queue: _Queue[T], event: Event) -> None:
-        if queue.program is None or not self._waits(queue, self._advance(queue, event)):
-            self._next(queue)
-
-    def _advance(self, queue: _Queue[T], event: Any) -> Any:
-        # Run the program until it waits for an event, which is returned; None if it is over.
-        value: Any = None
-        ok = True
-        program: Any = queue.program
-        while True:
-            if event is not None:
-                value, ok = event.value, bool(event.ok)
-                if not ok:
+    def _resume(self, number: int, event: Any) -> None:
+        # Go on with a worker after *event*, until it waits for one that is not over: that has callbacks.
+        worker: Any = self._workers[number]
+        while event is None or event.callbacks is None:
+            try:
+                if event is None:
+                    event = next(worker)
+                elif event.ok:
+                    event = worker.send(event.value)
+                else:
                     event.defused = True
-            try:
-                event = program.send(value) if ok else program.throw(value)
+                    event = worker.throw(event.value)
             except StopIteration:
-                break
-            except Exception as error:
-                self._failed(queue.item, error)
-                break
-            if event.callbacks is not None:
-                return event
-        queue.program = None
-        return None
+                self._workers[number] = None
+                return
+        event.callbacks.append(partial(self._resume, number))
+
+
+def _over(event: Event) -> Program:
+    try:
+        yield event
+    except Exception:  # whoever posted it has heard of that
+        return
 
 
 class GatherBuffers:
@@ -177,39 +156,36 @@ class GatherBuffers:
 # --- rooms ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class RoomTransferState:
     """The handoff of a room on one prefill rank.
 
     It is over when *last* is known and *unfinished* is 0; a failed one is quiesced if *planned* and *moving* are 0.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.status = Status.WAITING
-        self.writes: dict[str, int] = {}  # to each target, so far
-        self.nbytes = 0
-        self.planned = 0  # chunks whose forward has not ended
-        self.moving = 0  # copies and writes that have not completed, or failed and not settled
-        self.unfinished = 0  # writes that have not completed, those included that have not been posted
-        self.last: Arrival | None = None  # of the last chunk, once its forward has ended
-        self.aborted = False  # the leader plans no more chunks
-        self.asks: dict[tuple[int, str], int | None] = {}  # chunk and target: the slot's position
-        self.parked: dict[tuple[int, str], Write] = {}  # writes that wait for that answer
-        self.refused: set[str] = set()  # targets that had no slot for a chunk of this room
-        self.sequences: list[WriteSequence] = []  # under way
-        self.controls: dict[str, int] = {}  # messages with metadata to each target
+    room: int
+    status: Status = Status.WAITING
+    writes: dict[str, int] = field(default_factory=dict)  # to each target, so far
+    nbytes: int = 0
+    planned: int = 0  # chunks whose forward has not ended
+    moving: int = 0  # copies and writes that have not completed, or failed and not settled
+    unfinished: int = 0  # writes that have not completed, those included that have not been posted
+    last: Arrival | None = None  # of the last chunk, once its forward has ended
+    aborted: bool = False  # the leader plans no more chunks
+    asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
+    parked: dict[tuple[int, str], Write] = field(default_factory=dict)  # writes that wait for that answer
+    refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
+    sequences: list[WriteSequence] = field(default_factory=list)  # under way
+    controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
 
 
 class KvSender:
-    """Writes the KV that a prefill rank, the *index*-th of its group's *grid*, computed to decode ranks.
+    """Writes the KV that a prefill rank, the *index*-th of its instance, computed to the decode ranks of *rank_map*.
 
     A chunk is queued as soon as its forward has ended, while the next is computed; chunks may overtake each other.
     Each write carries an `Arrival`, the last one with the number of writes, so that the receiver knows when all are
-    there; by *policy* one message after the last write takes their place.
-
-    With *staging*, chunks for ranks that keep other heads are staged: slots are asked for when the forward begins,
-    and a chunk waits for the answer.  A target that refuses once is not asked again for that room.  Where memory has
-    contents, those of rooms up to number *checked* are written into it first.
+    there; by *policy* one message after the last write takes their place.  With *staging*, chunks for ranks that
+    keep other heads are staged: slots are asked for when the forward begins, and a chunk waits for the answer.
 
     `expect` begins a forward and `send` ends it; the end of the last write ends the room.  *report* is called with
     `TransferDone` once a room is over on this rank, and with `RankQuiesced` once nothing of a failed room moves any
@@ -223,10 +199,9 @@ class KvSender:
         self,
         rank: Rank,
         layout: KvLayout,
-        grid: Grid,
         index: int,
+        rank_map: RankMap,
         report: Callable[[TransferDone | RankQuiesced], None],
-        all_cp_ranks: bool = False,
         policy: Policy = INLINE,
         staging: Staging | None = None,
         checked: int = EVERY,
@@ -237,24 +212,18 @@ class KvSender:
         self.fallbacks: dict[str, int] = {}
         self._rank = rank
         self._index = index
+        self._map = rank_map
         self._policy = policy
-        self._checked = checked
-        self._grid = grid
-        self._place = grid.at(index)
-        self._all_cp_ranks = all_cp_ranks
         self._rooms: dict[int, RoomTransferState] = {}
         self._computing = 0  # forwards that have begun and whose results have not been polled
         self._unpolled: list[RoomTransferState] = []
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
         self._queues: Queues[Write] = Queues(policy.queues, self._start, self._broken)
-        buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        self._region = rank.endpoint.register(buffer, REGION)
+        self.pool = KvPool(rank, layout, index, rank_map.prefill.at(index).tp, policy, checked)
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
-        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else buffer
-        self.contents = Contents(buffer, layout, self._place.tp, self._rows)
-        self.links = DecodePeers(rank, self._region, layout, grid, index, all_cp_ranks, policy)
+        self.peers: Peers[DecodePeer] = Peers(rank, layout, rank_map.readers(index), self._connected)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""
@@ -292,12 +261,11 @@ class KvSender:
         if state.status is Status.FAILED:
             self._settle(state)
             return
-        if chunk.decode not in self.links:
+        if chunk.decode not in self.peers:
             self._break(state, chunk.decode, PeerLost(f"{chunk.decode} is gone"))
             return
         state.status = advance(state.status, Status.TRANSFERRING)
-        if self._rank.device.holds_bytes and chunk.room <= self._checked:
-            self._fill(chunk)
+        self.pool.fill(chunk, metadata=True)
         writes = self._plan(state, chunk, seconds)
         for write in writes:  # all of them are counted before the first is posted
             state.unfinished += write.count
@@ -361,11 +329,8 @@ class KvSender:
 
     # --- planning ---
 
-    def _fill(self, chunk: Chunk) -> None:
-        self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
-        if chunk.last:
-            self.contents.fill_aux(chunk.room, chunk.slots[0])
-            self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
+    def _connected(self, peer: Peer, register: RegisterPool, part: RankShare) -> DecodePeer:
+        return DecodePeer(peer, len(self.peers), self.pool.region, self.layout, register, part, self._policy)
 
     def _arrival(self, chunk: Chunk, seconds: float) -> Arrival:
         pages, now = self._pages(chunk), self._rank.clock.now + seconds
@@ -375,11 +340,11 @@ class KvSender:
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
 
     def _share(self, chunk: Chunk) -> tuple[Runs, bool]:
-        # Where all context-parallel ranks write, each of them has an equal part of the request's pages (`share`),
-        # so a chunk may be all, some or none of a rank's; otherwise one of them writes everything.
-        if not self._all_cp_ranks:
+        # Where all context-parallel ranks write, each of them has an equal part of the request's pages, so a chunk
+        # may be all, some or none of a rank's; otherwise one of them writes everything.
+        if not self._map.all_cp_ranks:
             return chunk.runs, chunk.last
-        mine, start = share(self._pages(chunk), self._grid.cp, self._place.cp), chunk.first_page - chunk.held
+        mine, start = self._map.share(self._index, self._pages(chunk)), chunk.first_page - chunk.held
         first = max(mine.start, start)
         end = min(mine.stop, start + sum(count for _, _, count in chunk.runs))
         if end <= first:
@@ -389,7 +354,7 @@ class KvSender:
     def _ask(self, state: RoomTransferState, chunk: Chunk) -> None:
         # It is asked when the forward begins, so that the answer is here at its end.
         rows, _ = self._share(chunk)
-        for target in self.links.targets(chunk.decode):
+        for target in self.peers.of(chunk.decode).values():
             size = target.block(rows, self._limit)
             if size and target.peer.name not in state.refused:
                 state.asks[chunk.index, target.peer.name] = None
@@ -403,7 +368,7 @@ class KvSender:
             state.last = arrival
         rows, finished = self._share(chunk)
         planned: list[Write] = []
-        for target in self.links.targets(chunk.decode):
+        for target in self.peers.of(chunk.decode).values():
             writes, name = target.writes(chunk, rows, seconds > 0), target.peer.name
             if not writes:
                 continue
@@ -419,7 +384,10 @@ class KvSender:
 
     def _put(self, write: Write) -> None:
         chunk = write.chunk
-        self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), write)
+        key = chunk.room
+        if self._policy.shard == "session":  # the ranks of one instance tell it from others
+            key = sum([target.number for target in self.peers.of(chunk.decode).values()])
+        self._queues.put(key, write)
 
     # --- writing ---
 
@@ -495,7 +463,7 @@ class KvSender:
         assert target.blocks is not None
         assert target.ring is not None
         block = self._gathers.take(queue)
-        yield from self._gather(state, target.blocks.gather(self._region, sources(write.rows), block))
+        yield from self._gather(state, target.blocks.gather(self.pool.region, sources(write.rows), block))
         if state.status is Status.FAILED:
             self._settle(state)
             return
@@ -532,7 +500,7 @@ class KvSender:
         return encode(arrival) if self._policy.notify == "write" else b"", f"{chunk.room}/{chunk.index}/{path}"
 
     def _control(self, write: Write) -> None:
-        rows = read_metadata(self._rows, self.layout, write.chunk.slots[0], self._rank.device.holds_bytes)
+        rows = read_metadata(self.pool.rows, self.layout, write.chunk.slots[0], self._rank.device.holds_bytes)
         state, name = write.room, write.target.peer.name
         state.nbytes += sum(map(len, rows))
         state.controls[name] = state.controls.get(name, 0) + 1

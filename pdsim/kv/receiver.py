@@ -1,37 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode side of a pushed handoff, on one rank: pages that wait for bytes, and the staging ring.
 
-Heads that two ranks do not keep alike may be staged: gathered, written in one piece, and scattered.  A chunk is one
-block between one writer and one reader.  The writer asks for a slot of the reader's ring before the forward begins;
-with the slot and the end of the forward it gathers the block (`pdsim.kv.push`) and writes it with one descriptor,
-and the reader scatters it into pages and frees the slot.
-
-**Safety.**  A slot is granted when its bytes are free, not before, so a writer that has it may write: there is no
-watermark that could be stale.  It is freed by the reader after the scatter, or by the writer's `StagingRelease` once
-nothing of the room moves; a write that failed and never settled keeps it, and the ring allocates around it.  Which
-way a chunk goes between two ranks is decided once, by the answer to its question.
-
-**Liveness.**  Slots are granted first come, first served.  A chunk that holds a slot needs nothing but its forward,
-which has begun, and its place in a queue of chunks that need no slot any more, each of which ends or fails within
-the engine's deadline.  So every slot is freed unless it is in quarantine.  The first in line fits at the latest when
-the ring is empty, for what exceeds the ring was refused at once; what waits longer than `Staging.wait` is refused
-and goes in slices.  So every question is answered, and no two chunks wait for each other.
+Heads that two ranks do not keep alike may be staged: a chunk is gathered by its writer (`pdsim.kv.push`), written as
+one block into a slot of the reader's `Ring`, and scattered into pages; see `StagingReceiver`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pdsim.core.errors import MessageError, OutOfMemory, TransferError
-from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.layout import REGION, STAGING, HostMetadata, KvLayout, RankMap, write_metadata
+from pdsim.kv.contents import EVERY, KvPool
+from pdsim.kv.layout import STAGING, KvLayout, RankMap, write_metadata
 from pdsim.kv.messages import (
     Arrival,
     Destination,
     RankQuiesced,
-    RegisterPool,
     StagingRelease,
     StagingReply,
     StagingRequest,
@@ -52,27 +38,28 @@ DEVICE = Policy()
 """Metadata lies on the device."""
 
 
+@dataclass(slots=True)
 class _IncomingRoom:
     """A request's handoff as this rank sees it."""
 
-    def __init__(self) -> None:
-        self.reserve: Destination | None = None
-        self.received = 0  # writes that arrived
-        self.counts: dict[int, int] = {}  # how many each writer made, once its last is here
-        self.last: Arrival | None = None
-        self.rows: tuple[bytes, ...] = ()  # of metadata that came as a message
-        self.reason = ""  # why what arrived cannot be used
+    reserve: Destination | None = None
+    received: int = 0  # writes that arrived
+    counts: dict[int, int] = field(default_factory=dict)  # how many each writer made, once its last is here
+    last: Arrival | None = None
+    rows: tuple[bytes, ...] = ()  # of metadata that came as a message
+    reason: str = ""  # why what arrived cannot be used
 
 
 class KvReceiver:
     """Receives what the prefill ranks of *rank_map* write to the *index*-th decode rank of its group.
 
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
-    scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which
-    the room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called
-    once for each room with `TransferDone` and the last `Arrival`, *quiet* once for each room to `forget`.
+    scattered.  On memory that has contents it must also be known by `reserve`, before or after (the two travel
+    different ways), and is compared, up to room *checked*.  *report* is called once for each room with
+    `TransferDone` and the last `Arrival`, *quiet* once for each room to `forget`.
 
-    What arrives within `OVER` seconds of `forget` is ignored, and counted in *ignored*.
+    What arrives within `OVER` seconds of `forget` is ignored, and counted in *ignored*.  *held* is until when what
+    has arrived holds the scheduler's thread, on the clock.
     """
 
     def __init__(
@@ -89,11 +76,10 @@ class KvReceiver:
     ) -> None:
         self.layout = layout
         self.report = report
-        self.writers = rank_map.writers(index)
+        self.writers = list(rank_map.writers(index))
         self.ignored = 0
-        self._checked = checked
+        self.held = 0.0
         self._rank = rank
-        self._index = index
         self._quiet = quiet
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
@@ -101,27 +87,20 @@ class KvReceiver:
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
         self._notice = policy.notice
         self._stall = policy.metadata_stall if policy.metadata_by != "control" else 0.0
-        self.held = 0.0
-        """Until when what has arrived holds the scheduler's thread, on the clock, in seconds."""
-        buffer = rank.device.allocate(layout.size, policy.memory_pool)
-        region = rank.endpoint.register(buffer, REGION)
-        self._rows = HostMetadata(layout) if policy.metadata_on == "host" else buffer
-        self.contents = Contents(buffer, layout, rank_map.decode.at(index).tp, self._rows)
+        self.pool = KvPool(rank, layout, index, rank_map.decode.at(index).tp, policy, checked)
         self.landing: StagingReceiver | None = None
         if staging is not None:
-            self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, self.arrive, quiet)
+            self.landing = StagingReceiver(
+                rank, layout, index, rank_map, self.pool.region, staging, self.arrive, quiet
+            )
 
     def __len__(self) -> int:
         """Return the number of rooms that are not complete."""
         return len(self._rooms)
 
-    def register(self, incarnation: str, peer: str) -> RegisterPool:
-        """Return what `writers` of the incarnation *peer* need to know about this group's *incarnation*."""
-        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
-
     def reserve(self, message: Destination) -> None:
         """Record the pages that a room owns here, which memory with contents needs to be told."""
-        room = self._room(message.room)
+        room = self._rooms.setdefault(message.room, _IncomingRoom())
         room.reserve = message
         self._check(message.room, room)
 
@@ -171,7 +150,7 @@ class KvReceiver:
         if arrival.room in self._over:
             self.ignored += count
             return
-        room = self._room(arrival.room)
+        room = self._rooms.setdefault(arrival.room, _IncomingRoom())
         room.rows = arrival.rows or room.rows
         room.received += count
         room.reason = room.reason or reason
@@ -185,34 +164,25 @@ class KvReceiver:
         if seconds and self._rank.clock.virtual:  # a real thread takes what it takes
             self.held = max(self.held, self._rank.clock.now) + seconds
 
-    def _room(self, number: int) -> _IncomingRoom:
-        room = self._rooms.get(number)
-        if room is None:
-            room = self._rooms[number] = _IncomingRoom()
-        return room
-
     def _check(self, number: int, room: _IncomingRoom) -> None:
         # On memory with contents it also waits for `reserve`, stores metadata that came as a message, and compares.
         if room.last is None or len(room.counts) < self._expected[min(room.last.pages, len(self._expected) - 1)]:
             return
         if room.received < sum(room.counts.values()):
             return
-        reason = room.reason
+        reason, there = room.reason, room.reserve
         if self._rank.device.holds_bytes:
-            if room.reserve is None:
+            if there is None:
                 return
             if room.rows:  # into the slot that the room has now, whichever the writer meant
-                write_metadata(self._rows, self.layout, room.reserve.slot, room.rows)
-            if number <= self._checked:
-                reason = reason or self._verify(room.reserve)
+                write_metadata(self.pool.rows, self.layout, there.slot, room.rows)
+            reason = reason or self._verify(there)
         del self._rooms[number]
         self._hold(self._stall)
         self.report(TransferDone(number, reason=reason), room.last)
 
-    def _verify(self, reserve: Destination) -> str:
-        reason = self.contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
-        reason = reason or self.contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
-        return reason or self.contents.verify_aux(reserve.room, reserve.slot)
+    def _verify(self, there: Destination) -> str:
+        return self.pool.verify(there.room, there.input, there.pages, there.state, there.held, there.slot)
 
 
 # --- the staging ring ----------------------------------------------------------------------------------------------
@@ -228,9 +198,8 @@ class Slot(NamedTuple):
 class Ring:
     """*size* bytes, handed out going round: the next slot begins where the last one ended, or at the next gap.
 
-    Every slot and every question has a *key*, of which each is used for one at a time.  `request` and `advance` give
-    out slots; whoever calls `release` or `withdraw` calls `advance` afterwards.  *used* is bytes in slots, *peak*
-    the most at one time.
+    Slots and questions have a *key* each.  Whoever calls `release` or `withdraw` calls `advance` afterwards.  *used*
+    is bytes in slots, *peak* the most at one time.
 
     >>> ring = Ring(100)
     >>> ring.request("a", 60), ring.request("b", 60), ring.request("c", 10)  # b waits, and c behind it
@@ -241,8 +210,6 @@ class Ring:
     """
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"size must be >= 1, got {size}")
         self.size = size
         self.head = 0  # position where the next slot may begin
         self.used = 0
@@ -257,11 +224,8 @@ class Ring:
     def request(self, key: Hashable, size: int) -> Slot | None:
         """Return a slot of *size* bytes for *key*, or None: then it stands in line until `advance` yields it.
 
-        Raise `OutOfMemory` if the ring could never hold it, a `ValueError` if *size* is not positive or *key* is
-        taken.
+        Raise `OutOfMemory` if the ring could never hold it, a `ValueError` if *key* is taken.
         """
-        if size < 1:
-            raise ValueError(f"size must be >= 1, got {size}")
         if key in self.slots or key in self._line:
             raise ValueError(f"{key} has a slot already, or waits for one")
         if size > self.size:
@@ -329,26 +293,34 @@ class Ring:
 _Key = tuple[int, int, int]  # room, writer, chunk
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
     """A chunk for which a slot was asked."""
 
-    def __init__(self, key: _Key, sender: str, pages: Pages) -> None:
-        self.key = key
-        self.sender = sender
-        self.pages = pages
-        self.arrival: Arrival | None = None  # of the block, which is in its slot
-        self.scattering = False
-        self.forgotten = False  # the pages may be another room's by now
+    key: _Key
+    sender: str
+    pages: Pages
+    arrival: Arrival | None = None  # of the block, which is in its slot
+    scattering: bool = False
+    forgotten: bool = False  # the pages may be another room's by now
 
 
 class StagingReceiver:
     """The staging ring of decode rank *index*, whose pool is the region *pool*, laid out as *layout*.
 
     `ask` is answered with a refusal, or a slot at once or later; `scatter` follows when the block has arrived, and
-    *arrive* is called with its `Arrival` and "", or the text of an error, after which the slot is free.  A room that
-    is forgotten keeps its slots until its writers return them (`give_back`) or are dead (`sever`), for only they
-    know when nothing moves; what arrives there meanwhile is not scattered.  *quiet* is called once for each room to
-    `forget`, as soon as nothing of it is being scattered.  *refused* counts questions that were answered with no.
+    *arrive* is called with its `Arrival` and "", or the text of an error, after which the slot is free.  *quiet* is
+    called once for each room to `forget`, as soon as nothing of it is being scattered.  *refused* counts questions
+    that were answered with no.
+
+    **Safety.**  A slot is granted when its bytes are free, not before, so a writer that has it may write: there is
+    no watermark that could be stale.  It is freed by the scatter, by the writer (`give_back`) once nothing of the
+    room moves there, or with proof that the writer is dead (`sever`), for only they know; until then the ring
+    allocates around it.  Which way a chunk goes is decided once, by the answer to its question.
+
+    **Liveness.**  Slots are granted first come, first served, after at most `Staging.wait`.  A chunk that holds one
+    needs nothing but its forward, which has begun, and its place in a queue of chunks that need no slot any more.
+    The first in line fits at the latest when the ring is empty: what exceeds the ring is refused at once.
     """
 
     def __init__(
@@ -416,10 +388,7 @@ class StagingReceiver:
         self._drop_all(lambda question: question.key[:2] == (message.room, message.writer))
 
     def sever(self, rank: str) -> None:
-        """Free all that prefill *rank* has which, as is proven, writes no more and can return nothing itself.
-
-        A writer's number would not do: every prefill instance has one of that number.
-        """
+        """Free all that prefill *rank*, of whichever instance, has: it is proven that it writes no more."""
         self._drop_all(lambda question: question.sender == rank)
 
     def forget(self, room: int) -> None:
@@ -498,8 +467,7 @@ class StagingReceiver:
 def _plans(layout: KvLayout, index: int, rank_map: RankMap) -> Iterator[tuple[int, BlockPlan]]:
     # Of each prefill rank by index; those that keep the same heads write pages directly, and need no plan.
     prefill = rank_map.prefill
-    for writer in rank_map.writers(index):
-        part = rank_map.part(writer, index)
-        if part is not None and part.heads is not None and "kv" in part.components:
+    for writer, part in rank_map.writers(index).items():
+        if part.heads is not None and "kv" in part.components:
             theirs = replace(layout, tp=prefill.tp, pp=prefill.pp, stage=prefill.at(writer).pp)
             yield writer, block_plans(theirs, layout, part.heads)[1]

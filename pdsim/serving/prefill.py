@@ -77,7 +77,7 @@ class PrefillMover(Mover):
     def __init__(self, engine: EngineRank, sender: KvSender | KvSource) -> None:
         super().__init__(engine, sender.layout)
         self.sender = sender
-        self.contents = sender.contents
+        self.contents = sender.pool.contents
 
     def __len__(self) -> int:
         return len(self.sender)

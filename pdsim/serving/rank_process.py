@@ -14,13 +14,14 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
 from pdsim.core.errors import MessageError, PeerLost, TransferFailed
+from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.messages import (
     ConnectPeer,
@@ -40,9 +41,7 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.kv.plan import DecodePeers
-from pdsim.kv.pull import KvReader, KvSource
-from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.plan import Peers
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import (
     ROUTER,
@@ -431,7 +430,7 @@ class PeerConnector:
     connection to it; it checks whether that was the last.
     """
 
-    def __init__(self, engine: EngineRank, peers: DecodePeers | KvReader, ready: Callable[[str], None]) -> None:
+    def __init__(self, engine: EngineRank, peers: Peers[Any], ready: Callable[[str], None]) -> None:
         self._engine = engine
         self._peers = peers
         self._ready = ready
@@ -533,8 +532,8 @@ class PeerFence:
     def __init__(
         self,
         engine: EngineRank,
-        pool: KvReceiver | KvSource,
-        peers: Sequence[int],
+        pool: KvPool,
+        peers: Iterable[int],
         severed: Callable[[str], None] | None = None,
     ) -> None:
         self._engine = engine

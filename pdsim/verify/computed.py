@@ -48,7 +48,7 @@ class ComputedChecker:
         if isinstance(member, Router):
             return
         prefill = isinstance(member.worker, PrefillWorker)
-        contents: Contents = (member.mover.sender if prefill else member.mover.receiver).contents
+        contents: Contents = (member.mover.sender if prefill else member.mover.receiver).pool.contents
         contents.marks = self._marks
         if not prefill:
             return

@@ -245,7 +245,7 @@ class InvariantChecker:
         if room in self._preempted:
             return  # KV that was computed again or came back from host memory has no contents
         for name, member in _in_incarnation(self._members, request.decode):
-            contents: Contents = member.mover.receiver.contents
+            contents: Contents = member.mover.receiver.pool.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
             reason = contents.verify(room, target.pages, request.input, held)
@@ -266,7 +266,7 @@ class InvariantChecker:
                 )
             elif not incoming.reason:
                 for name, member in _in_incarnation(self._members, incoming.request.decode):
-                    contents: Contents = member.mover.receiver.contents
+                    contents: Contents = member.mover.receiver.pool.contents
                     reason = name not in self._gone and member.rank.device.holds_bytes
                     if reason and (what := contents.verify_aux(room, slot)):
                         self._report("I6", f"{name} when it is read: {what}")

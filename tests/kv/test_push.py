@@ -49,11 +49,11 @@ def prefill(rank: Rank, *, script: Script, page_size: int = 4, layers: int = 2) 
         reports.append([rank.clock.now, type(message).__name__, *fields])
 
     layout = KvLayout(replace(SHAPE, layers=layers), 1, page_size, 8, 2)
-    sender = KvSender(rank, layout, Grid(1), 0, report)
+    sender = KvSender(rank, layout, 0, RankMap(layout.shape, Grid(1), Grid(1)), report)
     register = decode((yield rank.channel.receive()).payload)
     assert isinstance(register, RegisterPool)
     try:
-        sender.links.connect(register)
+        sender.peers.connect(register)
     except MessageError as error:
         return str(error)
     actions: dict[str, Callable[..., None]] = {
@@ -78,7 +78,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
         lambda message, last: reports.append([rank.clock.now, message.reason, last.count]),
         lambda message: None,
     )
-    rank.channel.send("prefill0.0", encode(receiver.register("decode0", "prefill0")))
+    rank.channel.send("prefill0.0", encode(receiver.pool.register("decode0", "prefill0")))
     rank.endpoint.notifications.listen(receiver.notice)
     yield rank.clock.at(reserve_at)
     receiver.reserve(Destination("decode0@1", 7, 10, ((2, 3),), 1))

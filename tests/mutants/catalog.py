@@ -28,7 +28,7 @@ from pdsim.kv import contents, layout, messages, pages, push
 from pdsim.kv.layout import HeadSlice
 from pdsim.kv.messages import TransferDone, encode
 from pdsim.kv.pages import cut
-from pdsim.kv.plan import DecodePeers
+from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
@@ -200,7 +200,7 @@ def without_counting(self: KvReceiver, number: int, room: Any) -> None:
 
 
 def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
-    return changed(original(self, *arguments), writer=self._place.tp)
+    return changed(original(self, *arguments), writer=self._map.prefill.at(self._index).tp)
 
 
 def over_with_the_last(self: KvSender, state: Any) -> None:
@@ -246,10 +246,10 @@ def forgets_replicas(original: Any, shape: Any, prefill_tp: int, decode_tp: int,
 
 
 def share_by_number(original: Any, self: KvSender, chunk: Any) -> Any:
-    if not self._all_cp_ranks or not chunk.runs:
+    if not self._map.all_cp_ranks or not chunk.runs:
         return original(self, chunk)
     first = min(source for source, _, _ in chunk.runs)
-    mine = layout.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
+    mine = self._map.share(self._index, sum(count for _, _, count in chunk.runs))
     rows = []
     for source, target, count in chunk.runs:
         low, high = max(source, first + mine.start), min(source + count, first + mine.stop)
@@ -380,11 +380,9 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
     raise KeyError(f"ABORT of room {message.room}")
 
 
-def dies(self: Queues[Any], queue: Any, event: Any) -> None:
-    if not event.ok:
-        return
-    if queue.program is None or not self._waits(queue, self._advance(queue, event)):
-        self._next(queue)
+def dies(original: Any, self: Queues[Any], number: int, event: Any) -> None:
+    if event is None or event.ok:
+        original(self, number, event)
 
 
 def counts_messages(self: Any, _: str, message: Any) -> None:
@@ -601,7 +599,7 @@ MUTANTS = (
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
            ((router.Router, "_count", counted_for_ever),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
-           ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
+           ((Peers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the incarnation before it", "I9",
            ((EngineRank, "_connect_peer", connects_as_another),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",

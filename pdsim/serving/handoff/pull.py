@@ -52,14 +52,14 @@ class PullPrefill(PrefillMover):
         source = KvSource(
             engine.rank,
             job.prefill_layout(index),
-            job.prefill,
             index,
+            job.rank_map,
             engine.tell_leader,
             job.handoff,
             job.checked,
         )
         super().__init__(engine, source)
-        self.proof = PeerFence(engine, source, job.rank_map.readers(index))
+        self.proof = PeerFence(engine, source.pool, job.rank_map.readers(index))
 
     def connect_peer(self, peer: str) -> None:
         self.proof.introduce(peer)
@@ -207,7 +207,7 @@ class PullDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv, self._connected)
+        self._connector = PeerConnector(engine, self.kv.peers, self._connected)
         engine.handlers[ReadRequest] = self._read
 
     def progressed(self) -> bool:
@@ -220,7 +220,7 @@ class PullDecode(DecodeMover):
         self._connector.drop(incarnation)
 
     def _connected(self, incarnation: str) -> None:
-        if self.kv.connected(incarnation):
+        if self.kv.peers.connected(incarnation):
             self.engine.tell_leader(Ready(incarnation, self.engine.incarnation))
 
     def _read(self, _: str, message: ReadRequest) -> None:

@@ -70,16 +70,15 @@ class PushPrefill(PrefillMover):
         self.kv = KvSender(
             engine.rank,
             job.prefill_layout(index),
-            job.prefill,
             index,
+            job.rank_map,
             engine.tell_leader,
-            job.all_cp_ranks,
             job.handoff,
             job.staging,
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.links, self._connected)
+        self._connector = PeerConnector(engine, self.kv.peers, self._connected)
         engine.handlers[StagingReply] = self.kv.grant
 
     def progressed(self) -> bool:
@@ -110,7 +109,7 @@ class PushPrefill(PrefillMover):
         return self.kv.posted
 
     def _connected(self, incarnation: str) -> None:
-        if self.kv.links.connected(incarnation, self.engine.job.decode):
+        if self.kv.peers.connected(incarnation):
             self.engine.tell_leader(Ready(self.engine.incarnation, incarnation))
 
 
@@ -231,7 +230,7 @@ class PushDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self.proof = PeerFence(engine, self.kv, self.kv.writers, self.kv.sever)
+        self.proof = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
         engine.handlers |= {Destination: self._reserve, Arrival: self._arrive}
         landing = self.kv.landing
         if landing is not None:
