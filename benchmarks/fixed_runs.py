@@ -4,44 +4,58 @@
     python -m benchmarks.fixed_runs record data/benchmarks/fixed_runs.json   # at the commit to compare with
     python -m benchmarks.fixed_runs check data/benchmarks/fixed_runs.json    # now; exits with 1 if anything differs
 
-Each run is one `python -m pdsim run` of this checkout, in a folder of its own.  What is compared: `fingerprints.py`.
-`record --keep DIR` also keeps the folders, and `check --before DIR` then prints the old value beside the new one.
-Runs on real engines compare what does not depend on time: rows, types, and the columns named in `REAL` or `SERVED`.
-Changed words (titles, definitions, notes, evidence) are counted, and are no difference.  CPU seconds are only shown.
+Each run is one `python -m pdsim run` of this checkout, in a folder of its own.  Each column of its Parquet and CSV
+tables and each number in its JSON files is hashed, with its type and its values in order.  Words (titles,
+definitions, notes, evidence) and what is different in every run (`VOLATILE`) are left out.  Runs on real engines
+compare what does not depend on time: types, and the columns named in `REAL` or `SERVED`, in sorted order.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import hashlib
 import json
-import resource
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fingerprints import Part, fingerprint, load, row_marks
+import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 300  # seconds of one run, before it counts as stuck
 
+Marks = dict[str, str]  # "transfers.parquet bytes": type and hash of a column
+
+VOLATILE = {
+    "run.json": (
+        *(
+            "schema",
+            "command",
+            "overrides",
+            "pdsim",
+            "packages",
+            "git",
+            "host",
+            "started",
+            "wall_seconds",
+            "evidence",
+        ),
+    ),
+    "summary.json": ("schema", "events", "notes"),
+    "summary.json:metrics": ("scenarios_per_s", "events"),
+    "expectations.json": ("written", "commit", "sha256", "system", "design", "evidence"),
+}
+"""Fields of JSON files that are not compared: versions, dates, folders, what the simulation cost, and words."""
+
 SERVED = {
     "transfers.parquet": ("engine", "operation", "source", "target", "label", "status", "nbytes"),
     "requests.parquet": (
-        "id",
-        "arrival",
-        "input",
-        "output",
-        "patience",
-        "prefill",
-        "decode",
-        "nbytes",
-        "status",
-        "path",
+        *("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status", "path"),
     ),
     "run.json": ("status", "error", "experiment", "hw", "backend", "target", "seed", "engine"),
     "summary.json": ("failures",),
@@ -186,170 +200,116 @@ RUNS = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a run left behind."""
-
-    seconds: float  # of CPU, its processes together: what a busy machine disturbs least
-    parts: Mapping[str, Part]
-    words: Mapping[str, str]
+# --- fingerprints ------------------------------------------------------------------------------------------------
 
 
-def execute(name: str, keep: Path | None = None) -> Found:
-    """Make the run *name* in a temporary folder, and read its results.
+def marks(folder: Path, only: Mapping[str, Sequence[str]] | None) -> Marks:
+    """Return the fingerprint of each column of the results in *folder*; of a real run the values of *only* alone."""
+    made: Marks = {}
+    for path in sorted(folder.iterdir()):
+        for part, columns in _parts(path):
+            kept = {
+                name: values for name, (_, values) in columns.items() if only is None or name in only.get(part, ())
+            }
+            if only is not None and kept:  # ranks are served in any order
+                rows = sorted(zip(*kept.values(), strict=True), key=repr)
+                kept = {name: [row[i] for row in rows] for i, name in enumerate(kept)}
+            for name, (kind, _) in columns.items():
+                digest = hashlib.sha256(repr(kept[name]).encode()).hexdigest()[:16] if name in kept else ""
+                made[f"{part} {name}"] = f"{kind} {digest}".strip()
+    return made
 
-    Raises:
-        RuntimeError: it did not end well, or left no folder of results.
+
+Columns = dict[str, tuple[str, Sequence[Any]]]  # type and values by name
+
+
+def _parts(path: Path) -> Iterator[tuple[str, Columns]]:
+    if path.suffix == ".parquet":
+        table = pq.read_table(path)
+        named = zip(table.schema, table.columns, strict=True)
+        yield path.name, {field.name: (str(field.type), column.to_pylist()) for field, column in named}
+    elif path.suffix == ".csv":
+        with path.open(newline="") as file:
+            yield path.name, _table(list(csv.reader(file))[1:])
+    elif path.suffix == ".json":
+        data = json.loads(path.read_text())
+        data = {key: value for key, value in data.items() if key not in VOLATILE.get(path.name, ())}
+        if path.name == "summary.json":
+            volatile = VOLATILE["summary.json:metrics"]
+            metrics = {name: one["value"] for name, one in data.pop("metrics").items() if name not in volatile}
+            yield "summary.json:metrics", _leaves(metrics)
+            for number, table in enumerate(data.pop("tables")):
+                columns = _table(table["rows"]).items()
+                prose = [
+                    at for at, (_, cells) in columns if any(isinstance(cell, str) and " " in cell for cell in cells)
+                ]
+                yield f"summary.json:table {number}", {at: cells for at, cells in columns if at not in prose}
+            for name in ("ranks", "links", "pools"):
+                leaves = sorted((key, cell) for key, (_, (cell,)) in _leaves(data.pop(name)).items())
+                names, values = zip(*leaves, strict=True) if leaves else ((), ())
+                yield f"summary.json:{name}", {"name": ("json", names), "value": ("json", values)}
+        yield path.name, _leaves(data)
+    elif path.suffix not in (".yaml", ".html", ".svg", ".png"):  # what was asked for, and pages of what others hold
+        raise ValueError(f"{path.name} is a file of an unknown kind: say in fixed_runs.py how it is compared")
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> Columns:
+    return {str(at): ("json", column) for at, column in enumerate(zip(*rows, strict=True))}
+
+
+def _leaves(data: Any, at: str = "") -> Columns:
+    below = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    if not below or (isinstance(data, list) and not any(isinstance(each, dict | list) for each in data)):
+        return {at: ("json", [data])}
+    return {key: leaf for name, each in below for key, leaf in _leaves(each, f"{at}.{name}".lstrip(".")).items()}
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def execute(name: str) -> Marks:
+    """Make the run *name* in a temporary folder, and return the fingerprints of its results.
+
+    Raise a `RuntimeError` if it does not end well, or leaves no folder of results.
     """
     with tempfile.TemporaryDirectory(prefix="fixed-run-") as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pdsim",
-            "run",
-            "--quiet",
-            f"--config-dir={SETTINGS}",
-            f"output={scratch}",
-            *RUNS[name].overrides.split(),
-        ]
-        started = _cpu_seconds()
+        words = [f"--config-dir={SETTINGS}", f"output={scratch}", *RUNS[name].overrides.split()]
+        command = [sys.executable, "-m", "pdsim", "run", "--quiet", *words]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
-        seconds = _cpu_seconds() - started
         folders = sorted(Path(scratch).iterdir())
         if ended.returncode or len(folders) != 1 or folders[0].suffix == ".incomplete":
-            raise RuntimeError(
-                f"{name} ended with {ended.returncode}: {(ended.stderr or ended.stdout).strip()[-800:]}"
-            )
-        if keep is not None:
-            shutil.copytree(folders[0], keep / name)
-        return Found(seconds, *load(folders[0]))
+            said = (ended.stderr or ended.stdout).strip()[-800:]
+            raise RuntimeError(f"{name} ended with {ended.returncode}: {said}")
+        return marks(folders[0], RUNS[name].only)
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def record(path: Path, chosen: Sequence[str]) -> None:
+    """Make the runs *chosen*, and write their fingerprints to *path*, where the others keep theirs."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    made = {name: execute(name) if name in chosen else kept[name] for name in RUNS}
+    path.write_text(json.dumps(made, indent=0) + "\n")
 
 
-def record(path: Path, keep: Path | None, chosen: Sequence[str]) -> None:
-    """Make all runs, or those of *chosen* if there are any, and write the fingerprints to *path*.
-
-    Runs that are not made keep theirs, and ``commit`` names the state of the code that made the first recorded ones.
-    """
-    _known(chosen)
-    old = json.loads(path.read_text()) if chosen else {"runs": {}}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [f' "commit": {json.dumps(old.get("commit", head.stdout.strip()))},', ' "runs": {']
-    names = [name for name in RUNS if not chosen or name in chosen or name in old["runs"]]
-    for name in names:
-        if not chosen or name in chosen:
-            fingerprints = execute(name, keep)
-            print(f"{name:26} {fingerprints.seconds:6.1f} s of CPU", flush=True)
-            parts = {key: reduced(name, key, part) for key, part in fingerprints.parts.items()}
-            run: dict[str, Any] = {
-                "seconds": round(fingerprints.seconds, 2),
-                "words": fingerprints.words,
-                "parts": parts,
-            }
-        else:
-            run = old["runs"][name]
-        kept = [f"    {json.dumps(key)}: {json.dumps(part)}" for key, part in run["parts"].items()]
-        lines += [f"  {json.dumps(name)}: {{", f'   "seconds": {run["seconds"]:.2f},']
-        lines += [f'   "words": {json.dumps(run["words"])},', '   "parts": {', ",\n".join(kept), "   }"]
-        lines += ["  }" + "," * (name != names[-1])]
-    path.write_text("\n".join(["{", *lines, " }", "}"]) + "\n")
-
-
-def _known(chosen: Sequence[str]) -> None:
-    unknown = [name for name in chosen if name not in RUNS]
-    if unknown:
-        raise SystemExit(f"fixed_runs: no run is called {unknown[0]}; there are {', '.join(RUNS)}")
-
-
-def reduced(name: str, key: str, part: Part) -> dict[str, Any]:
-    """Return the fingerprint of the part *key* of the run *name*, of the columns that every run has alike."""
-    only = RUNS[name].only
-    return fingerprint(part, None if only is None else only.get(key, ()))
-
-
-def check(path: Path, before: Path | None, chosen: Sequence[str]) -> int:
-    """Make the runs again, print what differs from *path*, and return the number of runs that do."""
-    kept = json.loads(path.read_text())["runs"]
-    _known(chosen)
-    bad, seconds = 0, {"now": 0.0, "before": 0.0}
-    for name in chosen or RUNS:
-        if name not in kept:
-            bad += 1
-            print(f"DIFFERS {name}: not in {path}; record it at the commit to compare with", flush=True)
-            continue
+def check(path: Path, chosen: Sequence[str]) -> int:
+    """Make the runs *chosen* again, print what differs from *path*, and return the number of runs that do."""
+    kept, bad = json.loads(path.read_text()), 0
+    for name in chosen:
         try:
-            fingerprints = execute(name)
+            lines = differences(kept.get(name, {}), execute(name))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            bad += 1
-            print(f"DIFFERS {name}: {error}", flush=True)
-            continue
-        old = kept[name]
-        lines = differences(name, old["parts"], fingerprints.parts, before)
-        words = sum(fingerprints.words.get(key) != value for key, value in old["words"].items())
+            lines = [str(error)]
         bad += bool(lines)
-        seconds["now"] += fingerprints.seconds
-        seconds["before"] += old["seconds"]
-        ratio = f"{fingerprints.seconds:5.1f} s of CPU, {fingerprints.seconds / old['seconds']:.2f} of before"
-        print(f"{'DIFFERS' if lines else 'same   '} {name:26} {ratio}; words changed in {words} places", flush=True)
-        for line in lines:
-            print(f"        {line}", flush=True)
-    gone = [name for name in kept if name not in RUNS]
-    for name in gone:
-        print(f"DIFFERS {name}: recorded, but no longer among the runs")
-    if seconds["before"]:
-        print(f"together {seconds['now']:.1f} s of CPU, {seconds['now'] / seconds['before']:.2f} of before")
-    return bad + len(gone)
+        print("\n        ".join([f"{'DIFFERS' if lines else 'same   '} {name}", *lines]), flush=True)
+    return bad
 
 
-def differences(name: str, old: Mapping[str, Any], parts: Mapping[str, Part], before: Path | None) -> list[str]:
-    """Return a line for each file and column of the run *name* that differs."""
-    lines = [f"{key}: no longer there" for key in old if key not in parts]
-    lines += [f"{key}: new" for key in parts if key not in old]
-    earlier = load(before / name)[0] if before else {}
-    for key in (key for key in old if key in parts):
-        was, part = old[key], parts[key]
-        now = reduced(name, key, part)
-        if was["rows"] != now["rows"]:
-            lines.append(f"{key}: {was['rows']} rows before, {now['rows']} now")
-        lines += [f"{key}: column {c} no longer there" for c in was["columns"] if c not in now["columns"]]
-        lines += [f"{key}: column {c} new" for c in now["columns"] if c not in was["columns"]]
-        both = [c for c in was["columns"] if c in now["columns"]]
-        for c in both:
-            if was["columns"][c][0] != now["columns"][c][0]:
-                lines.append(f"{key}: column {c}: type {was['columns'][c][0]} before, {now['columns'][c][0]} now")
-        changed = [c for c in both if was["columns"][c][1] != now["columns"][c][1]]
-        if changed:
-            row = _first_row(name, was, part)
-            lines += [f"{key}: column {c}: {_cells(c, row, part, earlier.get(key))}" for c in changed]
-    return lines
-
-
-def _first_row(name: str, was: Mapping[str, Any], part: Part) -> int | None:
-    if part.rows == 1 and was["rows"] == 1:
-        return 0
-    if RUNS[name].only is not None or any(c not in part.values for c in was["columns"]):
-        return None  # rows were sorted, or a column that is in the marks is missing
-    marks, now = was.get("marks", ""), row_marks({c: part.values[c] for c in was["columns"]})
-    pairs = range(0, max(len(marks), len(now)), 2)
-    return next((i // 2 for i in pairs if marks[i : i + 2] != now[i : i + 2]), None)
-
-
-def _cells(column: str, row: int | None, part: Part, earlier: Part | None) -> str:
-    if row is None:
-        return "values differ"
-    values = part.values[column]
-    now = repr(values[row]) if row < len(values) else "no such row"
-    if earlier is None:
-        return f"differs; the first row that differs is {row}, where it is {now} now"
-    olds = earlier.values.get(column, [])
-    first = next((i for i, (a, b) in enumerate(zip(olds, values, strict=False)) if repr(a) != repr(b)), None)
-    if first is None:
-        return f"other rows: {len(olds)} before, {len(values)} now"
-    return f"row {first}: {olds[first]!r} before, {values[first]!r} now"
+def differences(before: Marks, now: Marks) -> list[str]:
+    """Return a line for each column that differs: gone, new, or what it was and is."""
+    return [
+        f"{key}: {before.get(key, 'not there')} before, {now.get(key, 'not there')} now"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -357,21 +317,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fixed_runs", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("record", "check"))
     parser.add_argument("file", type=Path, help="fingerprints, as JSON")
-    parser.add_argument("--keep", type=Path, help="record: a new folder for the results themselves")
-    parser.add_argument("--before", type=Path, help="check: the folder that record kept, to print old values")
-    parser.add_argument(
-        "--run",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="this run only, the others as they are; repeatable",
-    )
+    parser.add_argument("--run", action="append", choices=RUNS, help="this run only; repeatable")
     options = parser.parse_args(argv)
+    chosen = options.run or list(RUNS)
     if options.command == "record":
-        record(options.file, options.keep, options.run)
+        record(options.file, chosen)
         return 0
-    bad = check(options.file, options.before, options.run)
-    print(f"{bad} of {len(options.run or RUNS)} runs differ")
+    bad = check(options.file, chosen)
+    print(f"{bad} of {len(chosen)} runs differ")
     return 1 if bad else 0
 
 

@@ -7,49 +7,41 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.fingerprints import load
-from benchmarks.fixed_runs import ROOT, RUNS, SETTINGS, differences, reduced
+from benchmarks.fixed_runs import REAL, ROOT, RUNS, SETTINGS, differences, marks
 from pdsim.config import defaults
 
-MODEL, REAL = "transfer-rdma", "real-transfer-nixl"
 ROWS = {"label": ["a", "b", "c"], "nbytes": [1, 2, 3], "seen": [0.1, None, 0.3]}
 
 
-def kept(folder, name=MODEL, /, metric=2.5, definition="of them", **columns):
-    """Write results to *folder*, and return its parts, fingerprints and words."""
-    folder.mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns or ROWS), folder / "transfers.parquet", row_group_size=2)
+def kept(folder, only=None, definition="of them", **columns):
+    """Write results to *folder*, and return their fingerprints."""
+    pq.write_table(pa.table(ROWS | columns), folder / "transfers.parquet", row_group_size=2)
     summary = {
-        "metrics": {"bytes": {"value": metric, "definition": definition}},
+        "metrics": {"bytes": {"value": 2.5, "definition": definition}},
         "tables": [{"title": definition, "columns": {definition: "", "n": ""}, "rows": [["x", 1], ["y", 2]]}],
         "notes": [definition], "ranks": {}, "links": {}, "pools": {}, "failures": [], "seconds": 1.0,
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
-    parts, words = load(folder)
-    return parts, {key: reduced(name, key, part) for key, part in parts.items()}, words
+    return marks(folder, only)
 
 
-def test_a_changed_value_is_found_with_its_row(tmp_path):
-    _, old, _ = kept(tmp_path / "a")
-    parts, _, _ = kept(tmp_path / "b", **(ROWS | {"seen": [0.1, None, 0.30000000000000004]}))
-    (line,) = differences(MODEL, old, parts, None)
-    assert line.startswith("transfers.parquet: column seen: differs; the first row that differs is 2")
+def test_a_changed_value_is_a_difference_and_words_are_none(tmp_path):
+    old = kept(tmp_path)
+    assert differences(old, kept(tmp_path, definition="of those")) == []
+    (line,) = differences(old, kept(tmp_path, seen=[0.1, None, 0.30000000000000004]))
+    assert line.startswith("transfers.parquet seen: double ")
 
 
 def test_a_null_and_another_type_are_differences(tmp_path):
-    _, old, _ = kept(tmp_path / "a")
-    parts, _, _ = kept(tmp_path / "b", **(ROWS | {"nbytes": [1.0, 2.0, 3.0], "seen": [0.1, 0.0, 0.3]}))
-    lines = differences(MODEL, old, parts, None)
-    assert "transfers.parquet: column nbytes: type int64 before, double now" in lines
-    assert any("column seen: differs" in line and "row that differs is 0" in line for line in lines)
+    lines = differences(kept(tmp_path), kept(tmp_path, nbytes=[1.0, 2.0, 3.0], seen=[0.1, 0.0, 0.3]))
+    assert [line.partition(":")[0] for line in lines] == ["transfers.parquet nbytes", "transfers.parquet seen"]
 
 
 def test_of_a_real_run_times_and_order_are_free(tmp_path):
-    _, old, _ = kept(tmp_path / "a", REAL)
-    parts, _, _ = kept(tmp_path / "b", REAL, label=["c", "a", "b"], nbytes=[3, 1, 2], seen=[1.0, 2.0, 3.0])
-    assert differences(REAL, old, parts, None) == []
-    parts, _, _ = kept(tmp_path / "b", REAL, label=["c", "a", "b"], nbytes=[3, 1, 1], seen=[1.0, 2.0, 3.0])
-    assert differences(REAL, old, parts, None) == ["transfers.parquet: column nbytes: values differ"]
+    old, other = kept(tmp_path, REAL), {"label": ["c", "a", "b"], "seen": [1.0, 2.0, 3.0]}
+    assert differences(old, kept(tmp_path, REAL, nbytes=[3, 1, 2], **other)) == []
+    (line,) = differences(old, kept(tmp_path, REAL, nbytes=[3, 1, 1], **other))
+    assert line.startswith("transfers.parquet nbytes: int64 ")
 
 
 GROUPS = (
