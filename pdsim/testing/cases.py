@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -24,9 +24,8 @@ from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer.job import Place, Target
 
 if TYPE_CHECKING:
+    from backends.emulation.guest.engines import Engines, GuestTarget
     from backends.jobs.spawn import WarmStart
-
-__all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target"]
 
 MODELS = ("model-timing", "model-tracked")
 """The model, without and with the contents of memory."""
@@ -94,7 +93,7 @@ class Case:
         )
 
     def place(self, index: int) -> Place:
-        """Return where rank *index* of a job runs: on GPU *index* modulo how many there are, or on the host."""
+        """Return where rank *index* of a job runs: on a GPU, or on the host."""
         if self.memory == "host":
             return Place(0)
         return Place(0, index % (gpu_count() or 1) if self.memory == "gpu" else index)
@@ -118,16 +117,10 @@ def cases() -> tuple[Case, ...]:
 
 
 def _of(implementation: str, variant: Variant) -> Iterator[Case]:
-    common = Case(
-        variant.backend,
-        variant.backend,
-        implementation,
-        "host",
-        one_sided=variant.one_sided,
-        proves_quiescence=variant.proves_quiescence,
-    )
+    name, proves = variant.backend, variant.proves_quiescence
+    common = Case(name, name, implementation, "host", one_sided=variant.one_sided, proves_quiescence=proves)
     if variant.guest:
-        yield replace(common, name=f"{variant.backend}_verbs", guest=True)
+        yield replace(common, name=f"{name}_verbs", guest=True)
         return
     for memory in variant.memory:
         name = f"{variant.backend}_gpu" if memory == "gpu" and len(variant.memory) > 1 else variant.backend
@@ -137,16 +130,17 @@ def _of(implementation: str, variant: Variant) -> Iterator[Case]:
 
 
 def named(name: str) -> Case:
-    """Return the case called *name*, or the first of the backend of that name."""
-    exact = [case for case in cases() if case.name == name]
-    return (exact or [case for case in cases() if case.backend == name])[0]
+    """Return the case called *name*, or the first of the backend of that name, which may be an alias."""
+    for attribute in ("name", "backend"):
+        for case in cases():
+            if getattr(case, attribute) == name:
+                return case
+    return Case(name, name, registry.implementation_of(name))
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of the case or the backend called *name*, or of a backend that is an alias."""
-    if any(name in (case.name, case.backend) for case in cases()):
-        return named(name).engine
-    return Case(name, name, registry.implementation_of(name)).engine  # an alias
+    """Return the engine of the case or the backend called *name*."""
+    return named(name).engine
 
 
 def make_target(name: str, *, required: bool = False) -> Target:
@@ -198,3 +192,28 @@ def gathering_target(name: str) -> tuple[Case, Target]:
     target = make_target(working[0].name)
     target.collective = replace(COLLECTIVE, name=name, implementation=name)  # type: ignore[attr-defined]
     return working[0], target
+
+
+# --- the RDMA guest ------------------------------------------------------------------------------------------------
+
+GUEST_JOB = 90.0
+"""Seconds of a job on the host, after which its ranks are killed; the guest's are its `PATIENCE` times as many."""
+
+
+def unavailable(error: BackendUnavailable) -> NoReturn:
+    """Skip the test that needs what this machine lacks, or fail it where engines are required."""
+    if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+        pytest.fail(str(error))
+    pytest.skip(str(error))
+
+
+def guest_target(engines: Engines, engine: Engine, **options: Any) -> GuestTarget:
+    """Return the target for *engine* in the guest of *engines*; *options* are `Processes`'s."""
+    from backends.emulation.guest.engines import GuestTarget
+    from backends.emulation.guest.machine import PATIENCE
+
+    try:
+        engines.server(engine.implementation)
+    except BackendUnavailable as error:
+        unavailable(error)
+    return GuestTarget(engines, engine, **{"deadline": GUEST_JOB * PATIENCE, "device_capacity": 1 << 30, **options})

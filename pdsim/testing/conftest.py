@@ -11,7 +11,7 @@ import pytest
 
 from backends.emulation.guest.machine import PATIENCE as GUEST_PATIENCE
 from pdsim.core import plugins
-from pdsim.testing import cases, guest
+from pdsim.testing import cases
 from pdsim.testing.cases import MODELS, Case
 from pdsim.testing.programs.tools import PATIENCE
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
@@ -60,9 +60,8 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 def _make_job(case: Case, target: Callable[[], Target], request: pytest.FixtureRequest, name: str = "") -> Job:
-    # Times of its *kill* are those of a machine with idle cores.
-    #
-    # A rank that is killed must end with an error, as must those named *failing*; any other error fails the test.
+    # Times of its *kill* are those of a machine with idle cores.  A rank that is killed must end with an error, as
+    # must those named *failing*; any other error fails the test.
     outcomes: dict[Any, Outcome] = request.getfixturevalue("outcomes")
     patience = GUEST_PATIENCE if case.guest else PATIENCE
 
@@ -102,7 +101,7 @@ def job(request: pytest.FixtureRequest) -> Job:
 
     def target() -> Target:
         if case.guest:
-            return guest.target(request.getfixturevalue("rdma_engines"), case.engine)
+            return cases.guest_target(request.getfixturevalue("rdma_engines"), case.engine)
         return cases.make_target(case.name, required=asked)
 
     return _make_job(case, target, request)
@@ -117,14 +116,12 @@ def pair(job: Job) -> Callable[..., tuple[RankResult, RankResult]]:
 
     def run(first: Any, second: Any, *, kill: Any = None, failing: Sequence[str] = (), **both: Any) -> Any:
         both |= {"to": "target", "by": "writer"}
-        ranks = {name: (program, _taken(program, both)) for name, program in (("writer", first), ("target", second))}
+        ranks = {}
+        for name, program in (("writer", first), ("target", second)):
+            ranks[name] = program, {key: both[key] for key in signature(program).parameters if key in both}
         return tuple(job(ranks, kill=kill, failing=failing).ranks.values())
 
     return run
-
-
-def _taken(program: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: arguments[name] for name in signature(program).parameters if name in arguments}
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def rdma_guest() -> Iterator[Guest]:
     """
     from backends.emulation.guest.machine import boot
     from pdsim.core.errors import BackendUnavailable
-    from pdsim.testing.guest import unavailable
+    from pdsim.testing.cases import unavailable
 
     try:
         with boot() as machine:

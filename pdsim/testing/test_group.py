@@ -23,8 +23,7 @@ def on_all(program: Any, ranks: list[str], **arguments: Any) -> dict[str, Any]:
 @pytest.fixture
 def everything(gathering: Any) -> Any:
     """Run the one job that most tests look at: three ranks in a group, and a fourth in none."""
-    ranks = on_all(gather_everything, [*NAMES, "rank3"], names=NAMES, sizes=SIZES, batches=BATCHES)
-    return gathering(ranks)
+    return gathering(on_all(gather_everything, [*NAMES, "rank3"], names=NAMES, sizes=SIZES, batches=BATCHES))
 
 
 @pytest.fixture
@@ -36,9 +35,8 @@ def members(everything: Any) -> list[dict[str, Any]]:
 def test_every_piece_arrives_at_its_place_and_nowhere_else(members):
     """The piece of rank *i* is the *i*-th of the target, and the bytes behind the last one stay as they were."""
     for result in members:
-        for size, (count, nbytes, operation, kind) in zip(SIZES, result["pieces"], strict=True):
-            assert count in (0, None)
-            assert (nbytes, operation, kind) == (3 * size, "all_gather", "plain")
+        assert result["pieces"] == [[0, 3 * size, "all_gather", "plain"] for size in SIZES]
+        assert result["alone"][0][0] == 0  # a group of one is a copy, not an error
 
 
 def test_every_gather_leaves_a_record_of_ordered_times(everything):
@@ -47,49 +45,41 @@ def test_every_gather_leaves_a_record_of_ordered_times(everything):
         records = [r for r in everything.ranks[name].transfers if r.label.endswith("of 3")]
         assert [record.label for record in records] == [f"gather {n} of 3" for n in range(len(SIZES))]
         for record in records:
-            assert record.status == "ok"
             assert record.submitted <= record.prepared <= record.posted <= record.completed <= record.seen
             assert (record.source, record.target, record.descriptors) == ("rank0+rank1+rank2", name, 3)
-
-
-def test_a_rank_alone_gathers_its_own_piece(members):
-    """A group of one is a copy, not an error."""
-    assert all(result["alone"][0][0] in (0, None) for result in members)
+            assert record.status == "ok"
 
 
 def test_a_symmetric_pool_is_reserved_used_and_grown(members):
     """There is no symmetric memory before `reserve`; a later `reserve` is a growth, which stalls the ranks."""
-    for result in (member["symmetric"] for member in members):
-        assert (result["early"], result["full"]) == ("OutOfMemory", "OutOfMemory")
-        assert [kind for _, kind in result["result"]] == ["symmetric", "symmetric"]
-        assert all(count in (0, None) for count, _ in result["result"])
-        assert (result["growths"], result["stalled"]) == (1, True)
-        assert result["reserved"] == 16 * 64 * KiB
+    for result in members:
+        assert result["symmetric"] == {
+            "refused": ["OutOfMemory", "OutOfMemory"],
+            "result": [[0, "symmetric"], [0, "symmetric"]],
+            "growths": 1,
+            "stalled": True,
+            "reserved": 16 * 64 * KiB,
+        }
 
 
 def test_padded_pieces_of_any_batch_come_out_in_its_order(members):
     """`pdsim.kv.allgather` works on any group, ranks without a row included."""
-    for result in members:
-        assert all(count in (0, None) for count in result["batches"])
-        assert len(result["batches"]) == len(BATCHES)
+    assert [result["batches"] for result in members] == [[0] * len(BATCHES)] * 3
 
 
 def test_sizes_that_differ_are_refused_everywhere_and_nothing_moves(members):
     """One rank calls with another size: all of them must hear of it, and the next call must work."""
-    for result in (dict(member["oddly"]) for member in members):
-        assert result.pop("differs") == "InvalidBatch"
-        assert result.pop("spared")
-        assert result.pop("alike") == "ok"
-        assert set(result.values()) == {"InvalidBatch"}
+    for result in members:
+        refused = dict.fromkeys(("differs", "nothing", "too much", "too small", "itself"), "InvalidBatch")
+        assert result["oddly"] == refused | {"changed": 0, "alike": "ok"}
 
 
 def test_a_rank_may_be_in_two_groups_or_in_none(everything, members):
     """Groups of the same job are independent of one another, and asking again for one gives the same object."""
-    assert all(result["two"] in (0, None) and result["same"] for result in members)
+    assert all(result["two"] == 0 and result["same"] for result in members)
     other = [r for r in everything.ranks["rank0"].transfers if r.source == "rank2+rank0"]
     assert [record.status for record in other] == ["ok"]
-    assert everything.ranks["rank3"].value == {}
-    assert everything.ranks["rank3"].transfers == []
+    assert (everything.ranks["rank3"].value, everything.ranks["rank3"].transfers) == ({}, [])
 
 
 def test_a_group_names_ranks_that_there_are_once_and_its_caller(members):
@@ -99,8 +89,7 @@ def test_a_group_names_ranks_that_there_are_once_and_its_caller(members):
 
 def test_what_was_taken_is_given_back_but_for_the_reserved_pool(members):
     """Buffers of a gather are held only until it is over."""
-    for result in members[:1]:  # the model's ranks are on devices of their own, real ones in memory of their own
-        assert result["used"] == 0
+    assert members[0]["used"] == 0  # the model's ranks are on devices of their own, real ones in memory of their own
 
 
 def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
@@ -109,10 +98,8 @@ def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
     outcome = gathering(on_all(gather_until_lost, NAMES, **arguments), failing=["rank1"])
     for name in ("rank0", "rank2"):
         result = outcome.ranks[name].value
-        assert (result["error"], result["again"]) == ("PeerLost", "PeerLost")
-        assert result["done"] == 5
-        assert result["took"] < 30, "later than half of its deadline"
-        assert result["used"] == 0
+        assert result.pop("took") < 30, "later than half of its deadline"
+        assert result == {"errors": ["PeerLost", "PeerLost"], "done": 5, "used": 0}
         assert outcome.ranks[name].transfers[-1].status == "PeerLost"
 
 
@@ -120,7 +107,6 @@ def test_a_rank_that_is_late_ends_the_wait_at_the_deadline(gathering):
     """A collective that cannot be completed ends the group on every rank."""
     arguments = {"names": NAMES, "late": "rank2", "wait": 3.0, "timeout": 1.0}
     outcome = gathering(on_all(gather_late, NAMES, **arguments))
-    errors = {name: rank.value["error"] for name, rank in outcome.ranks.items()}
-    assert "TransferTimeout" in errors.values()
-    assert set(errors.values()) <= {"TransferTimeout", "PeerLost"}
+    errors = {rank.value["error"] for rank in outcome.ranks.values()}
+    assert {"TransferTimeout"} <= errors <= {"TransferTimeout", "PeerLost"}
     assert all(rank.value["took"] < 10 for rank in outcome.ranks.values())

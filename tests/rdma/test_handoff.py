@@ -16,7 +16,7 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
-from pdsim.testing.guest import target
+from pdsim.testing.cases import guest_target as target
 from tests.experiments.test_serve_paths import STATE
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import VERBS, engine

@@ -11,7 +11,7 @@ import pytest
 
 from backends.emulation.guest import mori as space
 from pdsim.core.errors import BackendUnavailable
-from pdsim.testing.guest import unavailable
+from pdsim.testing.cases import unavailable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pdsim.kv.allgather import PaddedAllGather, zigzag
-from pdsim.testing.programs.tools import GUARD, KiB, Steps, filled, outcome_of, pattern, refusal, wrong
-from pdsim.transfer import Program, Region
+from pdsim.testing.programs.tools import KiB, Steps, filled, guard, outcome_of, pattern, refusal, wrong
+from pdsim.transfer import Buffer, Program, Region
 from pdsim.transfer.group import SYMMETRIC, Group
 from pdsim.transfer.job import Rank
 
@@ -35,24 +35,28 @@ def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: l
     }
 
 
+def _free(rank: Rank, *buffers: Buffer) -> None:
+    for buffer in buffers:
+        rank.device.free(buffer)
+
+
+def _pieces(group: Group, size: int, seed: int, step: int = 1) -> Any:
+    return np.concatenate([pattern(seed + step * index, size) for index in range(len(group.names))])
+
+
 def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Steps:
     """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes."""
-    ranks, result = len(group.names), []
-    work = []
+    ranks, work, result = len(group.names), [], []
     for number, size in enumerate(sizes):
         source = filled(rank, size, 10 * group.index + number)
         target = filled(rank, ranks * size + room, None)
         event = group.all_gather(source, target, label=f"gather {number} of {ranks}")
-        work.append((event, source, target, size, number))
-    for event, source, target, size, number in work:
+        work.append((event, source, target, np.concatenate([_pieces(group, size, number, 10), guard(room)])))
+    for event, source, target, expected in work:
         record = yield event
-        pieces = [pattern(10 * index + number, size) for index in range(ranks)]
-        expected = np.concatenate([*pieces, np.full(room, GUARD, np.uint8)])
-        result.append(
-            [wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]]
-        )
-        rank.device.free(source)
-        rank.device.free(target)
+        kind = record.engine.rpartition(":")[2]
+        result.append([wrong(rank, target, expected), record.nbytes, record.operation, kind])
+        _free(rank, source, target)
     return result
 
 
@@ -66,8 +70,7 @@ def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
     yield group.reserve(3 * (ranks + 1) * size)
     result.append((yield from _symmetric(rank, group, 3 * size, 2)))
     return {
-        "early": early,
-        "full": full,
+        "refused": [early, full],
         "result": result,
         "growths": group.growths,
         "stalled": group.growth_seconds > 0,
@@ -82,10 +85,8 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
     if rank.device.holds_bytes:
         source.write(0, pattern(seed + group.index, size).tobytes())
     record = yield group.all_gather(source, target)
-    expected = np.concatenate([pattern(seed + index, size) for index in range(len(group.names))])
-    result = [wrong(rank, target, expected), record.engine.rpartition(":")[2]]
-    rank.device.free(source)
-    rank.device.free(target)
+    result = [wrong(rank, target, _pieces(group, size, seed)), record.engine.rpartition(":")[2]]
+    _free(rank, source, target)
     return result
 
 
@@ -104,8 +105,7 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
         yield from gather.gather(split, mine, Region.local(rank.name, rank.device.name, whole))
         result.append(wrong(rank, whole, tokens))
         gather.close()
-        rank.device.free(mine)
-        rank.device.free(whole)
+        _free(rank, mine, whole)
     return result
 
 
@@ -113,22 +113,20 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
     """Call with sizes that differ between ranks, then alike; and what no rank may ask for."""
     ranks, size = len(group.names), sizes[rank.name]
     source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
-    before = target.read(0, target.size) if rank.device.holds_bytes else b""
-    differs = yield from outcome_of(group.all_gather(source, target, size))
-    spared = not rank.device.holds_bytes or target.read(0, target.size) == before
-    alike = yield from outcome_of(group.all_gather(source, target, 1024))
     small = filled(rank, 4096 * ranks - 1, None)
+    differs = yield from outcome_of(group.all_gather(source, target, size))
+    changed = wrong(rank, target, guard(target.size))
+    alike = yield from outcome_of(group.all_gather(source, target, 1024))
     result = {
         "differs": differs,
-        "spared": spared,
+        "changed": changed,
         "alike": alike,
         "nothing": refusal(lambda: group.all_gather(source, target, 0)),
         "too much": refusal(lambda: group.all_gather(source, target, 4097)),
         "too small": refusal(lambda: group.all_gather(source, small)),
         "itself": refusal(lambda: group.all_gather(source, source, 16)),
     }
-    for buffer in (source, target, small):
-        rank.device.free(buffer)
+    _free(rank, source, target, small)
     return result
 
 
@@ -145,9 +143,8 @@ def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> P
         done += error == "ok"
     took = rank.clock.now - started
     again = yield from outcome_of(group.all_gather(source, target))
-    rank.device.free(source)
-    rank.device.free(target)
-    return {"error": error, "done": done, "took": took, "again": again, "used": rank.device.used}
+    _free(rank, source, target)
+    return {"errors": [error, again], "done": done, "took": took, "used": rank.device.used}
 
 
 def _die(rank: Rank) -> None:
@@ -174,12 +171,12 @@ def gather_late(rank: Rank, names: list[str], late: str, wait: float, timeout: f
 def gather_in_another(rank: Rank, names: list[str]) -> Steps:
     """Gather in a second group, if this rank is a member; return how many bytes are wrong."""
     if rank.name not in names:
-        return None
+        return 0
     source, target = filled(rank, 1000, names.index(rank.name)), filled(rank, 1000 * len(names), None)
-    yield rank.group(names).all_gather(source, target)
-    result = wrong(rank, target, np.concatenate([pattern(index, 1000) for index in range(len(names))]))
-    rank.device.free(source)
-    rank.device.free(target)
+    group = rank.group(names)
+    yield group.all_gather(source, target)
+    result = wrong(rank, target, _pieces(group, 1000, 0))
+    _free(rank, source, target)
     return result
 
 

@@ -3,48 +3,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from pdsim.core.errors import PdsimError
-from pdsim.testing.programs.tools import Mail, filled, moved, one, pattern, refusal, scattered, target, wrong
+from pdsim.testing.programs.tools import Mail, filled, moved, one, pattern, refusal, scattered, wrong
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Rank
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:
-    """Connect to the same address several times, and write over each of the peers that come of it."""
+    """Connect to the same address several times, write over each of the peers that come of it; return how many."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64 * times, 1), "source")
     rank.channel.send(to, rank.endpoint.address())
     address = yield from mail.receive(to)
     peers = [rank.endpoint.connect(address) for _ in range(times)]
     for index, peer in enumerate(peers):
-        batch = one(mine, peer.regions["memory"], 64, index * 64, index * 64)
-        yield rank.endpoint.write(peer, batch, b"again")
+        yield rank.endpoint.write(peer, one(mine, peer.regions["memory"], 64, index * 64, index * 64), b"again")
     yield from mail.wait_for(to)
     return len({peer.name for peer in peers})
-
-
-def be_reconnected(rank: Rank, by: str, times: int) -> Program:
-    """Take one write over each of the connections of *by*; return wrong bytes and surplus notifications."""
-    mail, buffer = yield from target(rank, by, 64 * times)
-    for _ in range(times):
-        yield rank.endpoint.notifications.get()
-    result = wrong(rank, buffer, pattern(1, 64 * times))
-    yield from mail.wait_for(by)
-    return {"wrong": result, "surplus": len(rank.endpoint.notifications)}
 
 
 def close_twice(rank: Rank, peer: str) -> Program:
     """Move some bytes, close everything twice, and return what is then still in use."""
     mail = Mail(rank)
-    buffer = filled(rank, 4096, 1)
+    buffer, sink = filled(rank, 4096, 1), filled(rank, 4096, None)
     mine = rank.endpoint.register(buffer, "mine")
-    partner = (yield from mail.connect(peer))[peer]
-    sink = filled(rank, 4096, None)
     rank.endpoint.register(sink, "sink")
-    rank.channel.send(peer, rank.endpoint.address())
-    partner = rank.endpoint.connect((yield from mail.receive(peer)))
+    partner = (yield from mail.connect(peer))[peer]
     yield rank.endpoint.write(partner, one(mine, partner.regions["sink"], 4096), b"x")
     yield from mail.wait_for(peer)
     rank.endpoint.close()
@@ -108,22 +94,18 @@ def use_memory(rank: Rank) -> Program:
     yield rank.clock.timeout(0)
     device = rank.device
     first = device.allocate(4096)
-    result: dict[str, Any] = {
-        "used": device.used,
-        "zeroed": first.read(0, 4096) == bytes(4096) if device.holds_bytes else None,
-        "too much": refusal(lambda: device.allocate(device.capacity)),
-        "used after": device.used,
-    }
-    half = device.allocate(device.capacity // 2)
-    device.free(half)
+    used, zeroed = device.used, not device.holds_bytes or first.read(0, 4096) == bytes(4096)
+    result = {"used": used, "zeroed": zeroed, "too much": refusal(lambda: device.allocate(device.capacity))}
+    result["used after"] = device.used
+    device.free(device.allocate(device.capacity // 2))
     device.free(device.allocate(device.capacity - 4096))
     device.free(first)
     try:
         device.allocate(0)
-        nothing = "accepted"
+        result["nothing"] = "accepted"
     except (ValueError, PdsimError):
-        nothing = "refused"
-    return {**result, "nothing": nothing, "used in the end": device.used}
+        result["nothing"] = "refused"
+    return {**result, "used in the end": device.used}
 
 
 def touch_outside(rank: Rank) -> Program:
@@ -132,10 +114,10 @@ def touch_outside(rank: Rank) -> Program:
     buffer = rank.device.allocate(16)
     result = []
     for action in (
-        lambda: buffer.read(8, 9),
-        lambda: buffer.read(-1, 4),
-        lambda: buffer.write(15, b"ab"),
-        lambda: buffer.write(-2, b"a"),
+        partial(buffer.read, 8, 9),
+        partial(buffer.read, -1, 4),
+        partial(buffer.write, 15, b"ab"),
+        partial(buffer.write, -2, b"a"),
     ):
         try:
             action()
@@ -145,14 +127,10 @@ def touch_outside(rank: Rank) -> Program:
 
 
 def copy_within(rank: Rank, region: int) -> Program:
-    """Gather 100 scattered blocks from one region of the device to another."""
+    """Gather 100 scattered blocks from one region of the device to another; return how many bytes are wrong."""
     source, sink = filled(rank, region, 7), filled(rank, region, None)
-    batch = Batch(
-        rank.endpoint.register(source, "source"),
-        rank.endpoint.register(sink, "sink"),
-        *scattered(100, 64, region, 7),
-    )
-    yield rank.device.copy(batch)
+    regions = rank.endpoint.register(source, "source"), rank.endpoint.register(sink, "sink")
+    yield rank.device.copy(Batch(*regions, *scattered(100, 64, region, 7)))
     return wrong(rank, sink, moved(100, 64, region, 7))
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that move bytes and attach notifications."""
+"""Ranks that move bytes and attach notifications; what they write to is mostly `be_target`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from pdsim.testing.programs.tools import (
-    PATIENCE,
+    MOMENT,
     Mail,
     filled,
     initiator,
@@ -31,8 +31,7 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
     return {
         "operation": record.operation,
         "route": [record.source, record.target],
-        "nbytes": record.nbytes,
-        "expected": int(batch.size.sum()),
+        "missing": int(batch.size.sum()) - record.nbytes,
         "descriptors": record.descriptors,
         "ordered": times == sorted(times),
         "status": record.status,
@@ -41,17 +40,8 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
     }
 
 
-def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Take the write of `write_blocks`; return its notification, and how many bytes of the region are wrong."""
-    mail, buffer = yield from target(rank, by, region)
-    notification = yield rank.endpoint.notifications.get()
-    result = wrong(rank, buffer, moved(count, size, region, seed))
-    yield from mail.wait_for(by)
-    return {"from": notification.sender, "payload": notification.payload.decode(), "wrong": result}
-
-
 def read_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Read *count* scattered blocks of *to*, which runs `be_read`, in one batch; return route and wrong bytes."""
+    """Read *count* scattered blocks of *to* in one batch; return route and wrong bytes."""
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     mine = rank.endpoint.register(buffer, "mine")
@@ -63,13 +53,6 @@ def read_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: i
     return {"operation": record.operation, "route": [record.source, record.target], "wrong": result}
 
 
-def be_read(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Let *by* read; return how many bytes changed here, and notifications, of which there should be none."""
-    mail, buffer = yield from target(rank, by, region, seed)
-    yield from mail.wait_for(by)
-    return {"wrong": wrong(rank, buffer, pattern(seed, region)), "notifications": len(rank.endpoint.notifications)}
-
-
 def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other: int) -> Program:
     """Write *count* blocks in as many transfers at once, while the peer does the same the other way."""
     mail = Mail(rank)
@@ -77,14 +60,14 @@ def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other:
     sink = filled(rank, count * size, None)
     rank.endpoint.register(sink, "in")
     partner = (yield from mail.connect(peer))[peer]
-    transfers = [
-        rank.endpoint.write(partner, one(mine, partner.regions["in"], size, i * size, (count - 1 - i) * size))
-        for i in range(count)
-    ]
-    yield rank.clock.all_of(transfers)
+    yield rank.clock.all_of(
+        [
+            rank.endpoint.write(partner, one(mine, partner.regions["in"], size, i * size, (count - 1 - i) * size))
+            for i in range(count)
+        ]
+    )
     yield from mail.wait_for(peer)
-    expected = pattern(other, count * size).reshape(count, size)[::-1].ravel()
-    return {"wrong": wrong(rank, sink, expected)}
+    return wrong(rank, sink, pattern(other, count * size).reshape(count, size)[::-1].ravel())
 
 
 def write_to_many(rank: Rank, size: int) -> Program:
@@ -92,21 +75,13 @@ def write_to_many(rank: Rank, size: int) -> Program:
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "mine")
     peers = yield from mail.connect()
-    transfers = []
-    for index, (name, peer) in enumerate(sorted(peers.items())):
-        batch = one(mine, peer.regions["memory"], size, source_offset=index * size)
-        transfers.append(rank.endpoint.write(peer, batch, name.encode()))
-    yield rank.clock.all_of(transfers)
+    yield rank.clock.all_of(
+        [
+            rank.endpoint.write(peer, one(mine, peer.regions["memory"], size, index * size), name.encode())
+            for index, (name, peer) in enumerate(sorted(peers.items()))
+        ]
+    )
     yield from mail.wait_for()
-
-
-def be_one_of_many(rank: Rank, by: str, index: int, size: int, of: int) -> Program:
-    """Take the *index*-th of *of* parts; return the notification and wrong bytes."""
-    mail, buffer = yield from target(rank, by, size)
-    notification = yield rank.endpoint.notifications.get()
-    result = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
-    yield from mail.wait_for(by)
-    return {"payload": notification.payload.decode(), "wrong": result}
 
 
 def write_to_hub(rank: Rank, to: str, size: int, seed: int, offset: int) -> Program:
@@ -122,13 +97,13 @@ def be_hub(rank: Rank, size: int) -> Program:
     buffer = filled(rank, size * len(rank.peers), None)
     rank.endpoint.register(buffer, "memory")
     yield from mail.connect()
-    received = []
+    heard = []
     for _ in rank.peers:
-        received.append((yield rank.endpoint.notifications.get()))  # noqa: PERF401 a yield cannot stand in a list
-    expected = np.concatenate([pattern(seed, size) for seed in range(len(rank.peers))])
-    result = wrong(rank, buffer, expected)
+        note: Notification = yield rank.endpoint.notifications.get()
+        heard.append([note.sender, note.payload.decode()])
+    result = wrong(rank, buffer, np.concatenate([pattern(seed, size) for seed in range(len(rank.peers))]))
     yield from mail.wait_for()
-    return {"notified": sorted([note.sender, note.payload.decode()] for note in received), "wrong": result}
+    return {"heard": sorted(heard), "wrong": result}
 
 
 def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
@@ -152,24 +127,12 @@ def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = F
     }
 
 
-def be_written_in_sequence(rank: Rank, by: str, count: int, size: int, stop: bool = False) -> Program:
-    """Return what was attached to *count* writes, how often, and how many bytes of their parts are wrong."""
-    mail, buffer = yield from target(rank, by, count * size)
-    payloads: list[str] = []
-    while len(payloads) < (1 if stop else count):
-        notification: Notification = yield rank.endpoint.notifications.get()
-        payloads += [notification.payload.decode()] * notification.times
-    result = wrong(rank, buffer, pattern(2, count * size))
-    yield from mail.wait_for(by)
-    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "wrong": result}
-
-
 def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
     """Write once for each payload (hexadecimal), each after the one before is complete; "" is no notification."""
     mail, mine, peer, theirs = yield from initiator(rank, to, 64)
     for payload in payloads:
         yield rank.endpoint.write(peer, one(mine, theirs, 64), bytes.fromhex(payload))
-    yield rank.clock.timeout(0.05 * PATIENCE)  # for one that should not arrive
+    yield rank.clock.timeout(MOMENT)
     yield from mail.wait_for(to)
 
 
@@ -181,16 +144,16 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
     yield from mail.wait_for(to)
 
 
-def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
-    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived."""
-    mail, buffer = yield from target(rank, by, max(size * count, 64))
-    expected, early, payloads = pattern(2, size * count), 0, []
+def be_notified(rank: Rank, by: str, count: int, size: int) -> Program:
+    """Return what the notifications of `notify_at_once` said, and how many came before their bytes or beyond."""
+    mail, buffer = yield from target(rank, by, size * count)
+    expected, early, numbers = pattern(2, size * count), 0, []
     for _ in range(count):
         notification: Notification = yield rank.endpoint.notifications.get()
-        payloads.append(notification.payload.hex())
-        if size != 64 and rank.device.holds_bytes:
-            start = int(notification.payload) * size
-            early += buffer.read(start, size) != expected[start : start + size].tobytes()
+        number = int(notification.payload)
+        numbers.append(number)
+        if rank.device.holds_bytes:
+            early += buffer.read(number * size, size) != expected[number * size :][:size].tobytes()
     yield from mail.wait_for(by)
-    yield rank.clock.timeout(0.05 * PATIENCE)  # a second delivery would come now
-    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "early": early}
+    yield rank.clock.timeout(MOMENT)  # a second delivery would come now
+    return {"numbers": sorted(numbers), "surplus": len(rank.endpoint.notifications), "early": early}

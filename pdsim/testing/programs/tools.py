@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of the suite's programs: mail by sender, connected pairs, patterns, batches."""
+"""What the suite's programs share: mail by sender, connected pairs, the target of most tests, patterns, batches."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,17 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.core.errors import PdsimError, TransferError
-from pdsim.transfer import Batch, Buffer, Peer, Region
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Program, Region
 from pdsim.transfer.job import Rank
 
 Steps = Generator[Any, Any, Any]
+Bytes = npt.NDArray[np.uint8]
 GUARD = 0xA5
 KiB, MiB = 1 << 10, 1 << 20
 PATIENCE = float(os.environ.get("PDSIM_PATIENCE", "1"))
 """By how much longer than on a machine with two idle cores to wait, for whatever a program waits for."""
+MOMENT = 0.05 * PATIENCE
+"""Seconds in which what should not arrive would."""
 
 
 class Mail:
@@ -56,26 +59,38 @@ class Mail:
             yield from self.receive(name)
 
 
-def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return *size* bytes that differ from place to place, from seed to seed and from GUARD."""
+# --- bytes and batches ---------------------------------------------------------------------------------------------
+
+
+def pattern(seed: int, size: int, start: int = 0) -> Bytes:
+    """Return *size* bytes from *start* on that differ from place to place, from seed to seed and from GUARD."""
     period = 65_521  # prime, so that no block, page or buffer is a multiple of it
     values = ((np.arange(period, dtype=np.uint64) * 2654435761 + seed * 97) >> 7) % 165
-    return np.resize(values.astype(np.uint8), size)
+    return np.resize(values.astype(np.uint8), start + size)[start:]
+
+
+def guard(size: int) -> Bytes:
+    """Return *size* guard bytes."""
+    return np.full(size, GUARD, np.uint8)
+
+
+def begun(seed: int, size: int, region: int) -> Bytes:
+    """Return *region* guard bytes, of which the first *size* are the pattern of *seed*."""
+    return np.concatenate([pattern(seed, size), guard(region - size)])
 
 
 def filled(rank: Rank, size: int, seed: int | None) -> Buffer:
     """Return a new buffer that holds the pattern of *seed*, or guard bytes."""
     buffer = rank.device.allocate(size)
     if rank.device.holds_bytes:
-        contents = np.full(size, GUARD, np.uint8) if seed is None else pattern(seed, size)
-        buffer.write(0, contents.tobytes())
+        buffer.write(0, (guard(size) if seed is None else pattern(seed, size)).tobytes())
     return buffer
 
 
-def wrong(rank: Rank, buffer: Buffer, expected: npt.NDArray[np.uint8]) -> int | None:
-    """Return how many bytes of *buffer* are not the expected ones."""
+def wrong(rank: Rank, buffer: Buffer, expected: Bytes) -> int:
+    """Return how many bytes of *buffer* are not the expected ones; 0 on a device without contents."""
     if not rank.device.holds_bytes:
-        return None
+        return 0
     return int(np.count_nonzero(np.frombuffer(buffer.read(0, buffer.size), np.uint8) != expected))
 
 
@@ -90,28 +105,17 @@ def scattered(count: int, size: int, region: int, seed: int) -> tuple[Any, Any, 
     return source, target, sizes
 
 
-def moved(count: int, size: int, region: int, seed: int) -> npt.NDArray[np.uint8]:
+def moved(count: int, size: int, region: int, seed: int) -> Bytes:
     """Return what a region of guard bytes looks like after the blocks of `scattered` came from the pattern."""
-    image, contents = np.full(region, GUARD, np.uint8), pattern(seed, region)
+    image, contents = guard(region), pattern(seed, region)
     for source, target, length in zip(*scattered(count, size, region, seed), strict=True):
         image[target : target + length] = contents[source : source + length]
     return image
 
 
-def initiator(rank: Rank, to: str, size: int, seed: int | None = 1) -> Steps:
-    """Register *size* bytes and connect to *to*, which runs `target`; return mail, region, peer and its region."""
-    mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size, seed), "mine")
-    peer = (yield from mail.connect(to))[to]
-    return mail, mine, peer, peer.regions["memory"]
-
-
-def target(rank: Rank, by: str, size: int, seed: int | None = None) -> Steps:
-    """Register *size* bytes as "memory" and connect to *by*, which runs `initiator`; return mail and buffer."""
-    mail, buffer = Mail(rank), filled(rank, size, seed)
-    rank.endpoint.register(buffer, "memory")
-    yield from mail.connect(by)
-    return mail, buffer
+def one(source: Region, target: Region, size: int, source_offset: int = 0, target_offset: int = 0) -> Batch:
+    """Return a batch of a single descriptor."""
+    return Batch(source, target, [source_offset], [target_offset], [size])
 
 
 def outcome_of(event: Event) -> Steps:
@@ -132,6 +136,45 @@ def refusal(action: Callable[[], Any]) -> str:
     return "accepted"
 
 
-def one(source: Region, target: Region, size: int, source_offset: int = 0, target_offset: int = 0) -> Batch:
-    """Return a batch of a single descriptor."""
-    return Batch(source, target, [source_offset], [target_offset], [size])
+# --- a pair --------------------------------------------------------------------------------------------------------
+
+
+def initiator(rank: Rank, to: str, size: int, seed: int | None = 1) -> Steps:
+    """Register *size* bytes and connect to *to*, which runs `target`; return mail, region, peer and its region."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, seed), "mine")
+    peer = (yield from mail.connect(to))[to]
+    return mail, mine, peer, peer.regions["memory"]
+
+
+def target(rank: Rank, by: str, size: int, seed: int | None = None) -> Steps:
+    """Register *size* bytes as "memory" and connect to *by*, which runs `initiator`; return mail and buffer."""
+    mail, buffer = Mail(rank), filled(rank, size, seed)
+    rank.endpoint.register(buffer, "memory")
+    yield from mail.connect(by)
+    return mail, buffer
+
+
+def be_target(
+    rank: Rank, by: str, region: int, fill: int | None = None, holds: Sequence[Any] = ("guard",), notes: int = 0
+) -> Program:
+    """Register *region* bytes, guard bytes or the pattern of *fill*, that *by* reads or writes.
+
+    After *notes* notifications, and once *by* is done, they must be what *holds* names: a function of this module
+    and its arguments.  Return who notified and what, how many bytes were wrong, and what was notified beyond.
+    """
+    mail, buffer = yield from target(rank, by, region, fill)
+    kind, *arguments = holds
+    expected = globals()[kind](*(arguments or (region,)))
+    heard: list[list[str]] = []
+    while len(heard) < notes:
+        note: Notification = yield rank.endpoint.notifications.get()
+        heard += [[note.sender, note.payload.hex()]] * note.times
+    count = wrong(rank, buffer, expected) if notes else 0
+    yield from mail.wait_for(by)
+    yield rank.clock.timeout(MOMENT)
+    return {
+        "heard": heard,
+        "wrong": count + wrong(rank, buffer, expected),
+        "surplus": len(rank.endpoint.notifications),
+    }
