@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdsim.config import Config, compose, rules
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
 from pdsim.results import schema, terminal
@@ -119,12 +120,14 @@ def execute(
             own = {"folder": kept.folder} if keeps_files else {}
             checker = _checker(config)
             with _target(config, meter, kept, checker) as target:
-                result = measure(config, target, meter, **own)
+                with _kept_warnings() as warned:
+                    result = measure(config, target, meter, **own)
                 if config.checks == "on":
                     result = _checked(result, checker)
                 own_notes = [
                     *notes,
                     *getattr(target, "notes", ()),
+                    *warned,
                     *extrapolations(config, result.transfers),
                     *host_note(config, result.transfers),
                 ]
@@ -191,7 +194,22 @@ def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
         progress=meter.simulated,
     )
     measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, model.experiment.name).run
-    return measure(model, target, meter)
+    with _kept_warnings():
+        return measure(model, target, meter)
+
+
+@contextmanager
+def _kept_warnings() -> Iterator[list[str]]:
+    # Yield what becomes a line for each `RunWarning` of the block; those of other kinds are shown as ever.
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RunWarning)
+        yield lines
+    for each in caught:
+        if not issubclass(each.category, RunWarning):
+            warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+        elif (line := f"warning: {each.message}") not in lines:
+            lines.append(line)
 
 
 def _remove_if_empty(folder: Path) -> None:

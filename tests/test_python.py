@@ -60,6 +60,13 @@ def test_what_cannot_be_run_is_refused_and_leaves_nothing(tmp_path, choices, mes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_shape_beyond_a_table_is_a_note(recwarn):
+    run = pdsim.simulate("hw=8xh200", "model=gpt-oss-120b", "parallel=tp4", "workload.count=1")
+    counts = "moe: (2880, 720, 4, 128) counts as (2048, 768, 8, 128), the nearest measured, times 0.93"
+    assert f"warning: h200_sglang_table, {counts}" in run.notes
+    assert not recwarn.list
+
+
 def test_importing_pdsim_imports_next_to_nothing():
     code = "import sys, pdsim; print(sorted({'numpy', 'simpy', 'hydra', 'pyarrow', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, RunWarning
 
 __all__ = ["FOLDER", "SUFFIX", "Curve", "Grid", "RangeWarning", "Table", "read"]
 
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 Key = tuple[str | int, ...]
 
 
-class RangeWarning(RuntimeWarning):
+class RangeWarning(RunWarning):
     """A time was asked for outside of what a table has measured."""
 
 

@@ -25,9 +25,13 @@ from collections.abc import Iterable
 
 __all__ = [
     "BackendUnavailable", "ConfigError", "InvalidBatch", "MessageError", "NeverPaused", "OutOfMemory", "PdsimError",
-    "PeerLost", "RegistrationError", "SendQueueFull", "TransferError", "TransferFailed", "TransferTimeout",
-    "instead", "near",
+    "PeerLost", "RegistrationError", "RunWarning", "SendQueueFull", "TransferError", "TransferFailed",
+    "TransferTimeout", "instead", "near",
 ]  # fmt: skip
+
+
+class RunWarning(RuntimeWarning):
+    """What a reader of a run's numbers must know; `pdsim.run` keeps it among the notes of the result."""
 
 
 class PdsimError(Exception):
