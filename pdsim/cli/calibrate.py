@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
 
-Both ways end in the same two files, so that a calibration can be fitted again from its own samples:
-``NAME.yaml``, which `pdsim.config` lays over the configuration of a run, and ``NAME.csv``,
-one row for each measured point (`pdsim.calibration.samples`).
-
-The fit, its files and its tables are `pdsim.calibration.calibrate`.  This module asks for the
-transfers, several jobs of them, and refuses what it can before the first.
+Both ways end in the same two files: ``NAME.yaml``, which `pdsim.config` lays over the configuration of a run, and
+``NAME.csv``, one row for each measured point, from which it can be fitted again.  The fit, its files and its tables
+are `pdsim.calibration.calibrate`.
 """
 
 from __future__ import annotations
@@ -33,15 +30,14 @@ __all__ = ["calibrate"]
 
 
 def calibrate(words: Sequence[str]) -> int:
-    """Do what *words* ask for, print what was found, and return the exit status.
+    """Measure a grid of transfers, or read ``--from`` a file; fit, write both files, and return the exit status.
 
-    Measure a grid of transfers, or read *--from* a file; fit; write ``NAME.yaml`` and its samples ``NAME.csv`` to
-    the folder ``--to``. Everything that can be refused is refused before the first transfer: the engine's model, the
-    machine, the folder. Raise a `ConfigError` for that, and a `ValueError` for samples that nothing can be fitted
-    to.
+    Raise a `ConfigError` for what is refused before the first transfer: the engine's model, the machine, the folder;
+    and a `ValueError` for samples that nothing can be fitted to.
     """
     overrides, asked = parse("calibrate", words)
-    command = _said(words)
+    said = (Path(word).name if "=" not in word else word for word in words if not word.startswith("output="))
+    command = shlex.join(["pdsim", "calibrate", *said])
     name, to = plain_name("--name", asked.get("--name", "")), asked.get("--to", Path())
     at = asked.get("--path", "")
     if at not in ("", "intra", "inter"):
@@ -76,11 +72,6 @@ def calibrate(words: Sequence[str]) -> int:
         print(apart)  # noqa: T201
     print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}")  # noqa: T201
     return 0
-
-
-def _said(words: Sequence[str]) -> str:
-    kept = [word for word in words if not word.startswith("output=")]
-    return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
 
 
 # --- samples -------------------------------------------------------------------------------------------------------

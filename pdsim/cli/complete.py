@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shell completes after ``pdsim``: commands, options, choices of groups, keys, folders of runs.
 
-The work is argcomplete's (extra ``completion``), which takes an argparse parser; this one describes
-the command line and parses nothing.  ``eval "$(pdsim completion)"`` turns it on in bash and zsh.
-
-Options are found in the help pages, so that what can be completed is what is documented.
+The work is argcomplete's (extra ``completion``), which takes an argparse parser; this one describes the command line
+and parses nothing.  ``eval "$(pdsim completion)"`` turns it on in bash and zsh.
 """
 
 from __future__ import annotations
@@ -19,9 +17,6 @@ from pdsim.core.errors import ConfigError
 
 __all__ = ["complete", "parser", "script", "values"]
 
-_OVERRIDES = ("run", "sweep", "validate", "calibrate")
-_FOLDERS = ("report", "best", "explain", "compare")
-
 
 def script() -> str:
     """Return what the shell evaluates to complete ``pdsim``.  Raise a `ConfigError` without argcomplete."""
@@ -29,8 +24,7 @@ def script() -> str:
         from argcomplete.shell_integration import shellcode
     except ImportError:
         raise ConfigError("completion needs argcomplete; pip install 'pdsim[completion]'") from None
-    text: str = shellcode(["pdsim"])
-    return text.strip()
+    return str(shellcode(["pdsim"])).strip()
 
 
 def complete() -> None:
@@ -44,6 +38,8 @@ def complete() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line as argparse has it: a sub-command each, its options, and what completes its words."""
+    completers = dict.fromkeys(("run", "sweep", "validate", "calibrate"), values) | {"list": _groups}
+    completers |= dict.fromkeys(("report", "best", "explain", "compare"), _folders)
     top = argparse.ArgumentParser(prog="pdsim", add_help=False)
     below = top.add_subparsers()
     for command in usage.COMMANDS:
@@ -52,12 +48,8 @@ def parser() -> argparse.ArgumentParser:
             action = one.add_argument(flag, nargs="?")
             action.completer = _folders if flag == "--config-dir" else None  # type: ignore[attr-defined]
         words = one.add_argument("words", nargs="*")
-        if command in _OVERRIDES:
-            words.completer = values  # type: ignore[attr-defined]
-        elif command in _FOLDERS:
-            words.completer = _folders  # type: ignore[attr-defined]
-        elif command == "list":
-            words.completer = _groups  # type: ignore[attr-defined]
+        if command in completers:
+            words.completer = completers[command]  # type: ignore[attr-defined]
     return top
 
 
@@ -70,26 +62,19 @@ def values(prefix: str, **_: Any) -> list[str]:
     key, equals, value = prefix.partition("=")
     if equals:
         done, comma, _last = value.rpartition(",")  # of a sweep
-        candidates = [f"{key}={done}{comma}{name}" for name in _choices(key)]
+        fixed = {"target": ("model", "real", "live"), "memory": ("timing", "tracked")}
+        candidates = [f"{key}={done}{comma}{name}" for name in fixed.get(key) or plugins.options(key)]
     else:
-        candidates = [f"{group}=" for group in plugins.groups()]
-        candidates += [f"{name}=" for name in ("target", "memory", "seed", "output")]
-        if "." in prefix:
-            candidates += [f"{name}=" for name in _keys()]
-        else:
-            candidates += sorted({f"{name.split('.')[0]}." for name in _keys() if "." in name}) if prefix else []
+        candidates = [f"{name}=" for name in (*plugins.groups(), "target", "memory", "seed", "output")]
+        if prefix:
+            from pdsim.config import keys
+
+            dotted = [known.name for known in keys.known() if "." in known.name]
+            if "." in prefix:
+                candidates += [f"{name}=" for name in dotted]
+            else:
+                candidates += sorted({f"{name.split('.')[0]}." for name in dotted})
     return [word for word in candidates if word.startswith(prefix)]
-
-
-def _choices(key: str) -> tuple[str, ...] | list[str]:
-    fixed = {"target": ("model", "real", "live"), "memory": ("timing", "tracked")}
-    return fixed.get(key) or plugins.options(key)
-
-
-def _keys() -> list[str]:
-    from pdsim.config import keys
-
-    return [key.name for key in keys.known()]
 
 
 def _groups(prefix: str, **_: Any) -> list[str]:
@@ -98,9 +83,8 @@ def _groups(prefix: str, **_: Any) -> list[str]:
 
 def _folders(prefix: str, **_: Any) -> list[str]:
     head, slash, _tail = prefix.rpartition("/")
-    where = Path(f"{head}{slash}" or ".")
     try:
-        names = sorted(path.name for path in where.iterdir() if path.is_dir())
+        names = sorted(path.name for path in Path(f"{head}{slash}" or ".").iterdir() if path.is_dir())
     except OSError:
         return []
     return [f"{head}{slash}{name}/" for name in names if not name.startswith(".")]

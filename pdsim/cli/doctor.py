@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim doctor`: what works on this machine, and for what does not, why and what would help.
 
-Every line is a `backends.diagnosis.Diagnosis`.  Engines are found by entry point, so those of other
-packages are there, too; what each needs is declared by its `backends.capabilities.Variant`.
+Every line is a `backends.diagnosis.Diagnosis`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 from backends import registry
@@ -41,52 +39,36 @@ _PACKAGES = {
 
 
 def report(own: Sequence[Path] = ()) -> str:
-    """Return the text of ``pdsim doctor``."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = (
-        f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
-    )
+    """Return the text of ``pdsim doctor``; *own* are folders of one's own configuration."""
+    memory = format_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     model = "in pure Python" if clock.__file__.endswith(".py") else "compiled"  # see hatch_build.py
     engines = [registry.diagnose(name) for name in registry.backends()]
     usable = [engine.name for engine in engines if engine.works]
-    real = (
-        f"pdsim run target=real hw=loopback backend={usable[0]}"
-        if usable
-        else "none: install one of the engines above"
-    )
-    return "\n".join(
-        (
-            f"pdsim {__version__} on {machine}",
-            "",
-            f"the model (target=model): works, {model}, and needs nothing more",
-            "",
-            "devices",
-            indent(_table(devices()), "  "),
-            "",
-            "engines (target=real, backend=NAME)",
-            indent(_table(engines), "  "),
-            "",
-            "servers that live.launch=true can start (target=live)",
-            indent(_table(map(_server, MODULES)), "  "),
-            "",
-            *_own(own),
-            "besides",
-            indent(_table((*map(_package, _PACKAGES), _link())), "  "),
-            "",
-            f"to try a real engine: {real}",
-        )
-    )
-
-
-def _own(folders: Sequence[Path]) -> list[str]:
-    choices = [
-        f"  {group}={name}: {describe(group, name, [folder])}"
-        for folder in folders
-        for group in groups(folders)
-        for name in options(group, [folder])
-        if (folder / group / f"{name}.yaml").is_file()
+    parts = {
+        "devices": _table(devices()),
+        "engines (target=real, backend=NAME)": _table(engines),
+        "servers that live.launch=true can start (target=live)": _table(map(_server, MODULES)),
+        f"configuration of {', '.join(map(str, own))}": [
+            f"{group}={name}: {describe(group, name, [folder])}"
+            for folder in own
+            for group in groups(own)
+            for name in options(group, [folder])
+            if (folder / group / f"{name}.yaml").is_file()
+        ],
+        "besides": _table((*map(_package, _PACKAGES), _link())),
+    }
+    real = f"pdsim run target=real hw=loopback backend={usable[0]}" if usable else ""
+    lines = [
+        f"pdsim {__version__} on {platform.machine()}, {os.cpu_count()} cores, {memory}, "
+        f"Python {platform.python_version()}",
+        "",
+        f"the model (target=model): works, {model}, and needs nothing more",
+        "",
     ]
-    return [f"configuration of {', '.join(map(str, folders))}", *choices, ""] if folders else []
+    for title, rows in parts.items():
+        if rows:
+            lines += [title, *(f"  {row}" for row in rows), ""]
+    return "\n".join([*lines, f"to try a real engine: {real or 'none: install one of the engines above'}"])
 
 
 def host() -> str:
@@ -133,13 +115,12 @@ def _link() -> Diagnosis:
     return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
 
 
-def _table(diagnoses: Iterable[Diagnosis]) -> str:
+def _table(diagnoses: Iterable[Diagnosis]) -> list[str]:
     every = list(diagnoses)
     width = max(16, *(len(one.name) for one in every))
-    return "\n".join(_row(one, width) for one in every)
-
-
-def _row(one: Diagnosis, width: int) -> str:
-    if one.works:
-        return f"{one.name:<{width}} works  {one.version}".rstrip()
-    return f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")
+    return [
+        f"{one.name:<{width}} works  {one.version}".rstrip()
+        if one.works
+        else f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")
+        for one in every
+    ]

@@ -2,10 +2,8 @@
 """The command line: a function for each command of `pdsim.cli.help`.
 
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C,
-143 SIGTERM.  A command imports what it needs when it is called, so that ``--help`` answers at once.
-
-A command takes its words and returns the status.  Functions here check folders, choose between text and JSON, and
-print; the work is done by the library (`pdsim.run` for ``run``) or by a module of the command's own.
+143 SIGTERM.  A command takes its words and returns the status.  It imports what it needs when it is called, so that
+``--help`` answers at once; commands about kept folders are in `pdsim.cli.kept`, large ones in modules of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,37 +53,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
+    left = "a run that had begun is marked incomplete" if words[:1] and words[0] in _KEEP else "nothing was kept"
     terminable()
-    _print_anything()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(words[0], interrupt)
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:
-            _fail(143, f"ended by SIGTERM; {_left(words[0])}")
+            _fail(143, f"ended by SIGTERM; {left}")
         raise
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except Exception as error:
-        behind = error.__context__  # a library's own cleaning up may fail on the way out of an interruption
+    except (KeyboardInterrupt, Exception) as error:
+        behind: BaseException | None = (
+            error  # a library's own cleaning up may fail on the way out of an interruption
+        )
         while behind is not None:
             if isinstance(behind, KeyboardInterrupt):
-                return _interrupted(words[0], behind)
+                return _fail(130, f"interrupted; {str(behind) or left}")
             behind = behind.__context__
         if debug:
             traceback.print_exc()
-        return _explain(error)
-
-
-def _interrupted(command: str, interrupt: KeyboardInterrupt) -> int:
-    return _fail(130, f"interrupted; {str(interrupt) or _left(command)}")
-
-
-def _left(command: str) -> str:
-    return "a run that had begun is marked incomplete" if command in _KEEP else "nothing was kept"
+        return _explained(error)
 
 
 def _command(words: Sequence[str]) -> int:
@@ -142,7 +134,7 @@ def _run(words: Sequence[str]) -> int:
     rest, asked = usage.parse("run", words)
     if "--multirun" in asked:
         return _DO["sweep"]([word for word in words if word not in ("-m", "--multirun")])
-    from pdsim.config import compose
+    from pdsim.config import as_written, compose
     from pdsim.kv.policy import described
     from pdsim.results import terminal
     from pdsim.run import run
@@ -158,8 +150,6 @@ def _run(words: Sequence[str]) -> int:
         config = compose.composed(compose.CommandLine.of(rest, asked))
     if "--cfg" in asked:
         from omegaconf import OmegaConf
-
-        from pdsim.config import as_written
 
         sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(as_written(config))))
         return 0
@@ -177,10 +167,8 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _is_of_hydra(word: str) -> bool:
-    name = word.partition("=")[0]
-    return word.lstrip("+~").startswith(("hydra.", "hydra/")) or name in (
-        *("--info", "-i", "--hydra-help", "--package", "-p", "--resolve"),
-    )
+    options = ("--info", "-i", "--hydra-help", "--package", "-p", "--resolve")
+    return word.lstrip("+~").startswith(("hydra.", "hydra/")) or word.partition("=")[0] in options
 
 
 def _job_of_hydra(words: Sequence[str]) -> int:
@@ -232,126 +220,28 @@ def _validate(words: Sequence[str]) -> int:
     return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 
 
-def _show(words: Sequence[str]) -> int:
-    from pdsim.results import terminal
+def _of_folders(command: str) -> Callable[[Sequence[str]], int]:
+    # the command is the function of that name in `pdsim.cli.kept`
+    def act(words: Sequence[str]) -> int:
+        from pdsim.cli import kept
 
-    names, asked = usage.parse("show", words)
-    verbose = "--verbose" in asked
-    for folder in _folders("show", names):
-        if _is_sweep(folder):
-            from pdsim.sweep import collect
+        names, asked = usage.parse(command, words)
+        begun()
+        return _say(getattr(kept, command)(kept.folders(command, names), asked))
 
-            collect.show(folder, json="--json" in asked, verbose=verbose)
-        elif "--json" in asked:
-            _say(terminal.as_json(folder))
-        else:
-            terminal.show(folder, verbose=verbose)
-    return 0
+    return act
 
 
-def _report(words: Sequence[str]) -> int:
-    from pdsim.cli.report import report
-    from pdsim.sweep import best
+def _of_module(command: str) -> Callable[[Sequence[str]], int]:
+    # the command is the function of that name in a module of that name
+    def act(words: Sequence[str]) -> int:
+        if command == "calibrate":
+            _need_scipy(command)
+        module = import_module(f"pdsim.cli.{command}")
+        begun()
+        return int(getattr(module, command)(words))
 
-    names, asked = usage.parse("report", words)
-    folders = _folders("report", names)
-    if len(folders) > 1:
-        raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
-    slo = best.parse_slo(asked["--slo"]) if "--slo" in asked else None
-    form = asked.get("--format", "")
-    return _say(str(report(folders[0], asked.get("--output"), asked.get("--figure", ""), form, slo)))
-
-
-def _timeline(words: Sequence[str]) -> int:
-    from pdsim.cli.report import timeline
-
-    names, asked = usage.parse("timeline", words)
-    path = timeline(_folders("timeline", names), asked.get("--output"))
-    return _say(f"{path}\nopen it at https://ui.perfetto.dev, which reads it in the browser and sends it nowhere")
-
-
-def _best(words: Sequence[str]) -> int:
-    from dataclasses import asdict
-
-    from pdsim.results import terminal
-    from pdsim.sweep import best
-
-    names, asked = usage.parse("best", words)
-    folders = _folders("best", names)
-    if len(folders) > 1 or not _is_sweep(folders[0]):
-        raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
-    slo = best.parse_slo(asked["--slo"]) if "--slo" in asked else None
-    ranked = best.rank(folders[0], slo)
-    if "--json" in asked:
-        return _say(dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str))
-    title = f"best of {len(ranked)} points in {folders[0]}, {slo or 'the SLO of each'}"
-    terminal.show_table(best.table(ranked, title), definitions="--verbose" in asked)
-    return _say("\n".join(["", *best.chart(ranked)]))
-
-
-def _explained(words: Sequence[str]) -> int:
-    from pdsim.cli.explain import explain_one, explain_two
-
-    names, asked = usage.parse("explain", words)
-    folders, request = _folders("explain", names), asked.get("--request")
-    if len(folders) > 2:
-        raise ConfigError(f"explain takes one run or two, got {len(folders)}")
-    if request is not None and len(folders) > 1:
-        raise ConfigError(f"--request {request} is of one run; name one folder")
-    _refuse_sweeps("explain", folders)
-    fast, json = "--fast" in asked, "--json" in asked
-    if len(folders) > 1:
-        explain_two(folders, fast=fast, json=json)
-    else:
-        explain_one(folders[0], request=request, fast=fast, json=json)
-    return 0
-
-
-def _compare(words: Sequence[str]) -> int:
-    from pdsim.results import compare, terminal
-
-    names, asked = usage.parse("compare", words)
-    folders = _folders("compare", names)
-    _refuse_sweeps("compare", folders)
-    if "--json" in asked:
-        return _say(dumps(compare.as_dict(folders), ensure_ascii=False))
-    for table in compare.tables(folders):
-        terminal.show_table(table)
-    return 0
-
-
-def _is_sweep(folder: Path) -> bool:
-    from pdsim.cli.report import is_sweep
-
-    return is_sweep(folder)
-
-
-def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
-    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
-        points = "two of its points" if command == "compare" else "one or two of its points"
-        raise ConfigError(f"{sweeps[0]} is a sweep; name {points}, or see pdsim show {sweeps[0]}")
-
-
-def _folders(command: str, names: Sequence[str]) -> list[Path]:
-    # Raise a `ConfigError` for what is no folder of a run, and if there is none.
-    begun()
-    folders = [Path(name) for name in names]
-    if wrong := [folder for folder in folders if not folder.is_dir()]:
-        raise ConfigError(f"{wrong[0]} is not a folder; name the folder of a run, such as one in results")
-    if not folders:
-        raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
-    for folder in folders:
-        if folder.name.endswith(".incomplete"):
-            from pdsim.run import recovered
-
-            recovered(folder)
-        elif (
-            command != "report" and (folder / "expectations.json").is_file() and not (folder / "run.json").is_file()
-        ):
-            raise ConfigError(
-                f"{folder} has the files of a validation alone, without its run; see pdsim report {folder}"
-            )
-    return folders
+    return act
 
 
 def _refit(words: Sequence[str]) -> int:
@@ -364,19 +254,6 @@ def _refit(words: Sequence[str]) -> int:
 def _need_scipy(command: str) -> None:
     if find_spec("scipy") is None:
         raise ConfigError(f"{command} needs scipy; pip install 'pdsim[calibrate]'")
-
-
-def _of_module(command: str) -> Callable[[Sequence[str]], int]:
-    # the command is the function of that name in a module of that name
-
-    def act(words: Sequence[str]) -> int:
-        if command == "calibrate":
-            _need_scipy(command)
-        module = import_module(f"pdsim.cli.{command}")
-        begun()
-        return int(getattr(module, command)(words))
-
-    return act
 
 
 def _list(words: Sequence[str]) -> int:
@@ -442,21 +319,13 @@ def _completion(words: Sequence[str]) -> int:
 
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
-    "sweep": _of_module("sweep"),
-    "best": _best,
-    "explain": _explained,
-    "show": _show,
-    "report": _report,
-    "timeline": _timeline,
-    "compare": _compare,
-    "calibrate": _of_module("calibrate"),
-    "refit": _refit,
-    "profile": _of_module("profile"),
     "validate": _validate,
-    "observe": _of_module("observe"),
+    "refit": _refit,
     "list": _list,
     "doctor": _doctor,
     "completion": _completion,
+    **{name: _of_module(name) for name in ("sweep", "calibrate", "profile", "observe")},
+    **{name: _of_folders(name) for name in ("best", "explain", "show", "report", "timeline", "compare")},
 }
 
 _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
@@ -466,14 +335,9 @@ _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 
 
 def _say(text: str) -> int:
-    print(text, flush=True)  # noqa: T201
+    if text:
+        print(text, flush=True)  # noqa: T201
     return 0
-
-
-def _print_anything() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(status: int, text: str) -> int:
@@ -482,7 +346,7 @@ def _fail(status: int, text: str) -> int:
     return status
 
 
-def _explain(error: Exception) -> int:
+def _explained(error: BaseException) -> int:
     if isinstance(error, ConfigError):
         return _fail(2, str(error))
     if "hydra" in sys.modules:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim observe`: what a deployment has logged becomes a workload, and a measured run beside those of pdsim.
 
-Logs of requests are read by `backends.live.observed`, logs of transfers by
-`pdsim.calibration.importers`; which of them a file is, its content says.  Nothing is sent anywhere.
+Logs of requests are read by `backends.live.observed`, logs of transfers by `pdsim.calibration.importers`; which of
+them a file is, its content says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def observe(words: Sequence[str]) -> int:
         raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
     overrides = [word for word in rest if "=" in word]
     path, kind, to = Path(files[0]), asked.get("--format", ""), asked.get("--to", Path())
-    if (tool := kind if kind in importers.SERVED else _of_transfers(path)) and kind in ("", tool):
+    if (tool := kind or _tool_of(path)) in importers.SERVED:
         return _transfers(path, tool, to)
     requests = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
@@ -53,21 +53,21 @@ def observe(words: Sequence[str]) -> int:
     return 0
 
 
-def _of_transfers(path: Path) -> str:
+def _tool_of(path: Path) -> str:
     try:
-        tool = importers.tool_of(path.read_text(encoding="utf-8"))
+        return importers.tool_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return ""  # said by whoever reads it
-    return tool if tool in importers.SERVED else ""
 
 
 def _transfers(path: Path, tool: str, to: Path) -> int:
     samples = importers.read(path, tool)
     file = make(to, "--to ") / f"{path.stem}.samples.csv"
-    points.write(
-        file, replace(samples, about={**samples.about, "kind": "measured", "source": f"log of {tool}, {path.name}"})
+    about = {**samples.about, "kind": "measured", "source": f"log of {tool}, {path.name}"}
+    points.write(file, replace(samples, about=about))
+    print(  # noqa: T201
+        f"{len(samples.rows)} kinds of transfers: {file}\n"
+        f"fit: pdsim calibrate --from {file} hw=... backend=...\n"
+        f"predict: pdsim run experiment=transfer experiment.points={file} hw=... backend=..."
     )
-    print(f"{len(samples.rows)} kinds of transfers: {file}")  # noqa: T201
-    print(f"fit: pdsim calibrate --from {file} hw=... backend=...")  # noqa: T201
-    print(f"predict: pdsim run experiment=transfer experiment.points={file} hw=... backend=...")  # noqa: T201
     return 0

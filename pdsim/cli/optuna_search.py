@@ -24,8 +24,7 @@ from pdsim.sweep.points import Axis, Point
 __all__ = ["BATCH", "OptunaSearch", "search"]
 
 BATCH = 4
-"""Points that are asked for before the first of them is told: they run side by side, on any machine the same
-ones."""
+"""Points that are asked for before the first of them is told: they run side by side, on any machine the same."""
 
 _GPU = "goodput per GPU"
 
@@ -57,14 +56,14 @@ class OptunaSearch:
 
 def search(
     what: OptunaSearch,
-    found_in: Path,
+    folder: Path,
     axes: Sequence[Axis],
     intervals: Mapping[str, tuple[float, float]],
     compose: Callable[[Mapping[str, str]], Point],
     executor: Executor,
     progress: ShowProgress,
 ) -> list[dict[str, Any]]:
-    """Run the points that Optuna asks for, keep them in the folder *found_in*, and return their rows, each once.
+    """Run the points that Optuna asks for, keep them in *folder*, and return their rows, each once.
 
     *axes* have lists of values, *intervals* a least and a highest one; *compose* makes a point of a choice of
     values. Raise a `ConfigError` if Optuna is not installed, if no point could be run, or if there is no such
@@ -79,29 +78,22 @@ def search(
     study = optuna.create_study(direction="minimize" if what.minimized else "maximize", sampler=sampler)
     points: dict[str, Point] = {}
     rows: dict[str, dict[str, Any]] = {}
-    done = 0
-    while done < what.trials:
+    for done in range(0, what.trials, BATCH):
+
+        def show(_share: float, text: str = "", _until: float | None = None, /, done: int = done) -> None:
+            progress(done / what.trials, f"{done} of {what.trials} trials; {text.rpartition('; ')[2]}")
+
         trials = [study.ask() for _ in range(min(BATCH, what.trials - done))]
         batch = [compose(_choice(trial, axes, intervals)) for trial in trials]
         points |= {point.name: point for point in batch}
-        able = any(point.config is not None for point in points.values())
-        if able:
-            quiet = _within(progress, done, what.trials)
-            rows = {row["point"]: row for row in driver.sweep(found_in, list(points.values()), executor, quiet)}
+        if able := any(point.config is not None for point in points.values()):
+            rows = {row["point"]: row for row in driver.sweep(folder, list(points.values()), executor, show)}
         for trial, point in zip(trials, batch, strict=True):
             value = what.of(rows[point.name]) if able else None
-            state = optuna.trial.TrialState.FAIL if value is None else None
-            study.tell(trial, value, state=state)
-        done += len(trials)
+            study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
     if not rows:
         raise ConfigError(f"none of {what.trials} points can be run: {next(iter(points.values())).refusal}")
     return list(rows.values())
-
-
-def _within(progress: ShowProgress, done: int, trials: int) -> ShowProgress:
-    return lambda _share, text="", _until=None: progress(
-        done / trials, f"{done} of {trials} trials; {text.rpartition('; ')[2]}"
-    )
 
 
 def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[float, float]]) -> dict[str, str]:

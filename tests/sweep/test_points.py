@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from pdsim.cli.sweep import asked_of, points
+from pdsim.cli.help import parse
+from pdsim.cli.sweep import space_of
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import Axis, axes, combinations
@@ -13,7 +14,7 @@ QUICK = ("experiment=transfer", "experiment.size=4KiB", "experiment.repeat=2")
 
 
 def swept(*words):
-    return points(asked_of([*QUICK, *words]))
+    return space_of(*parse("sweep", [*QUICK, *words])).points()
 
 
 def choices(*words):
