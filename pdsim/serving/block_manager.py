@@ -153,13 +153,16 @@ class DecodePages(BlockManager):
     def _cached(self, request: Submit) -> int:
         return 0 if self._prefixes is None else self._prefixes.match(self.known(request))
 
+    def output(self, request: Submit) -> int:
+        """Return for how many tokens of its output *request* has pages from the start."""
+        return request.output if self._job.engine.memory == "reserve" else 0
+
     def reserve(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages after the first *held*, and the rows of state, of *request*; None if there are too few.
 
         They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.
         """
-        reserved = request.output if self._job.engine.memory == "reserve" else 0
-        count = self._job.page_count(request.input + reserved)
+        count = self._job.page_count(request.input + self.output(request))
         if self._prefixes is None:
             pages = self.pool.allocate(request.room, count - held)
         else:

@@ -17,12 +17,11 @@ from typing import Any
 from simpy.events import Event
 
 from pdsim.core.clock import Clock
-from pdsim.core.errors import ConfigError
 from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of
+from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of, step_pieces
 from pdsim.serving.rank_process import LinkTraffic, RankProcess
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.router import Arrivals, RoutedRequest
@@ -124,7 +123,7 @@ class _Service(RankProcess):
             self.end()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ColocatedRequest:
     """A request at an engine; times are seconds on the clock, -1 while unknown."""
 
@@ -249,38 +248,24 @@ class ColocatedEngine:
         self._unseen += int(min(steps, most))
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[ColocatedRequest]]:
-        # A piece is ``(tokens covered before, tokens)``.  Requests that the step leaves incomplete return to the
-        # front of the queue, in their order.
-        budget = self.job.chunk - len(self._batch)
+        # A piece is ``(tokens covered before, tokens)``; the second are the requests that it completes.
         pieces: list[tuple[int, int]] = []
         ends: list[ColocatedRequest] = []
-        partial: list[ColocatedRequest] = []
-        while self._queue and budget > 0 and len(pieces) < self.job.prefill_batch:
-            chosen = self.policy.prefill(self._queue, budget)
-            if chosen is None:
-                break
-            index, tokens = chosen
-            if not self._queue[index].has_pages and not self._begin(self._queue[index]):
-                begun = [number for number, other in enumerate(self._queue) if other.has_pages]
-                if not begun:
-                    break
-                index, tokens = begun[0], budget  # so that it ends, and gives its pages back
-            one = self._queue[index]
-            tokens = min(tokens if one.total == one.request.input else budget, one.total - one.done)
-            if not 0 < tokens <= budget:
-                raise ConfigError(
-                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {one.request.room}, "
-                    f"which has {one.total - one.done} left in a step of {budget}; give 1 to the lesser"
-                )
+        limits = self.job.chunk - len(self._batch), self.job.prefill_batch
+        for one, tokens in step_pieces(self._queue, *limits, self.policy, self.job.engine.scheduler, self._start):
             pieces.append((one.done, tokens))
             one.done += tokens
-            budget -= tokens
-            del self._queue[index]
-            (ends if one.done == one.total else partial).append(one)
+            if one.done == one.total:
+                ends.append(one)
             if self.job.cache.found == "scheduled":
                 self._commit(one)
-        self._queue.extendleft(reversed(partial))
         return pieces, ends
+
+    def _start(self, one: ColocatedRequest) -> ColocatedRequest | None:
+        # If it finds no pages, one that has some is taken, so that it ends and gives them back.
+        if self._begin(one):
+            return one
+        return next((other for other in self._queue if other.has_pages), None)
 
     def _begin(self, one: ColocatedRequest) -> bool:
         # A request that was preempted has its place still, and needs pages only.  What is cached is counted as

@@ -16,17 +16,16 @@ from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
-from pdsim.kv.messages import Abort, Dropped, Finished, RankQuiesced, Submit, TransferDone
+from pdsim.kv.messages import Abort, Arrival, Dropped, Finished, Offload, Submit, TransferDone
 from pdsim.kv.pages import Pages
 from pdsim.kv.pull import KvReader
 from pdsim.kv.receiver import KvReceiver
-from pdsim.kv.rooms import QuarantineStall, Timers, out_of_memory
+from pdsim.kv.rooms import Timers, out_of_memory
 from pdsim.serving.block_manager import DecodePages
-from pdsim.serving.decode_steps import DecodeRequest, DecodeWorker, Preemption, Retraction, RunningBatch
+from pdsim.serving.decode_steps import GrowingMemory, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment
-from pdsim.serving.policies import handoff_of, scheduler_of
-from pdsim.serving.rank_process import EngineRank, HandoffLeader, Mover
-from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.policies import handoff_of
+from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -35,6 +34,7 @@ __all__ = [
     "DecodeMover",
     "DecodeRequest",
     "DecodeScheduler",
+    "Preemption",
     "decode_rank",
     "program",
 ]
@@ -49,11 +49,58 @@ def decode_rank(rank: Rank, job: Deployment, instance: str, index: int) -> Engin
     """Return the *index*-th rank of a decode *instance*; the first also schedules."""
     handoff, engine = handoff_of(job.engine), EngineRank(rank, job, instance, index)
     engine.mover = mover = handoff.decode_mover(engine)
-    engine.worker = worker = DecodeWorker(engine, lambda room: mover.receiver.forget(room))
     if not index:
-        engine.scheduler = scheduler = DecodeScheduler(engine, worker, mover)
+        engine.scheduler = scheduler = DecodeScheduler(engine, mover)
         scheduler.handoff = handoff.decode_leader(scheduler, mover)
     return engine
+
+
+class DecodeRequest(Room):
+    """A request that has pages at the decode scheduler; before that it is a `Submit` in its queue.
+
+    ::
+
+        Submit              every rank has all of its KV
+          |                         |
+        queue --> reserved ------arrive------> arrived --notice--> ready --join--> running --last token--> over
+                      |                                                             |   ^
+                    fail                                                      preempt   resume
+                      v                                                             v   |
+                   failed --quiet (nothing of it moves on any rank)--> over        preempted
+
+    The scheduler notices, joins, preempts and resumes between two steps.  Times are seconds on the clock.
+    """
+
+    def __init__(self, request: Submit, reserved: float, ranks: int) -> None:
+        super().__init__(request, ranks, "reserved")
+        self.has_pages = True
+        self.reserved = reserved
+        self.reason = ""  # why what arrived cannot be used
+        self.stamps: Arrival | None = None
+        self.arrived = 0.0
+        self.polled = 0.0
+        self.joined = 0.0
+        self.lag = 0  # of a noticed one: steps before the next that it can be in
+        self.left = False  # nobody wants its tokens any more
+        self.released = False  # nothing of it is written any more
+        self.asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
+        self.first = 0.0  # its first token leaves the server
+        self.context = 0  # of a preempted one: tokens that its next step reads
+        self.steps = 0  # of a preempted one: that it still takes
+        self.recomputed = 0  # of *context*, tokens whose KV is here again
+
+    @property
+    def waits(self) -> bool:
+        """Whether its KV is on the way; otherwise it is here, or never will be."""
+        return self.state == "reserved"
+
+    def arrive(self, rank: int, now: float) -> bool:
+        """Take note that *rank* has all of its KV *now*; return whether every rank has with that."""
+        if not self.ranks.succeed(rank):
+            return False
+        self.state = "arrived"
+        self.arrived = now
+        return True
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -63,6 +110,10 @@ class DecodeMover(Mover):
     def __init__(self, engine: EngineRank, receiver: KvReceiver | KvReader) -> None:
         super().__init__(engine, receiver.layout)
         self.receiver = receiver
+        engine.handlers |= {
+            Offload: engine.current(lambda _, message: self.offload(message)),
+            Abort: lambda _, message: receiver.forget(message.room),
+        }
 
     def __len__(self) -> int:
         return len(self.receiver)
@@ -70,6 +121,20 @@ class DecodeMover(Mover):
     def begin(self) -> None:
         """Listen to what arrives."""
         self.engine.listen(self.receiver.notice)
+
+    def offload(self, message: Offload) -> Event:
+        """Move KV to host memory and then some back, over the links that transfers use; succeed at the end of both.
+
+        Each way is at most at `ServingEngine.retract_rate`.
+        """
+        return self.engine.clock.process(self._offloading(message))
+
+    def _offloading(self, message: Offload) -> Program:
+        engine, rate = self.engine, self.engine.job.engine.retract_rate
+        modelled = hasattr(engine.rank.device, "traffic")  # a real device moves no bytes of its own accord
+        for size, back in ((message.nbytes, False), (message.back, True)):
+            if size:
+                yield engine.traffic.offload(size, back, rate) if modelled else engine.clock.timeout(size / rate)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -118,86 +183,52 @@ class DecodeLeader(HandoffLeader):
         """Give back what this part has of a room that failed, and of which nothing moves any more."""
 
 
-class DecodeScheduler:
+class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader]):
     """Decides what an instance decodes, and owns its pages and the requests that they are given to.
 
     Everything is looked at between steps and only there (`_between_steps`): requests that came, KV that arrived,
     requests that are done.  So a step without news needs no event.  With ``memory: reserve`` a request is admitted
     when there are pages for its input and all of its output, with ``grow`` for its input (`Preemption`).
-
-    A page is free, cached, or of a room in `rooms`; a room that failed while its KV was on the way stays there, with
-    its pages, until `RankQuiesced` has come from every rank.
     """
 
-    handoff: DecodeLeader
-
-    def __init__(self, engine: EngineRank, worker: DecodeWorker, mover: DecodeMover) -> None:
-        job, instance = engine.job, engine.instance
-        self.engine = engine
+    def __init__(self, engine: EngineRank, mover: DecodeMover) -> None:
+        job = engine.job
+        super().__init__(engine, DecodePages(job, mover.layout), job.engine.decode)
         self.mover = mover
-        self.job = job
-        self.clock = engine.clock
-        self.rooms: dict[int, DecodeRequest] = {}
         self.complete: list[DecodeRequest] = []  # arrived, not noticed
-        self.pages = pages = DecodePages(job, mover.layout)
-        self.policy = scheduler_of(job.engine)
-        self.host = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
         self.batch = RunningBatch(
             job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
         )
+        self.preemption = Preemption(self)
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self.timers = Timers(engine.clock, job.waiting_timeout, self._expire)
+        self.joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet
         self._late: list[DecodeRequest] = []  # noticed while the next step was prepared already
         self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
-        self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
-        self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
-        self._retraction = Retraction(worker, self._go_on)
-        self.preemption = Preemption(
-            self.rooms, self.batch, pages, self.policy, self._retraction, self._blocked, job
-        )
-        self._stopping = False
-        engine.rank.gauge("pages", instance, lambda: pages.pool.used / pages.pool.pages)
-        engine.works.append(self._waits)
-        engine.handlers |= {Submit: self._submit, RankQuiesced: self.quiesced, Abort: self.abort}
+        self._retracting = False  # KV goes to host memory or comes back: no step is under way
+        self._news = False  # something has come meanwhile
+        engine.handlers |= {Submit: self._submit, Abort: self.abort}
 
-    # --- the rank: see `InstanceScheduler` ---
-
-    def begin(self) -> None:
-        """Do nothing: what comes wakes it."""
+    def waits(self) -> bool:
+        """Return whether it waits for pages in quarantine, or for KV that is retracted."""
+        return super().waits() or self._retracting
 
     def report(self) -> dict[str, Any]:
         """Return the account of pages, what is not over on this side, and how many messages came too late."""
-        waiting = len(self.timers) + len(self._coming) + len(self._queue) + self.handoff.open_rooms
-        counts: dict[str, Any] = self.pages.report() | {
-            "open_rooms": len(self.rooms) + len(self.mover) + waiting,
-            "ignored": self.engine.ignored + self.mover.receiver.ignored,
-        }
-        counts |= {"hits": self.hits} if self.job.cache.decode else {}
-        return counts | ({"preemptions": self.preemption.count} if self.preemption.count else {})
-
-    def _waits(self) -> bool:
-        # What ends by itself: pages in quarantine, and KV that is retracted.
-        return self._blocked.waiting or self._retraction.under_way
-
-    def drop(self, incarnation: str) -> None:
-        """Fail the requests whose KV was to come from *incarnation*, of a prefill instance."""
-        self.handoff.drop(incarnation)
-
-    def stop(self) -> None:
-        """Take no more requests."""
-        self._stopping = True
-        self.handoff.stop()
-
-    def end_if_drained(self) -> None:
-        """End if the job is over and no room is left."""
-        if self._stopping and not self.rooms:
-            self.engine.end()
+        counts = super().report()
+        counts["open_rooms"] += len(self.timers) + len(self._coming) + len(self._queue)
+        counts["ignored"] += self.mover.receiver.ignored
+        if self.job.cache.decode:
+            counts["hits"] = self.hits
+        if self.preemption.count:
+            counts["preemptions"] = self.preemption.count
+        return counts
 
     # --- what comes in ---
 
@@ -280,30 +311,21 @@ class DecodeScheduler:
         self.engine.send(ROUTER, TransferDone(number, reason=reason))
         self.fail(room)
 
-    def quiesced(self, _: str, message: RankQuiesced) -> None:
-        """Count a rank on which nothing of a failed room moves; the last one frees its pages."""
-        room = self.rooms.get(message.room)
-        if room is None:
-            self.engine.ignore()
-            return
-        room.quiet += 1
-        if room.quiet == self.job.decode.size:
-            self._drop(message.room)
-            self.wake()
-
-    def _drop(self, number: int) -> None:
+    def forget(self, number: int) -> None:
+        """End a room that failed: nothing of it moves any more on any rank."""
         del self.rooms[number]
         self.pages.forget(number)
         self.pages.release(number)
         self.handoff.forget(number)
         self.end_if_drained()
+        self.wake()
 
-    # --- the scheduler ---
+    # --- between two steps ---
 
     def wake(self) -> None:
         """See to what has come at the end of the current step, or when an idle scheduler looks next."""
-        if self._retraction.under_way:
-            self._retraction.news = True
+        if self._retracting:
+            self._news = True
         else:
             self._set(self.batch.boundary(self.clock.now))
 
@@ -332,28 +354,20 @@ class DecodeScheduler:
                 self._done(room)
         for number in self.batch.finished():
             self._done(self.rooms[number])
-        self._promote_pending()
-        self.poll()
-        if self._left:
-            self._leave()
-        self._join()
-        self._make_room()
-        self._admit()
-        if self._retraction.out or self._retraction.back:
-            self._retraction.move()
-        else:
-            self._begin_step()
-
-    def _go_on(self, news: bool) -> None:
-        self._begin_step()
-        if news:
-            self.wake()
-
-    def _promote_pending(self) -> None:
         for room in self._late:
             room.lag -= 1
         self._waiting += [room for room in self._late if not room.lag]
         self._late = [room for room in self._late if room.lag]
+        self.poll()
+        if self._left:
+            self._leave()
+        self._join()
+        self.preemption.make_room()
+        self._admit()
+        if self.preemption.out or self.preemption.back:
+            self._retract()
+        else:
+            self._begin_step()
 
     def poll(self) -> None:
         """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them.
@@ -361,18 +375,18 @@ class DecodeScheduler:
         Each holds the loop up for `HostCosts.admit`.  With a pipeline of steps, if some are under way, it is in the
         batch only as many steps later as the pipeline is deep.
         """
-        room_lag = self.job.engine.pipeline if self.batch.runs else 0
+        lag = self.job.engine.pipeline if self.batch.runs else 0
         for room in self.complete:
-            room.notice(self.clock.now)
+            room.state, room.polled = "ready", self.clock.now
             self.handoff.read(room)
             if room.reason:
-                self._reject(room)
+                self.reject(room)
                 continue
             self.pages.arrived(room.request.room)
             self._held_up += self.host.admit(room.request.input)
             room.first = room.polled + self._held_up + self.host.answer(room.request.input)
-            if room_lag:
-                room.lag = room_lag
+            if lag:
+                room.lag = lag
                 self._late.append(room)
             else:
                 self._waiting.append(room)
@@ -389,20 +403,37 @@ class DecodeScheduler:
                 self._free(room.request.room)
 
     def _join(self) -> None:
-        recompute = self.job.engine.recompute
         while self._waiting and self.preemption.has_place:
             index = self.policy.join([room.request for room in self._waiting])
             room = self._waiting[index]
             del self._waiting[index]
             room.state, room.joined = "running", self.clock.now
             request = room.request
-            if recompute:
-                self._joined.append(room)
+            if self.job.engine.recompute:
+                self.joined.append(room)
                 self.batch.join(request.room, request.input, request.output)
             elif request.output == 1:
                 self._done(room)
             else:
                 self.batch.join(request.room, request.input + 1, request.output - 1)
+
+    def _retract(self) -> None:
+        # SGLang's decode scheduler waits for these copies, too: of every rank, until the leader's part is there.
+        engine, preemption = self.engine, self.preemption
+        each = self.job.shape.token_bytes(self.job.decode.tp)
+        message = Offload(engine.incarnation, preemption.out * each, preemption.back * each)
+        preemption.out = preemption.back = 0
+        self._retracting = True
+        engine.send(engine.followers, message)
+        event = self.mover.offload(message)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: None if engine.has_ended else engine.guard(self._retracted))
+
+    def _retracted(self) -> None:
+        news, self._retracting, self._news = self._news, False, False
+        self._begin_step()
+        if news:
+            self.wake()
 
     def _begin_step(self) -> None:
         # The step begins when the host is done with this boundary and, where that holds it, with transfers.
@@ -421,13 +452,13 @@ class DecodeScheduler:
             self._route(end, sum(new for _, new in pieces))
         if not pieces and not self.batch.runs and self._late:
             self._set(start)
-        for room in self._joined:
+        for room in self.joined:
             room.first = self.batch.first_step() + self.host.answer(room.request.input)
-        self._joined.clear()
+        self.joined.clear()
 
     def _route(self, end: float, again: int) -> None:
-        # They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group
-        # that do not schedule put nothing there.
+        # Tokens on their way to experts take from what KV gets there; the steps have the length that they have
+        # without KV.  Ranks of a group that do not schedule put nothing there.
         exchange = self.job.decode_time.exchange
         tokens = again + (self.batch.steps(end) * len(self.batch) if math.isfinite(end) else 0)
         network, port = tokens * exchange.network, tokens * exchange.port
@@ -435,33 +466,31 @@ class DecodeScheduler:
 
     # --- pages ---
 
-    def _make_room(self) -> None:
-        # One in whose way is nothing but quarantine fails as in `_admit`.
-        for room in self.preemption.make_room(self._joined, self.growing):
-            room.reason = out_of_memory(self.pages.pool, self.pages.pool.free + 1)
-            self._reject(room)
-
     def _admit(self) -> None:
         # If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds
         # and then fails.
         while self._queue and not self.preemption.waiting:
             index = self.policy.admit(self._queue)
             request = self._queue[index]
-            held, rows = self._find_memory(request) if self.handoff.has_slot() else (0, None)
+            held, rows = 0, None
+            if self.handoff.has_slot():
+                held = self.pages.held(request)
+                if self.preemption.admits(request, self.growing()):
+                    rows = self.pages.reserve(request, held)
             if rows is None:
                 if self.growing():
-                    self._blocked.clear()
+                    self.blocked.clear()
                     return
-                if not self._blocked.too_long():
+                if not self.blocked.too_long():
                     return
                 del self._queue[index]
-                count = self.job.page_count(request.input + (0 if self.preemption.grows else request.output))
+                count = self.job.page_count(request.input + self.pages.output(request))
                 reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
                 self.engine.send(ROUTER, TransferDone(request.room, reason=reason))
                 self.handoff.unadmitted(request.room)
                 continue
             del self._queue[index]
-            self._blocked.clear()
+            self.blocked.clear()
             room = self.rooms[request.room] = DecodeRequest(request, self.clock.now, self.job.decode.size)
             if self.job.cache.decode:
                 self.hits[request.room] = held * self.job.page_size
@@ -472,18 +501,14 @@ class DecodeScheduler:
         """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""
         return len(self.rooms) - len(self.pages.quarantined)
 
-    def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
-        held = self.pages.held(request)
-        fits = self.preemption.admits(request.input, request, self.growing())
-        return held, self.pages.reserve(request, held) if fits else None
-
     def _free(self, number: int) -> None:
         room = self.rooms.pop(number)
         self.pages.forget(number)
         self.pages.release(number, pages=room.has_pages)
         self.end_if_drained()
 
-    def _reject(self, room: DecodeRequest) -> None:
+    def reject(self, room: DecodeRequest) -> None:
+        """End *room*, whose KV is here, and tell the router its reason."""
         self._free(room.request.room)
         self.engine.send(ROUTER, TransferDone(room.request.room, reason=room.reason))
 
@@ -498,3 +523,128 @@ class DecodeScheduler:
             ended = now + self.host.answer()
             message = replace(message, finished=max(ended, room.first), first=room.first, asked=room.asked)
         self.engine.send(ROUTER, message)
+
+
+class Preemption:
+    """The requests of *scheduler* that run out of pages as they grow, with ``memory: grow``; otherwise none does.
+
+    When the batch lacks pages, the policy's victim gives its own up.  It goes on when there are pages for its whole
+    context: its KV is computed again in the steps of the others, or comes back from host memory.
+    """
+
+    def __init__(self, scheduler: DecodeScheduler) -> None:
+        job = scheduler.job
+        self.count = 0
+        self.waiting: deque[DecodeRequest] = deque()  # gave their pages up
+        self.recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
+        self.out = 0  # tokens whose KV goes to host memory before the next step
+        self.back = 0  # and comes back
+        self._scheduler = scheduler
+        self._job = job
+        self._batch = scheduler.batch
+        self._pages = scheduler.pages
+        self._memory = GrowingMemory(job, self._pages.pool, self._batch) if job.engine.memory == "grow" else None
+        self._again = job.engine.preemption == "recompute"
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more request may enter the batch: those that are computed again have their places."""
+        return len(self._batch) + len(self.recomputing) < self._batch.limit
+
+    def admits(self, request: Submit, others: int) -> bool:
+        """Return whether *request* may have pages for its prompt beside *others* that have some and grow."""
+        return self._memory is None or self._memory.admits(request.input - self._shared(request), others)
+
+    def _shared(self, request: Submit) -> int:
+        return self._pages.shared(self._pages.known(request))
+
+    def steps(self) -> float:
+        """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
+        return math.inf if self._memory is None else self._memory.steps()
+
+    def make_room(self) -> None:
+        """Give every request of the batch the pages of its next step.
+
+        What is left over lets preempted ones go on, in their order, while each finds pages for its whole context and
+        its reserve beside the others.  One in whose way is nothing but quarantine fails after a while.
+        """
+        scheduler, memory = self._scheduler, self._memory
+        if memory is None:
+            return
+        joined, blocked = scheduler.joined, scheduler.blocked
+        while memory.short():
+            room = self.preempt(memory.victim(scheduler.policy, scheduler.rooms))
+            if room in joined:
+                joined.remove(room)
+        memory.grow()
+        while self.waiting and self.has_place:
+            room = self.waiting[0]
+            others = scheduler.growing() - len(self.waiting)
+            if memory.admits(room.context - (self._shared(room.request) if self._again else 0), others):
+                blocked.clear()
+                self.waiting.popleft()
+                self._resume(room)
+            elif others:
+                blocked.clear()
+                return
+            elif blocked.too_long():
+                room.reason = out_of_memory(self._pages.pool, self._pages.pool.free + 1)
+                scheduler.reject(self.waiting.popleft())
+            else:
+                return
+
+    def preempt(self, number: int) -> DecodeRequest:
+        """Take *number* out of the batch, and its pages."""
+        room = self._scheduler.rooms[number]
+        member = self._batch.take(number)
+        self._pages.pool.release(number)
+        room.state, room.has_pages = "preempted", False
+        room.context, room.steps, room.recomputed = member.context, member.left, 0
+        self.count += 1
+        if self._again:
+            self.waiting.appendleft(room)
+        else:
+            self.out += room.context
+            self.waiting.append(room)
+        return room
+
+    def _resume(self, room: DecodeRequest) -> None:
+        keys = self._pages.known(room.request) if self._again else ()
+        given = self._pages.allocate(room.request.room, self._job.page_count(room.context), keys)
+        assert given is not None
+        room.recomputed = given[1] * self._job.page_size
+        room.has_pages = True
+        if self._again:
+            self.recomputing.append(room)
+            return
+        self.back += room.context
+        if not room.first or (self._job.engine.recompute > 0 and room.steps == room.request.output):
+            self._scheduler.joined.append(room)
+        self._join(room, room.context, room.steps)
+
+    def _join(self, room: DecodeRequest, context: int, steps: int) -> None:
+        room.state, room.context, room.recomputed = "running", 0, 0
+        self._batch.join(room.request.room, context, steps)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Return what the next step computes again, (tokens before, tokens) each, and count it as done."""
+        pieces, budget = [], self._job.chunk - len(self._batch)
+        for room in self.recomputing:
+            tokens = min(budget, room.context - room.recomputed)
+            if tokens <= 0:
+                break
+            pieces.append((room.recomputed, tokens))
+            room.recomputed += tokens
+            budget -= tokens
+        return pieces
+
+    def computed(self) -> list[DecodeRequest]:
+        """Return the requests whose last piece the step that has ended computed."""
+        return [room for room in self.recomputing if room.recomputed == room.context]
+
+    def go_on(self, room: DecodeRequest) -> bool:
+        """Let *room* go on, which got a token with its last piece; return False if that was its last token."""
+        self.recomputing.remove(room)
+        if room.steps > 1:
+            self._join(room, room.context + 1, room.steps - 1)
+        return room.steps > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode goes through: a request's states, many steps of a batch in closed form, pages that grow, retracted KV.
+"""Decode steps: many of a batch in closed form, and the pages that its requests grow into.
 
 While the members of a batch stay the same, a step takes ``base + cost * context`` seconds, where *context* is the
 number of tokens whose keys and values it reads and grows by the batch with every step.  So *n* steps take ``n * base
@@ -10,36 +10,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-from simpy.events import Event
+from typing import Any, NamedTuple
 
 from pdsim.compute.forward import ForwardModel
-from pdsim.kv.messages import Abort, Arrival, Offload, Submit
 from pdsim.kv.pages import PagePool
-from pdsim.kv.rooms import Consensus, QuarantineStall
-from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import Running, Scheduler
-from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.scheduler_host import StepVariation, iteration_seconds
 from pdsim.serving.settings import HostCosts
-from pdsim.transfer import Program
 
-__all__ = [
-    "DecodeRequest",
-    "DecodeSpan",
-    "DecodeWorker",
-    "GrowingMemory",
-    "Member",
-    "Preemption",
-    "Retraction",
-    "RunningBatch",
-    "steps_that_fit",
-]
+__all__ = ["DecodeSpan", "GrowingMemory", "Member", "RunningBatch", "steps_that_fit"]
 
 
 @dataclass(slots=True)
@@ -114,85 +96,6 @@ def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: in
         middle = (low + high + 1) // 2
         low, high = (middle, high) if need(middle) <= pages else (low, middle - 1)
     return low
-
-
-class DecodeRequest:
-    """A request that has pages at the decode scheduler; before that it is a `Submit` in its queue.
-
-    ::
-
-        Submit              every rank has all of its KV
-          |                         |
-        queue --> reserved ------arrive------> arrived --notice--> ready --join--> running --last token--> over
-                      |                                                             |   ^
-                    fail                                                      preempt   resume
-                      v                                                             v   |
-                  quarantined --quiet (nothing of it moves on any rank)--> over    preempted
-
-    The scheduler notices, joins, preempts and resumes between two steps.  Times are seconds on the clock.
-    """
-
-    def __init__(self, request: Submit, reserved: float, ranks: int) -> None:
-        self.request = request
-        self.state: Literal["reserved", "arrived", "ready", "running", "preempted", "quarantined"] = "reserved"
-        self.reserved = reserved
-        self.reason = ""  # why what arrived cannot be used
-        self.stamps: Arrival | None = None
-        self.arrived = 0.0
-        self.polled = 0.0
-        self.joined = 0.0
-        self.lag = 0  # of a noticed one: steps before the next that it can be in
-        self.left = False  # nobody wants its tokens any more
-        self.released = False  # nothing of it is written any more
-        self.asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
-        self.first = 0.0  # its first token leaves the server
-        self.has_pages = True
-        self.context = 0  # of a preempted one: tokens that its next step reads
-        self.steps = 0  # of a preempted one: that it still takes
-        self.recomputed = 0  # of *context*, tokens whose KV is here again
-        self._consensus = Consensus(ranks)
-        self.quiet = 0  # ranks that have forgotten it
-
-    @property
-    def failed(self) -> bool:
-        """Whether its pages are in quarantine, until it is proven that nothing of it moves."""
-        return self.state == "quarantined"
-
-    @property
-    def waits(self) -> bool:
-        """Whether its KV is on the way; otherwise it is here, or never will be."""
-        return self.state == "reserved"
-
-    def arrive(self, rank: int, now: float) -> bool:
-        """Take note that *rank* has all of its KV *now*; return whether every rank has with that."""
-        if not self._consensus.succeed(rank):
-            return False
-        self.state = "arrived"
-        self.arrived = now
-        return True
-
-    def fail(self) -> bool:
-        """Put its pages in quarantine; return whether that ends it: one that is here stays as it is."""
-        failed = self._consensus.fail()
-        if failed:
-            self.state = "quarantined"
-        return failed
-
-    def notice(self, now: float) -> None:
-        """Wait for a place in the batch: the scheduler has seen that it is here."""
-        self.state = "ready"
-        self.polled = now
-
-    def preempt(self, member: Member) -> None:
-        """Be without pages, as *member* was in the batch."""
-        self.state = "preempted"
-        self.has_pages = False
-        self.context, self.steps, self.recomputed = member.context, member.left, 0
-
-    def resume(self) -> None:
-        """Be in the batch again, with pages and all of its KV."""
-        self.state = "running"
-        self.context = self.recomputed = 0
 
 
 class RunningBatch:
@@ -412,198 +315,3 @@ class GrowingMemory:
         contexts = [tokens for _, tokens in members]
         fit = steps_that_fit(contexts, self._job.page_size, pages, most)
         return math.inf if fit == most else fit
-
-
-class DecodeWorker:
-    """Moves KV of a decode rank to host memory and back, as the scheduler says."""
-
-    def __init__(self, engine: EngineRank, forget: Callable[[int], None]) -> None:
-        self.engine = engine
-        engine.handlers |= {
-            Offload: engine.current(lambda _, message: self.offload(message.nbytes, message.back)),
-            Abort: lambda _, message: forget(message.room),
-        }
-
-    def offload(self, nbytes: int, back: int) -> Event:
-        """Move so much KV to host memory and then so much back, over the links that transfers use, too.
-
-        Each way is at most at `ServingEngine.retract_rate`.  The event succeeds at the end of both.
-        """
-        return self.engine.clock.process(self._offloading(nbytes, back))
-
-    def _offloading(self, nbytes: int, back: int) -> Program:
-        engine = self.engine
-        rate = engine.job.engine.retract_rate
-        modelled = hasattr(engine.rank.device, "traffic")  # a real device moves no bytes of its own accord
-        for size, returns in ((nbytes, False), (back, True)):
-            if size:
-                yield (
-                    engine.traffic.offload(size, returns, rate) if modelled else engine.clock.timeout(size / rate)
-                )
-
-
-class Retraction:
-    """What goes to host memory, and back, at a boundary between two steps of a scheduler.
-
-    `move` puts the KV of all tokens *out* and *back* on the links of every rank, and *then* is called when the
-    leader's part is there.  SGLang's decode scheduler waits for these copies, too.  While they are *under_way* no
-    step is, and what comes is seen to after the next: whoever notices it sets *news*.
-    """
-
-    def __init__(self, worker: DecodeWorker, then: Callable[[bool], None]) -> None:
-        self.under_way = False
-        self.news = False
-        self.out = 0  # tokens that go to host memory
-        self.back = 0  # and that come back
-        self._worker = worker
-        self._then = then
-
-    def move(self) -> None:
-        """Move what was noted."""
-        engine = self._worker.engine
-        each = engine.job.shape.token_bytes(engine.job.decode.tp)
-        out, back = self.out * each, self.back * each
-        self.out = self.back = 0
-        self.under_way = True
-        engine.send(engine.followers, Offload(engine.incarnation, out, back))
-        event = self._worker.offload(out, back)
-        assert event.callbacks is not None
-        event.callbacks.append(lambda _: None if engine.has_ended else engine.guard(self._moved))
-
-    def _moved(self) -> None:
-        news, self.under_way, self.news = self.news, False, False
-        self._then(news)
-
-
-class Preemption:
-    """The requests of a *batch* that run out of pages as they grow, with ``memory: grow``; otherwise none does.
-
-    When the batch lacks pages, the policy's victim gives its own up.  It goes on when there are pages for its whole
-    context: its KV is computed again in the steps of the others, or comes back from host memory.
-    """
-
-    def __init__(
-        self,
-        rooms: Mapping[int, DecodeRequest],
-        batch: RunningBatch,
-        pages: DecodePages,
-        policy: Scheduler,
-        retraction: Retraction,
-        blocked: QuarantineStall,
-        job: Deployment,
-    ) -> None:
-        self.count = 0
-        self.waiting: deque[DecodeRequest] = deque()  # gave their pages up
-        self.recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
-        self._rooms = rooms
-        self._batch = batch
-        self._pages = pages
-        self._policy = policy
-        self._retraction = retraction
-        self._blocked = blocked
-        self._job = job
-        self._memory = GrowingMemory(job, pages.pool, batch) if job.engine.memory == "grow" else None
-        self._again = job.engine.preemption == "recompute"
-
-    @property
-    def grows(self) -> bool:
-        """Whether requests get pages as they grow."""
-        return self._memory is not None
-
-    @property
-    def has_place(self) -> bool:
-        """Whether one more request may enter the batch: those that are computed again have their places."""
-        return len(self._batch) + len(self.recomputing) < self._batch.limit
-
-    def admits(self, tokens: int, request: Submit, others: int) -> bool:
-        """Return whether *request* may have pages for *tokens* beside *others* that have some and grow."""
-        memory = self._memory
-        return memory is None or memory.admits(tokens - self._pages.shared(self._pages.known(request)), others)
-
-    def steps(self) -> float:
-        """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
-        return math.inf if self._memory is None else self._memory.steps()
-
-    def make_room(self, joined: list[DecodeRequest], growing: Callable[[], int]) -> Iterator[DecodeRequest]:
-        """Give every request of the batch the pages of its next step, and yield those that must fail.
-
-        What is left over lets preempted ones go on, in their order, while each finds pages for its whole context and
-        its reserve beside those that are *growing*.  Those whose first token comes with the next step are *joined*.
-        """
-        memory = self._memory
-        if memory is None:
-            return
-        while memory.short():
-            room = self.preempt(memory.victim(self._policy, self._rooms))
-            if room in joined:
-                joined.remove(room)
-        memory.grow()
-        while self.waiting and self.has_place:
-            room = self.waiting[0]
-            others = growing() - len(self.waiting)
-            shared = self._pages.shared(self._pages.known(room.request)) if self._again else 0
-            if not memory.admits(room.context - shared, others):
-                if others:
-                    self._blocked.clear()
-                elif self._blocked.too_long():
-                    yield self.waiting.popleft()
-                    continue
-                return
-            self._blocked.clear()
-            self.waiting.popleft()
-            if self._resume(room):
-                joined.append(room)
-
-    def preempt(self, number: int) -> DecodeRequest:
-        """Take *number* out of the batch, and its pages."""
-        room = self._rooms[number]
-        member = self._batch.take(number)
-        self._pages.pool.release(number)
-        room.preempt(member)
-        self.count += 1
-        if self._again:
-            self.waiting.appendleft(room)
-        else:
-            self._retraction.out += room.context
-            self.waiting.append(room)
-        return room
-
-    def _resume(self, room: DecodeRequest) -> bool:
-        keys = self._pages.known(room.request) if self._again else ()
-        given = self._pages.allocate(room.request.room, self._job.page_count(room.context), keys)
-        assert given is not None
-        room.recomputed = given[1] * self._job.page_size
-        room.has_pages = True
-        if self._again:
-            self.recomputing.append(room)
-            return False
-        context, steps = room.context, room.steps
-        self._retraction.back += context
-        room.resume()
-        self._batch.join(room.request.room, context, steps)
-        return not room.first or (self._job.engine.recompute > 0 and steps == room.request.output)
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Return what the next step computes again, (tokens before, tokens) each, and count it as done."""
-        pieces, budget = [], self._job.chunk - len(self._batch)
-        for room in self.recomputing:
-            tokens = min(budget, room.context - room.recomputed)
-            if tokens <= 0:
-                break
-            pieces.append((room.recomputed, tokens))
-            room.recomputed += tokens
-            budget -= tokens
-        return pieces
-
-    def computed(self) -> list[DecodeRequest]:
-        """Return the requests whose last piece the step that has ended computed."""
-        return [room for room in self.recomputing if room.recomputed == room.context]
-
-    def go_on(self, room: DecodeRequest) -> bool:
-        """Let *room* go on, which got a token with its last piece; return False if that was its last token."""
-        self.recomputing.remove(room)
-        context, steps = room.context + 1, room.steps - 1
-        room.resume()
-        if steps:
-            self._batch.join(room.request.room, context, steps)
-        return steps > 0

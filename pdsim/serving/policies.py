@@ -8,10 +8,12 @@ A policy in another package is a class of these methods, registered in its ``pyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
 from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import PrefixCache
 from pdsim.serving.requests import Request, stream
@@ -36,6 +38,7 @@ __all__ = [
     "route",
     "router_policy",
     "scheduler_of",
+    "step_pieces",
 ]
 
 
@@ -142,6 +145,52 @@ def handoff_of(engine: ServingEngine) -> Handoff:
 def router_policy(name: str) -> RouterPolicy:
     """Return a router policy for one side.  Raise a `ConfigError` if there is none called *name*."""
     return cast("RouterPolicy", plugins.resolve(plugins.ROUTERS, name)())
+
+
+def step_pieces(
+    queue: deque[Any],
+    budget: int,
+    most: int,
+    policy: Scheduler,
+    name: str,
+    start: Callable[[Any], Any],
+) -> Iterator[tuple[Any, int]]:
+    """Yield at most *most* requests of *queue*, with their next tokens, as *policy* fills a step of *budget* tokens.
+
+    A request has ``done`` of its ``total`` tokens, and is taken from the queue; those with more to come return to
+    its front, in their order.  ``start(request)`` gives pages to one that has none.  It returns which is taken: it,
+    another that has begun and then ends, or None, and the step ends unless the request has left the queue.  Raise a
+    `ConfigError` if the policy, called *name*, gives more tokens than there are.
+    """
+    partial: list[Any] = []
+    while queue and budget > 0 and most:
+        chosen = policy.prefill(queue, budget)
+        if chosen is None:
+            break
+        one, tokens = queue[chosen[0]], chosen[1]
+        whole = one.total != one.request.input  # it computes tokens again that the policy does not know of
+        if not one.has_pages:
+            waiting, first = len(queue), one
+            one = start(first)
+            if one is None:
+                if len(queue) == waiting:
+                    break
+                continue
+            whole = whole or one is not first
+        left = one.total - one.done
+        tokens = min(budget if whole else tokens, left)  # of what is cached it did not know
+        if not 0 < tokens <= budget:
+            raise ConfigError(
+                f"engine.scheduler={name} gave {tokens} tokens of room {one.request.room}, which has {left} left in "
+                f"a step of {budget}; give 1 to the lesser"
+            )
+        yield one, tokens
+        budget -= tokens
+        most -= 1
+        queue.remove(one)
+        if one.done < one.total:
+            partial.append(one)
+    queue.extendleft(reversed(partial))
 
 
 # --- pdsim's own ---------------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
 
 from pdsim.core.clock import fire
-from pdsim.core.errors import ConfigError, PdsimError, TransferError
+from pdsim.core.errors import PdsimError, TransferError
 from pdsim.kv.messages import (
     Abort,
     Chunk,
@@ -24,20 +24,19 @@ from pdsim.kv.messages import (
     Dropped,
     Forward,
     Offload,
-    RankQuiesced,
     Submit,
     TransferDone,
 )
 from pdsim.kv.pages import Pages, Runs, after, cut, pair
 from pdsim.kv.pull import KvSource
 from pdsim.kv.push import KvSender
-from pdsim.kv.rooms import Consensus, QuarantineStall, out_of_memory
+from pdsim.kv.rooms import out_of_memory
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
-from pdsim.serving.policies import handoff_of, scheduler_of
-from pdsim.serving.rank_process import EngineRank, HandoffLeader, Mover
-from pdsim.serving.scheduler_host import PostingHost, SchedulerHost, iteration_seconds
+from pdsim.serving.policies import handoff_of, step_pieces
+from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
+from pdsim.serving.scheduler_host import PostingHost, iteration_seconds
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -101,7 +100,7 @@ class PrefillMover(Mover):
         return 0.0
 
 
-class PrefillRequest:
+class PrefillRequest(Room):
     """A request at the prefill scheduler, from its `Submit` until nothing of it is left on any rank.
 
     ::
@@ -112,20 +111,19 @@ class PrefillRequest:
           |                  |                  |                      pull: lent --collect--> over
           +------ fail ------+------ fail ------+                              |                 |
                              v                                               revoke -> revoked --+
-                          failed --settle (nothing of it moves on any rank)--> over
+                          failed --quiet (nothing of it moves on any rank)--> over
 
     It waits until its KV has somewhere to go; pushed, that is its *destination*.  Times are seconds on the clock.
     """
 
     def __init__(self, request: Submit, ranks: int) -> None:
-        self.request = request
-        self.state: Literal["waiting", "queued", "running", "lent", "revoked", "failed"] = "waiting"
+        super().__init__(request, ranks, "waiting")
+        self.total = request.input
         self.destination: Destination | None = None
         self.ready = 0.0  # when the host has made it known to the scheduler
         self.noticed = 0.0  # when it could be queued
         self.started = 0.0  # when it got pages
         self.ended = 0.0  # its last forward on this rank
-        self.has_pages = False
         self.runs: Runs = ()  # of the whole request, once it has pages
         self.state_runs: tuple[Runs, ...] = ()  # of each component
         self.slot = -1  # of its metadata
@@ -136,12 +134,6 @@ class PrefillRequest:
         self.priority = 0
         self.chunks = 0
         self.nbytes = 0
-        self.ranks = Consensus(ranks)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is over but for what still moves of it."""
-        return self.state == "failed"
 
     def start(self, now: float, destination: Destination, pages: Pages, state: tuple[Pages, ...], slot: int) -> None:
         """Give it *pages* after those that decode holds, paired with where they go."""
@@ -153,13 +145,6 @@ class PrefillRequest:
         self.slot = slot
         self.runs = pair(pages, destination.pages)
         self.state_runs = tuple(map(pair, state, destination.state))
-
-    def fail(self) -> bool:
-        """Let what moves be the last; return whether that ends it, which it does once."""
-        failed = self.ranks.fail()
-        if failed:
-            self.state = "failed"
-        return failed
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -194,29 +179,21 @@ class PrefillLeader(HandoffLeader):
         """Give back what this part has of *room*, which is over, and of which nothing moves any more."""
 
 
-class PrefillScheduler:
+class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLeader]):
     """Decides what an instance computes, and owns its pages and the rooms that they are given to.
 
     A request is queued when its KV has somewhere to go.  Each iteration (`next_forward`) takes up to `chunk` tokens;
     every rank computes it, and its chunks are moved (`PrefillWorker`) while the next is computed.  A request has
-    pages for its whole input from its first forward until every rank has done its part; a failed one until
-    `RankQuiesced` has come from every rank, because writes from them may still be under way.
+    pages for its whole input from its first forward until every rank has done its part.
     """
 
-    handoff: PrefillLeader
-
     def __init__(self, engine: EngineRank, worker: PrefillWorker, mover: PrefillMover) -> None:
-        job, instance = engine.job, engine.instance
-        self.engine = engine
+        job = engine.job
+        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True)
+        pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
+        super().__init__(engine, pages, job.engine.prefill)
         self.worker = worker
         self.mover = mover
-        self.job = job
-        self.clock = engine.clock
-        self.rooms: dict[int, PrefillRequest] = {}
-        pool = page_pool(job, job.prefill_pages, job.cache.prefill, host=True)
-        self.pages = BlockManager(pool, job.page_size, job.state_pool(mover.layout))
-        self.policy = scheduler_of(job.engine)
-        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
         self._queue: deque[PrefillRequest] = deque()
@@ -224,16 +201,9 @@ class PrefillScheduler:
         self._next: Forward | None = None
         self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
         self._ends = 0.0
-        self._blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
-        self._stopping = False
+        self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
         worker.launching = self.launching
-        engine.works.append(self._waiting)
-        engine.rank.gauge("pages", instance, lambda: pool.used / pool.pages)
-        engine.handlers.update(
-            {Submit: self._submit, TransferDone: self._sent, RankQuiesced: self._settled, Abort: self._abort}
-        )
-
-    # --- the rank: see `InstanceScheduler` ---
+        engine.handlers |= {Submit: self._submit, TransferDone: self._sent, Abort: self._abort}
 
     def begin(self) -> None:
         """Begin to schedule."""
@@ -241,30 +211,14 @@ class PrefillScheduler:
 
     def report(self) -> dict[str, Any]:
         """Return the account of pages, what is not over on this side, and how many messages came too late."""
-        counts = self.pages.report() | {
-            "open_rooms": len(self.rooms) + len(self.mover) + self.handoff.open_rooms,
-            "ignored": self.engine.ignored,
-        }
+        counts = super().report()
         return counts | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
-
-    def _waiting(self) -> bool:
-        return self._blocked.waiting  # for pages in quarantine: they come back, or it gives up
 
     def drop(self, incarnation: str) -> None:
         """Give up the rooms that were to go to *incarnation*, of a decode instance."""
         for room in [room for room in self.rooms.values() if room.request.decode == incarnation]:
             self._give_up(room)
         self.handoff.drop(incarnation)
-
-    def stop(self) -> None:
-        """Take no more requests."""
-        self._stopping = True
-        self.handoff.stop()
-
-    def end_if_drained(self) -> None:
-        """End if the job is over and no room is left."""
-        if self._stopping and not self.rooms:
-            self.engine.end()
 
     # --- what becomes of a room ---
 
@@ -308,13 +262,6 @@ class PrefillScheduler:
             if room.ranks.succeed(index_of(sender)):
                 self.handoff.complete(room)
 
-    def _settled(self, sender: str, message: RankQuiesced) -> None:
-        room = self.rooms.get(message.room)
-        if room is None:
-            self.engine.ignore()
-        elif room.ranks.settle(index_of(sender)):
-            self.forget(room)
-
     def _abort(self, sender: str, message: Abort) -> None:
         # The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
         # elsewhere. What another incarnation has written, only that incarnation or the decode side itself can say.
@@ -337,16 +284,17 @@ class PrefillScheduler:
     def _give_up(self, room: PrefillRequest) -> None:
         if room.fail():
             number = room.request.room
+            if room in self._queue:
+                self._queue.remove(room)
             if room.has_pages:
                 self.pages.quarantined.add(number)
             self.engine.send(self.engine.followers, Abort(number))
             self.mover.sender.abort(number)
             self.wake()
 
-    def forget(self, room: PrefillRequest) -> None:
-        """End *room*: nothing of it moves any more on any rank, so what it has here is free."""
-        number = room.request.room
-        del self.rooms[number]
+    def forget(self, number: int) -> None:
+        """End a room: nothing of it moves any more on any rank, so what it has here is free."""
+        room = self.rooms.pop(number)
         self.handoff.forget(room)
         if room.has_pages:
             self.pages.release(number)
@@ -435,60 +383,37 @@ class PrefillScheduler:
 
         Raise a `ConfigError` if the policy gives more tokens than there are.
         """
-        budget, held_up = self.job.chunk, 0.0
+        self._held_up = 0.0
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         cached: list[Chunk] = []  # need no forward
-        partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
         gathered: list[int] = []  # tokens of each chunk
-        while self._queue and budget and len(chunks) < self.job.prefill_batch:
-            if self._queue[0].failed:
-                self._queue.popleft()
-                continue
-            chosen = self.policy.prefill(self._queue, budget)
-            if chosen is None:
-                break
-            room, tokens = self._queue[chosen[0]], chosen[1]
-            if room.failed:
-                del self._queue[chosen[0]]
-                continue
-            begins = not room.has_pages
-            if begins and not self.handoff.start(room):
-                if self.pages.running:
-                    self._blocked.clear()
-                    break  # until one of them gives its pages back
-                if not self._blocked.too_long():  # nothing but quarantine is in its way
-                    break
-                count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
-                self.fail(room, out_of_memory(self.pages.pool, count, slot))
-                continue
-            tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
-            if not 0 < tokens <= min(budget, room.request.input - room.done):
-                raise ConfigError(
-                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room "
-                    f"{room.request.room}, which has {room.request.input - room.done} left in a step of {budget}; "
-                    "give 1 to the lesser"
-                )
-            if begins:
-                self._blocked.clear()
-                held_up += self.host.admit(room.request.input)
+        limits = self.job.chunk, self.job.prefill_batch
+        for room, tokens in step_pieces(self._queue, *limits, self.policy, self.job.engine.scheduler, self._start):
             pieces.append((room.done, tokens))
             if self.job.cache.early and room.done // self.job.page_size > room.sent:
                 cached.append(self._chunk(room, 0))
             chunks.append(self._chunk(room, tokens))
             gathered.append(self._gather(room))
-            budget -= tokens
-            del self._queue[chosen[0]]
-            if room.done < room.request.input:
-                partial.append(room)
-        self._queue.extendleft(reversed(partial))
         if not chunks:
             return None
-        seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
+        seconds = self._after_launch(self.iteration_seconds(pieces), self._held_up, ahead)
         travelling = gathered if self.job.gather else []
         if self.job.prefill_time.exchange:
             travelling = [sum(new for _, new in pieces)]
         return Forward(self.engine.incarnation, seconds, tuple(chunks), tuple(cached), tuple(travelling))
+
+    def _start(self, room: PrefillRequest) -> PrefillRequest | None:
+        if self.handoff.start(room):
+            self.blocked.clear()
+            self._held_up += self.host.admit(room.request.input)
+            return room
+        if self.pages.running:  # until one of them gives its pages back
+            self.blocked.clear()
+        elif self.blocked.too_long():  # nothing but quarantine is in its way
+            count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
+            self.fail(room, out_of_memory(self.pages.pool, count, slot))
+        return None
 
     def allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.

@@ -6,7 +6,7 @@ decode, that schedules or follows.  What such a rank does beside is in its parts
 
     EngineRank
       .mover       PushPrefill | PushDecode | PullPrefill | PullDecode     moves the bytes of this rank
-      .worker      PrefillWorker | DecodeWorker                            computes, or moves KV to host memory
+      .worker      PrefillWorker | None                                    computes
       .scheduler   None | PrefillScheduler | DecodeScheduler               the first rank only: what runs, and when
                      .pages  .policy  .host  .handoff
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mypy_extensions import mypyc_attr
 from simpy.events import Event
@@ -32,16 +32,20 @@ from pdsim.kv.messages import (
     KvSpec,
     Ping,
     Pong,
+    RankQuiesced,
     Ready,
     Refused,
     RegisterPool,
     RegisterRank,
     Stop,
+    Submit,
     decode,
     encode,
     refusal,
 )
 from pdsim.kv.plan import Peers
+from pdsim.kv.rooms import Consensus, QuarantineStall
+from pdsim.serving.block_manager import BlockManager
 from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import (
     ROUTER,
@@ -53,6 +57,9 @@ from pdsim.serving.deployment import (
     leader,
     rank_name,
 )
+from pdsim.serving.policies import scheduler_of
+from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
@@ -69,6 +76,7 @@ __all__ = [
     "PeerFence",
     "RankProcess",
     "ReadyCount",
+    "Room",
 ]
 
 Handler = Callable[[str, Any], object]
@@ -249,27 +257,101 @@ class HandoffLeader:
         """Expect no more requests."""
 
 
-class InstanceScheduler(Protocol):
-    """What the first rank of an instance asks of its scheduler."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Room:
+    """A request at the scheduler of an instance of so many *ranks*; *state* is the first of its states."""
+
+    def __init__(self, request: Submit, ranks: int, state: str) -> None:
+        self.request = request
+        self.state = state
+        self.ranks = Consensus(ranks)
+        self.has_pages = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over but for what still moves of it: its pages are in quarantine until nothing does."""
+        return self.state == "failed"
+
+    def fail(self) -> bool:
+        """Let what moves be the last; return whether that ends it, which it does once."""
+        failed = self.ranks.fail()
+        if failed:
+            self.state = "failed"
+        return failed
+
+
+AnyRoom = TypeVar("AnyRoom", bound=Room)
+AnyPages = TypeVar("AnyPages", bound=BlockManager)
+AnyHandoff = TypeVar("AnyHandoff", bound=HandoffLeader)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class InstanceScheduler(Generic[AnyRoom, AnyPages, AnyHandoff]):
+    """Decides what an instance runs, and owns its *pages* and the rooms that they are given to.
+
+    A room that failed while its KV moved stays, with its pages, until `RankQuiesced` has come from every rank.
+    """
+
+    handoff: AnyHandoff  # set by whoever makes it
+
+    def __init__(self, engine: EngineRank, pages: AnyPages, costs: HostCosts) -> None:
+        job = engine.job
+        self.engine = engine
+        self.job = job
+        self.clock = engine.clock
+        self.pages = pages
+        self.rooms: dict[int, AnyRoom] = {}
+        self.policy = scheduler_of(job.engine)
+        self.host = SchedulerHost(
+            costs, job.engine.variation, job.seed, engine.instance, job.layers(engine.instance)
+        )
+        self.blocked = QuarantineStall(engine.clock, job.deadline, self.wake)
+        self._stopping = False
+        engine.rank.gauge("pages", engine.instance, lambda: pages.pool.used / pages.pool.pages)
+        engine.works.append(self.waits)
+        engine.handlers[RankQuiesced] = self.quiesced
 
     def begin(self) -> None:
         """Begin to schedule: the rank has begun to run."""
 
-    @property
-    def handoff(self) -> HandoffLeader:
-        """Its half of the handoff."""
+    def wake(self) -> None:
+        """Look at what has come, as soon as this scheduler looks."""
+        raise NotImplementedError
+
+    def waits(self) -> bool:
+        """Return whether it waits for what ends by itself: pages in quarantine come back, or it gives up."""
+        return self.blocked.waiting
 
     def drop(self, incarnation: str) -> None:
         """Fail the requests that need *incarnation*, of the other side, which is given up."""
+        self.handoff.drop(incarnation)
 
     def stop(self) -> None:
         """Take no more requests; `end_if_drained` follows."""
+        self._stopping = True
+        self.handoff.stop()
 
     def end_if_drained(self) -> None:
         """End the rank if the job is over and no room is left."""
+        if self._stopping and not self.rooms:
+            self.engine.end()
+
+    def forget(self, number: int) -> None:
+        """End a room: nothing of it moves any more on any rank, so what it has here is free."""
+        raise NotImplementedError
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages, rooms and messages."""
+        """Return the account of pages, what is not over on this side, and how many messages came too late."""
+        open_rooms = len(self.rooms) + len(self.engine.mover) + self.handoff.open_rooms
+        return self.pages.report() | {"open_rooms": open_rooms, "ignored": self.engine.ignored}
+
+    def quiesced(self, sender: str, message: RankQuiesced) -> None:
+        """Count a rank on which nothing of a failed room moves; the last one frees its pages."""
+        room = self.rooms.get(message.room)
+        if room is None:
+            self.engine.ignore()
+        elif room.ranks.settle(index_of(sender)):
+            self.forget(message.room)
 
 
 class EngineRank(RankProcess):
@@ -284,17 +366,18 @@ class EngineRank(RankProcess):
     """
 
     mover: Mover
-    worker: Any
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
         self.index = index
+        self.prefill = instance in job.prefills
         self.incarnation = ""
+        self.worker: Any = None  # of a prefill rank
         self.peers: set[str] = set()  # incarnations of the other side
         self.works: list[Callable[[], bool]] = []  # of each part whether it works, or did since the last call
         self.started = int(rank.clock.now * 1e9)
-        self.scheduler: InstanceScheduler | None = None
+        self.scheduler: InstanceScheduler[Any, Any, Any] | None = None
         self.gather: ForwardGather | None = None  # of a context-parallel rank
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
@@ -426,14 +509,12 @@ class PeerConnector:
     """Connects *engine*, the rank that posts transfers, to the ranks of the other side that register with it.
 
     The router names the incarnations to `connect_peer`, and their ranks send a `RegisterPool` each; either may come
-    first.  *peers* keeps the connections.  *ready* is called with an incarnation when it is named and after each
-    connection to it; it checks whether that was the last.
+    first.  *peers* keeps the connections; the leader of this rank is told when it has all to an incarnation.
     """
 
-    def __init__(self, engine: EngineRank, peers: Peers[Any], ready: Callable[[str], None]) -> None:
+    def __init__(self, engine: EngineRank, peers: Peers[Any]) -> None:
         self._engine = engine
         self._peers = peers
-        self._ready = ready
         self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
         engine.handlers[RegisterPool] = self._register
 
@@ -443,12 +524,18 @@ class PeerConnector:
         early, self._early = self._early, {}
         for sender, register in early.items():
             self._register(sender, register)
-        self._ready(incarnation)
+        self._report(incarnation)
 
     def drop(self, incarnation: str) -> None:
         """Forget the ranks of *incarnation*, and their messages."""
         self._peers.drop(incarnation)
         self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
+
+    def _report(self, incarnation: str) -> None:
+        if self._peers.connected(incarnation):
+            mine = self._engine.incarnation
+            pair = (mine, incarnation) if self._engine.prefill else (incarnation, mine)
+            self._engine.tell_leader(Ready(*pair))
 
     def _register(self, sender: str, message: RegisterPool) -> None:
         # A rank that is gone is reported to the router; one with a pool of another kind is refused.
@@ -464,7 +551,7 @@ class PeerConnector:
         except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
             self._engine.refuse(sender, str(error))
         else:
-            self._ready(message.instance)
+            self._report(message.instance)
 
 
 def _epochs(message: RegisterPool) -> tuple[int, int]:
@@ -474,14 +561,12 @@ def _epochs(message: RegisterPool) -> tuple[int, int]:
 class ReadyCount:
     """Which ranks of the instance of *engine* are connected to each incarnation of the other side: tells the router.
 
-    Only the leader of the side that posts transfers has one; *prefill* says whether that is prefill.  A rank may
-    report twice, or before its leader knows that incarnation; each counts once.  Nothing reported in an earlier
-    epoch of either side counts in a later one.
+    Only the leader of the side that posts transfers has one.  A rank may report twice, or before its leader knows
+    that incarnation; each counts once.  Nothing reported in an earlier epoch of either side counts in a later one.
     """
 
-    def __init__(self, engine: EngineRank, prefill: bool) -> None:
+    def __init__(self, engine: EngineRank) -> None:
         self._engine = engine
-        self._prefill = prefill
         self._ready: dict[tuple[str, str], set[int]] = {}  # by incarnation of this and of the other side
         self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
         engine.handlers[Ready] = self._count
@@ -504,7 +589,7 @@ class ReadyCount:
     def _count(self, sender: str, message: Ready) -> None:
         # A rank may be connected to that instance before this one is: neither incarnation may be over.
         engine, mine, other = self._engine, message.incarnation, message.peer
-        if not self._prefill:
+        if not engine.prefill:
             mine, other = other, mine
         if self._is_over(other) or (engine.incarnation and mine != engine.incarnation):
             engine.ignore()
@@ -545,34 +630,32 @@ class PeerFence:
 
     def introduce(self, peer: str) -> None:
         """Make the pool known to the ranks of *peer*, an incarnation, once nothing of an earlier one moves here."""
-        self._engine.clock.process(self._introduce(peer))
+        self._after_proof(peer, epoch_of(peer) - 1, lambda: self._register(peer))
 
     def prove(self, fence: Fence) -> None:
         """Answer *fence* once nothing of the incarnation that it names moves here."""
-        self._engine.clock.process(self._prove(fence))
+        answer = Fenced(fence.number)
+        self._after_proof(fence.peer, epoch_of(fence.peer), lambda: self._engine.tell_leader(answer))
 
-    def _introduce(self, peer: str) -> Program:
-        engine, instance = self._engine, instance_of(peer)
-        yield from self._wait(instance, epoch_of(peer) - 1)
-        if not engine.has_ended:
-            ranks = [rank_name(instance, index) for index in self._peers]
-            engine.send(ranks, self._pool.register(engine.incarnation, peer))
+    def _register(self, peer: str) -> None:
+        ranks = [rank_name(instance_of(peer), index) for index in self._peers]
+        self._engine.send(ranks, self._pool.register(self._engine.incarnation, peer))
 
-    def _prove(self, fence: Fence) -> Program:
-        yield from self._wait(instance_of(fence.peer), epoch_of(fence.peer))
-        if not self._engine.has_ended:
-            self._engine.tell_leader(Fenced(fence.number))
+    def _after_proof(self, peer: str, epoch: int, then: Callable[[], None]) -> None:
+        self._engine.clock.process(self._prove(instance_of(peer), epoch, then))
 
-    def _wait(self, instance: str, epoch: int) -> Program:
+    def _prove(self, instance: str, epoch: int, then: Callable[[], None]) -> Program:
         for index in self._peers:
             if self._proven.get(instance, 0) >= epoch:
-                return
+                break
             yield self._engine.rank.endpoint.quiesced(rank_name(instance, index))
         if self._proven.get(instance, 0) < epoch:
             self._proven[instance] = epoch
             if self._severed is not None:
                 for index in self._peers:
                     self._severed(rank_name(instance, index))
+        if not self._engine.has_ended:
+            then()
 
 
 class FenceCount:

@@ -491,8 +491,7 @@ def quiet_with_the_first(self: DecodeScheduler, _: str, message: Any) -> None:
     if message.room not in self.rooms:
         self.engine.ignore()
         return
-    self._drop(message.room)
-    self.wake()
+    self.forget(message.room)
 
 
 def failure_is_success(original: Any, self: KvSender, write: Any, event: Transfer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from experiments.serve import ServeOptions, job, specs
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
-from pdsim.serving import prefill
+from pdsim.serving import rank_process
 from pdsim.serving.policies import (
     FirstCome,
     Prompt,
@@ -41,7 +41,7 @@ class Greedy(FirstCome):
 
 
 def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefill, "scheduler_of", lambda engine: Greedy())
+    monkeypatch.setattr(rank_process, "scheduler_of", lambda engine: Greedy())
     config = configured(options={"deadline": 0.5})
     what = job(config, ServeOptions(deadline=0.5))
     outcome = Model(config.hw, config.backend, limit=5.0).run(specs(config, what, [Request(0.0, 600, 2)]))

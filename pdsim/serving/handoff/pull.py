@@ -24,7 +24,6 @@ from pdsim.kv.messages import (
     PrefillDone,
     ReadDone,
     ReadRequest,
-    Ready,
     Renew,
     Submit,
     TransferDone,
@@ -185,7 +184,7 @@ class PullPrefillLeader(PrefillLeader):
         room = self._lent.pop(number, None)
         if room is not None:
             self._leases.drop(number)
-            self._scheduler.forget(room)
+            self._scheduler.forget(number)
 
 
 class PullDecode(DecodeMover):
@@ -207,7 +206,7 @@ class PullDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.peers, self._connected)
+        self._connector = PeerConnector(engine, self.kv.peers)
         engine.handlers[ReadRequest] = self._read
 
     def progressed(self) -> bool:
@@ -218,10 +217,6 @@ class PullDecode(DecodeMover):
 
     def drop(self, incarnation: str) -> None:
         self._connector.drop(incarnation)
-
-    def _connected(self, incarnation: str) -> None:
-        if self.kv.peers.connected(incarnation):
-            self.engine.tell_leader(Ready(incarnation, self.engine.incarnation))
 
     def _read(self, _: str, message: ReadRequest) -> None:
         if message.incarnation == self.engine.incarnation:
@@ -240,7 +235,7 @@ class PullDecodeLeader(DecodeLeader):
     def __init__(self, scheduler: DecodeScheduler, mover: PullDecode) -> None:
         super().__init__(scheduler)
         engine = scheduler.engine
-        self.readiness = ReadyCount(engine, prefill=False)
+        self.readiness = ReadyCount(engine)
         self._reader = mover.kv
         self._sources: dict[int, PrefillDone] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet

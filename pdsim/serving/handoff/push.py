@@ -29,7 +29,6 @@ from pdsim.kv.messages import (
     Destination,
     Forward,
     RankQuiesced,
-    Ready,
     RoomLocations,
     RoomQuery,
     StagingRelease,
@@ -78,7 +77,7 @@ class PushPrefill(PrefillMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.peers, self._connected)
+        self._connector = PeerConnector(engine, self.kv.peers)
         engine.handlers[StagingReply] = self.kv.grant
 
     def progressed(self) -> bool:
@@ -108,10 +107,6 @@ class PushPrefill(PrefillMover):
     def posted(self) -> float:
         return self.kv.posted
 
-    def _connected(self, incarnation: str) -> None:
-        if self.kv.peers.connected(incarnation):
-            self.engine.tell_leader(Ready(self.engine.incarnation, incarnation))
-
 
 class PushPrefillLeader(PrefillLeader):
     """Lets a request start when decode has pages for it; it is over when all of it is written.
@@ -124,7 +119,7 @@ class PushPrefillLeader(PrefillLeader):
         super().__init__(scheduler)
         engine = scheduler.engine
         self.slots = SlotPool(scheduler.job.slots)
-        self.readiness = ReadyCount(engine, prefill=True)
+        self.readiness = ReadyCount(engine)
         self._destinations: ExpiringMap[Destination] = ExpiringMap(engine.clock, OVER)  # before their `Submit`
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that failed
         self._timers = Timers(engine.clock, scheduler.job.bootstrap_timeout, self._expire)
@@ -166,7 +161,7 @@ class PushPrefillLeader(PrefillLeader):
         return True
 
     def complete(self, room: PrefillRequest) -> None:
-        self._scheduler.forget(room)
+        self._scheduler.forget(room.request.room)
         self._engine.send(ROUTER, TransferDone(room.request.room, room.nbytes))
 
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
