@@ -170,7 +170,7 @@ class ColocatedEngine:
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
         self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
-        self._unseen = 0  # decode steps since then
+        self._unseen = 0  # decode steps since it did last
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
         self._open: dict[int, ColocatedRequest] = {}  # have begun
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
@@ -224,7 +224,7 @@ class ColocatedEngine:
 
     def _look(self, now: bool) -> bool:
         # Whether there are new requests; those that have come since are seen *now* or after enough decode steps.
-        if not now and self._unseen < self.job.engine.look:
+        if not now and self._unseen:
             return False
         self._unseen = 0
         fresh = bool(self._arrived)
@@ -240,12 +240,13 @@ class ColocatedEngine:
         if not self._arrived:
             self._news = self.clock.event()
             yield self.clock.any_of([self.clock.at(end), self._news])
-        steps = max(batch.steps(self.clock.now), self.job.engine.look - self._unseen)
-        end = batch.end(int(min(steps, most)))
+        steps = batch.steps(self.clock.now)
+        steps = int(min(steps - (self._unseen + steps) % -self.job.engine.look, most))
+        end = batch.end(steps)
         if end > self.clock.now:
             yield self.clock.at(end)
         batch.advance(self.clock.now)
-        self._unseen += int(min(steps, most))
+        self._unseen = (self._unseen + steps) % self.job.engine.look
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[ColocatedRequest]]:
         # A piece is ``(tokens covered before, tokens)``; the second are the requests that it completes.
