@@ -37,10 +37,12 @@ ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang
 """Choices of ``engine`` by the rows' ``framework``; others are left out."""
 LAUNCH = {
     "h200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "model.kv_dtype=bf16"),
-    "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82", "engine.look=30"),
+    "b200": ("scheduler.chunk=32768", "scheduler.memory_fraction=0.82"),
 }
 """What the scripts of InferenceX start servers with (``benchmarks/dsr1_fp8_*``)."""
 METRICS = {"output": "output_tput_per_gpu", "tpot": "median_tpot", "ttft": "median_ttft"}
+TAILS = {f"{name} p{tail}": f"p{tail}_{name}" for tail in (90, 99) for name in ("tpot", "ttft")}
+"""Columns that not all rows have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +119,18 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
             continue
         kind = "disaggregated" if server.disagg == "True" else "colocated"
         line: list[Any] = [server.hardware, server.precision, kind, server.layout, server.isl, server.osl, users]
-        for name, column in METRICS.items():
-            real = median(float(row[column]) for row in measured)
-            errors[kind, server.hardware][name].append(made[name] / real - 1.0)
-            line += [1e3 * real if name != "output" else real, 100 * (made[name] / real - 1.0)]
+        own, real = errors[kind, server.hardware], {}
+        for name, column in (METRICS | TAILS).items():
+            if known := [float(row[column]) for row in measured if row.get(column)]:
+                real[name] = median(known)
+                own[name].append(made[name] / real[name] - 1.0)
+        for name in METRICS:
+            line += [1e3 * real[name] if name != "output" else real[name], 100 * own[name][-1]]
+        line += [100 * (made[name] / real[name] - 1.0) if name in real else None for name in TAILS]
+        if set(TAILS) <= set(real):
+            limits = {"tpot p90": config.slo.tpot, "ttft p90": config.slo.ttft}
+            meets = [all(times[name] <= limit for name, limit in limits.items()) for times in (made, real)]
+            own["SLO"].append(float(meets[0] == meets[1]))
         spread = [float(row["output_tput_per_gpu"]) for row in measured]
         rows.append([*line, 100 * (max(spread) / min(spread) - 1.0)])
         output[kind, server.hardware, server.isl, server.osl, users].append((made["output"], median(spread)))
@@ -128,8 +138,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
     columns = dict.fromkeys(heads, "") | {
         "output/s": "tokens a second and decode GPU, measured", "output %": "predicted over measured, less 1",
         "tpot ms": "measured median", "tpot %": "", "ttft ms": "", "ttft %": "",
-        "dates %": "between dates, of output",
-    }  # fmt: skip
+    } | dict.fromkeys((f"{name} %" for name in TAILS), "") | {"dates %": "between dates, of output"}  # fmt: skip
     return Result(
         summary=(Metric("servers", len(rows), "configurations and concurrencies"),),
         tables=[_summary(errors, output), Table("Servers", columns, rows)],
@@ -145,11 +154,15 @@ def _summary(errors: Mapping[Any, Mapping[str, Sequence[float]]], output: Mappin
             for (of, where, *_), each in output.items()
             if (of, where) == (kind, gpu) and len(each) > 1
         ]
-        cells = [100 * mean(map(abs, own[name])) for name in METRICS]
+        cells = [100 * mean(map(abs, own[name])) if own[name] else None for name in (*METRICS, *TAILS)]
         rows.append([kind, gpu, "in-sample" if gpu in SEEN else "blind", len(own["output"]), *cells,
+                     100 * mean(own["SLO"]) if own["SLO"] else None,
                      100 * mean(regret) if regret else None])  # fmt: skip
-    heads = {"servers": "", "gpu": "", "rows are": "", "count": "", "output %": "mean absolute error", "tpot %": "",
-             "ttft %": "", "regret %": "output lost by taking pdsim's best of the measured layouts"}  # fmt: skip
+    heads = {"servers": "", "gpu": "", "rows are": "", "count": ""} | {
+        "output %": "mean absolute error", "tpot %": "", "ttft %": "", **{f"{name} %": "" for name in TAILS},
+        "SLO %": "of servers, pdsim says rightly whether the p90 of both meet `slo`",
+        "regret %": "output lost by taking pdsim's best of the measured layouts",
+    }  # fmt: skip
     return Table("Errors", heads, rows)
 
 
@@ -180,9 +193,18 @@ def _read(path: Path) -> Iterator[dict[str, str]]:
         raise ConfigError(f"--against inferencex {path}: {error.strerror}; name a CSV file") from error
 
 
+_TAILS = {"": 0.5, " p90": 0.9, " p99": 0.99}
+
+
+def _polls(server: Server, users: int) -> list[str]:
+    # --scheduler-recv-interval of dsr1_fp8_b200.sh
+    alone = server.hardware == "b200" and server.disagg != "True"
+    return [f"engine.look={30 if users >= 16 and server.prefill[0] == 8 else 10}"] if alone else []
+
+
 def predicted(server: Server, users: int, rounds: int, seed: int) -> dict[str, float]:
-    """Return output a second and decode GPU, and the medians of TPOT and TTFT, of *server* with so many *users*."""
-    config = compose(server.words())
+    """Return output a second and decode GPU, and quantiles of TPOT and TTFT, of *server* with so many *users*."""
+    config = compose([*server.words(), *_polls(server, users)])
     options = ServeOptions.of(config)
     what = job(config, options)
     drawn = np.random.default_rng(seed)
@@ -195,8 +217,8 @@ def predicted(server: Server, users: int, rounds: int, seed: int) -> dict[str, f
     rows = result(config, what, requests, target.run(specs(config, what, requests))).requests
     seconds = float(np.nanmax(np.asarray(rows["arrival"]) + np.asarray(rows["e2e"])))
     decode = server.decode[0] * max(1, server.decode[3])
-    return {
-        "output": float(lengths[1].sum()) / seconds / decode,
-        "tpot": float(np.nanmedian(rows["tpot"])),
-        "ttft": float(np.nanmedian(rows["ttft"])),
-    }
+    made = {"output": float(lengths[1].sum()) / seconds / decode}
+    for name in ("tpot", "ttft"):
+        known = np.asarray(rows[name], float)
+        made |= {f"{name}{each}": float(np.nanquantile(known, at)) for each, at in _TAILS.items()}
+    return made

@@ -9,6 +9,7 @@ from pdsim.cli.main import main
 
 HEAD = ["hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc"]
 METRICS = ["output_tput_per_gpu", "median_tpot", "median_ttft"]
+TAILS = ["p90_tpot", "p90_ttft", "p99_tpot", "p99_ttft"]
 SIDES = [f"{side}_{name}" for side in ("prefill", "decode") for name in ("tp", "ep", "dp_attention", "num_workers")]
 
 
@@ -26,6 +27,15 @@ def test_rows_are_the_median_over_dates(tmp_path: Path, capsys: pytest.CaptureFi
     assert "left out: 1 of trt" in said
     assert "in-sample" in said
     assert " 20 " in said.partition("Servers")[2]
+
+
+def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, [*row(10.0), 1.0, 1.0, 1.0, ""]])
+    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    assert min(float(line[column]) for column in (7, 8, 9)) > 50  # TPOT and TTFT of a second
+    assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
 
 
 def test_against_needs_rows_of_inferencex(capsys: pytest.CaptureFixture[str]):
