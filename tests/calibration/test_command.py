@@ -98,20 +98,15 @@ def test_the_grid_crosses_counts_and_sizes_and_holds_points_out():
     cells, left = grid("write", 256 << 20, 16, seed=0)
     assert {cell.size for cell in cells if cell.blocks == 1} >= {4 << 10, 64 << 10, 1 << 20, 256 << 20}
     assert {cell.blocks for cell in cells if cell.size == 4 << 10} >= {1, 8, 64, 512, 4096}
-    assert {cell.concurrency for cell in cells} == {1, 2, 4}
-    assert len(left) == 16
-    assert not set(cells) & set(left)
+    assert ({cell.concurrency for cell in cells}, len(left), set(cells) & set(left)) == ({1, 2, 4}, 16, set())
     assert max(cell.blocks * cell.size * cell.concurrency for cell in (*cells, *left)) <= 256 << 20
-    beside, unseen = reads(256 << 20, left)  # each beside a write of its configuration
-    assert 20 <= len(beside) <= 40
-    assert {cell._replace(operation="write") for cell in beside} <= set(cells)
-    assert {cell._replace(operation="write") for cell in unseen} <= set(left)
+    for own, writes in zip(reads(256 << 20, left), (cells, left), strict=True):  # each beside a write of its shape
+        assert {cell._replace(operation="write") for cell in own} <= set(writes)
 
 
 def test_quick_points_and_concurrent_ones_are_repeated_more_often(tmp_path):
     cells = [Cell("pair", blocks, 4096, 1, "write") for blocks in (1, 256, 4096)]
     assert [repeats(cell, 7) for cell in cells] == [50, 24, 7]
-    assert repeats(cells[0]._replace(size=256 << 20), 7) == 7
     write_points(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 50)
     rows = list(csv.DictReader((tmp_path / "points.csv").open()))
     assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "50"), ("2", "200"), ("4", "400")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,20 @@ from pdsim.core.errors import ConfigError
 KIND = Kind("x", (), ("dtype",), ("n", "tokens"), lambda table: table, ("tokens",))
 
 
-def rows(seconds: Any, tokens: Any = None, n: Any = None) -> dict[str, Any]:
+def rows(seconds: Any) -> dict[str, Any]:
     """Return columns of two types, over widths and tokens, of *seconds* of both."""
-    tokens = np.array(tokens if tokens is not None else [2**power for power in range(16)])
-    n = np.array(n if n is not None else [32, 64, 128, 256])
-    grid_n, grid_tokens = (each.ravel() for each in np.meshgrid(n, tokens, indexing="ij"))
-    times = seconds(grid_n, grid_tokens)
-    return {
-        "dtype": np.array(["a"] * len(times) + ["b"] * len(times)), "n": np.tile(grid_n, 2),
-        "tokens": np.tile(grid_tokens, 2), "seconds": np.concatenate([times, 3 * times]),
-    }  # fmt: skip
+    n, tokens = np.meshgrid([32, 64, 128, 256], [2**power for power in range(16)], indexing="ij")
+    times = seconds(n, tokens).ravel()
+    dtype, both = np.repeat(["a", "b"], len(times)), np.concatenate([times, 3 * times])
+    return {"dtype": dtype, "n": np.tile(n.ravel(), 2), "tokens": np.tile(tokens.ravel(), 2), "seconds": both}
+
+
+def by_size(n: Any, tokens: Any) -> Any:
+    return n * tokens * 1e-6
 
 
 def test_what_a_line_says_is_left_out():
-    grid, summary = compact(KIND, rows(lambda n, tokens: n * tokens * 1e-6))
+    grid, summary = compact(KIND, rows(by_size))
     assert {name: list(sizes) for name, sizes in grid.axes.items()} == {"n": [32, 256], "tokens": [1, 2**15]}
     assert (summary.rows, summary.kept) == (128, 8)
     assert summary.p95 < 1e-6
@@ -53,7 +54,7 @@ def test_times_never_fall_with_tokens():
 
 
 def test_gaps_are_filled_and_marked():
-    columns = rows(lambda n, tokens: n * tokens * 1e-6)
+    columns = rows(by_size)
     there = ~((columns["tokens"] == 2**15) & (columns["n"] == 256) & (columns["dtype"] == "a"))
     grid, _ = compact(KIND, {name: values[there] for name, values in columns.items()})
     assert grid.measured.sum() == grid.measured.size - 1
@@ -62,20 +63,12 @@ def test_gaps_are_filled_and_marked():
 
 
 def test_a_disturbed_row_is_not_fitted_to_and_counted():
-    kind = Kind("x", (), ("dtype",), ("n", "tokens"), lambda table: table, ("tokens",), noisy=True)
-    columns = rows(lambda n, tokens: n * tokens * 1e-6)
-    columns["seconds"] = columns["seconds"].copy()
+    columns = rows(by_size)
     columns["seconds"][[7, 20, 43, 72, 93, 106]] *= 4.0
-    grid, summary = compact(kind, columns)
+    grid, summary = compact(replace(KIND, noisy=True), columns)
     assert list(grid.axes["tokens"]) == [1, 2**15]
     assert summary.disturbed > 0.0
     assert summary.quiet < 0.01
-
-
-def write(folder: Path, name: str, version: str, table: list[dict[str, Any]]) -> None:
-    path = folder / name.format(engine="vllm", version=version)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(table), path)
 
 
 @pytest.fixture
@@ -83,20 +76,28 @@ def folder(tmp_path: Path) -> Path:
     """Tables of products and attention of version 2.0, and of an all-reduce of 1.5, the last one before."""
     path = tmp_path / "data" / "gpu"
     files = {kind.name: kind.files[0] for kind in compaction.KINDS}
+
+    def write(name: str, version: str, table: list[dict[str, Any]]) -> None:
+        file = path / files[name].format(engine="vllm", version=version)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(table), file)
+
     gemm = [
         {"gemm_dtype": "bfloat16", "m": m, "n": n, "k": k, "latency": m * n * k * 1e-9, "kernel_source": "x"}
         for m in (1, 4, 16, 17, 64, 256) for n in (32, 64, 4096) for k in (32, 4096)
     ]  # fmt: skip
-    write(path, files["gemm"], "2.0", gemm)
+    write("gemm", "2.0", gemm)
     heads = {"attn_dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "head_dim": 128, "num_heads": 32}
     heads |= {"num_key_value_heads": 8, "window_size": 0}
-    both = [(batch, size) for batch in (1, 8, 64) for size in (1, 64, 4096)]
-    write(path, files["prefill"], "2.0",
-          [heads | {"batch_size": b, "isl": n, "step": 0, "latency": b * n / 1e3} for b, n in both])  # fmt: skip
-    write(path, files["decode"], "2.0",
-          [heads | {"batch_size": b, "isl": 1, "step": n - 1, "latency": b * n / 1e3} for b, n in both])  # fmt: skip
+    for name, tokens in (("prefill", True), ("decode", False)):
+        write(name, "2.0", [
+            heads | {"batch_size": batch, "latency": batch * n / 1e3} | (
+                {"isl": n, "step": 0} if tokens else {"isl": 1, "step": n - 1}
+            )
+            for batch in (1, 8, 64) for n in (1, 64, 4096)
+        ])  # fmt: skip
     for version in ("1.5", "1.4", "2.1"):
-        write(path, files["allreduce"], version, [
+        write("allreduce", version, [
             {"num_gpus": 2, "message_size": size, "latency": size * 1e-6, "kernel_source": f"k_{kind}",
              "backend": kind} for size in (128, 4096) for kind in ("vllm_graph", "vllm_eager")
         ])  # fmt: skip
@@ -113,11 +114,6 @@ def test_a_file_that_lacks_is_taken_from_the_version_before(folder: Path):
     assert set(found["decode"][1]["context"].tolist()) == {1, 64, 4096}
 
 
-def test_a_folder_without_products_is_refused(folder: Path):
-    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
-        list(tables_of(folder, "sglang", "2.0"))
-
-
 def test_the_command_writes_a_table_and_a_choice(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["hw=8xh100", "--from", str(folder), "--tables", "vllm:2.0", "--compact", "h200_torch", "--name", "mine"]
     assert profile([*words, "--to", str(tmp_path / "compute")]) == 0
@@ -132,6 +128,8 @@ def test_the_command_writes_a_table_and_a_choice(folder: Path, tmp_path: Path, c
     assert "gemm.bfloat16" in capsys.readouterr().out
 
 
-def test_the_command_needs_a_folder_to_compact():
+def test_the_command_needs_a_folder_with_products(folder: Path):
     with pytest.raises(ConfigError, match="--compact needs --from DIR"):
         profile(["hw=8xh100", "--compact", "h200_torch"])
+    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
+        list(tables_of(folder, "sglang", "2.0"))

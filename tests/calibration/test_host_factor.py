@@ -5,7 +5,7 @@ import re
 import pytest
 
 from experiments import transfer
-from pdsim.calibration.definition import drawn, measure
+from pdsim.calibration.definition import drawn
 from pdsim.cli.doctor import host
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
@@ -13,27 +13,23 @@ from pdsim.results.evidence import extrapolations, host_note, host_spread
 from pdsim.sim.model import Model
 from pdsim.transfer import TransferRecord
 
-WORDS = ["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2"]
+
+def composed(*words):
+    return compose(["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2", *words])
 
 
-def test_a_factor_is_applied_once_to_the_host_alone_and_is_assumed():
-    usual, config = compose(WORDS).backend.intra, compose([*WORDS, "host_factor=2"])
+def test_a_factor_is_applied_once_to_the_host_alone():
+    usual, config = composed().backend.intra, composed("host_factor=2", "backend.intra.descriptor=3us")
     slow, sources = config.backend.intra, config.backend.sources
-    assert slow.posting(100) == pytest.approx(2 * usual.posting(100))
-    assert (slow.latency, slow.rate) == (2 * usual.latency, usual.rate)
-    assert config.host_factor == 1.0
-    assert sources["intra.descriptor"] == "assumed: times host_factor=2"
+    assert (slow.call, slow.descriptor) == pytest.approx((2 * usual.call, 6e-6))
+    assert (slow.latency, slow.rate, config.host_factor) == (2 * usual.latency, usual.rate, 1.0)
+    assert sources["intra.call"] == "assumed: times host_factor=2"
+    assert sources["intra.descriptor"] == "assumed: set on the command line"
     assert sources["intra.rate"].startswith("measured:")
 
 
-def test_what_is_set_by_hand_is_scaled_and_says_that_it_was_set():
-    config = compose([*WORDS, "host_factor=2", "backend.intra.descriptor=3us"])
-    assert config.backend.intra.descriptor == pytest.approx(6e-6)
-    assert config.backend.sources["intra.descriptor"] == "assumed: set on the command line"
-
-
 def said(*words):
-    config = compose([*WORDS, *words, "experiment.patterns=[pair]", "experiment.repeat=1"])
+    config = composed(*words, "experiment.patterns=[pair]", "experiment.repeat=1")
     result = transfer.run(config, Model(config.hw, config.backend), lambda *_: None)
     return host_note(config, result.transfers), host_spread(config, result.transfers)
 
@@ -49,15 +45,14 @@ def test_results_say_how_far_other_hosts_move_their_transfers():
     assert said(*small, "host_factor=1.1") == ([], None)
 
 
-def test_a_host_is_drawn_from_the_seed():
-    usual = compose(WORDS).backend.intra
-    for seed in (1, 2):
-        config = compose([*WORDS, "draw_host=true", f"seed={seed}"])
-        (factor,) = drawn((0.93, 1.0, 1.24), seed, 1)
-        assert config.backend.intra.descriptor == pytest.approx(usual.descriptor * factor, rel=1e-12)
-        assert (config.calibration.host, config.draw_host) == (factor, False)
-        source = config.backend.sources["intra.descriptor"]
-        assert source == f"assumed: times host_factor={factor:g}, drawn from seed={seed} as 3 hosts differ"
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_host_is_drawn_from_the_seed(seed):
+    config = composed("draw_host=true", f"seed={seed}")
+    (factor,) = drawn((0.93, 1.0, 1.24), seed, 1)
+    assert config.backend.intra.descriptor == pytest.approx(composed().backend.intra.descriptor * factor, rel=1e-12)
+    assert (config.calibration.host, config.draw_host) == (factor, False)
+    source = config.backend.sources["intra.descriptor"]
+    assert source == f"assumed: times host_factor={factor:g}, drawn from seed={seed} as 3 hosts differ"
 
 
 @pytest.mark.parametrize(
@@ -66,20 +61,18 @@ def test_a_host_is_drawn_from_the_seed():
 )
 def test_a_host_is_drawn_from_known_ones_alone(word, why):
     with pytest.raises(ConfigError, match=why):
-        compose([*WORDS, "draw_host=true", word])
+        composed("draw_host=true", word)
 
 
 def test_a_host_beyond_the_known_ones_is_a_warning():
-    config = compose([*WORDS, "host_factor=2.48"])
+    config = composed("host_factor=2.48")
     (warning,) = extrapolations(config, [TransferRecord("m", "write", "a", "b", 4096, 1, *(0.0,) * 5)])
     assert "is that of no host of calibration=mooncake_nvlink-2xh200, 0.93 to 1.24" in warning
     assert "by a factor of 2; take its error there, 5.1 % at 95 of 100 held-out points, 2 times" in warning
 
 
 def test_doctor_times_a_loop_beside_the_hosts_of_the_calibrations():
-    least, middle, most = measure(3)
-    assert 1e-9 < least <= middle <= most < 1e-5
     text = host()
-    assert "a turn of a Python loop takes" in text
+    assert re.search(r"a turn of a Python loop takes \d", text)
     assert re.search(r"calibration=nixl-2xh200: host_factor=\d", text)
     assert "calibration=nvlink-2xh200: nobody timed the loop on its host" in text

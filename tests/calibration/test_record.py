@@ -6,7 +6,7 @@ from pdsim.config import ON_THE_COMMAND_LINE, as_written, load, plain
 from pdsim.core.errors import ConfigError
 from pdsim.results.evidence import gather
 from pdsim.results.terminal import spread
-from tests.test_config import CONFIG
+from tests.test_config import CONFIG, changed
 
 CALIBRATION = {
     "name": "engine-box",
@@ -24,11 +24,6 @@ def calibrated(overridden=(), values=CONFIG, **changes):
     return load({**values, "calibration": CALIBRATION | changes}, overridden)
 
 
-def by_hand():
-    intra = {**CONFIG["backend"]["intra"], "call": "9us"}
-    return calibrated(["backend.intra.call"], {**CONFIG, "backend": {**CONFIG["backend"], "intra": intra}})
-
-
 def test_its_parameters_replace_those_of_machine_and_engine():
     config = calibrated()
     assert (config.backend.intra.call, config.backend.intra.descriptor, config.hw.nic.rate) == (4e-6, 2e-6, 40e9)
@@ -37,10 +32,11 @@ def test_its_parameters_replace_those_of_machine_and_engine():
     assert config.hw.sources["nic.rate"].startswith("measured: two boxes")
     assert config.hw.sources["gpu"] == "datasheet: G"
     assert calibrated(kind="published").backend.sources["intra.call"].startswith("published: two boxes")
+    assert load({**CONFIG, "calibration": {"name": "none"}}) == load(CONFIG)
 
 
 def test_the_command_line_wins_and_takes_the_interval_away():
-    config = by_hand()
+    config = calibrated(["backend.intra.call"], changed(CONFIG, "backend.intra.call", "9us"))
     assert config.backend.intra.call == 9e-6
     assert config.backend.sources["intra.call"] == ON_THE_COMMAND_LINE
     assert set(config.calibration.intervals) == {"hw.nic.rate"}
@@ -62,10 +58,6 @@ def test_the_command_line_wins_and_takes_the_interval_away():
 def test_a_calibration_of_something_else_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         calibrated(**changes)
-
-
-def test_none_is_no_calibration():
-    assert load({**CONFIG, "calibration": {"name": "none"}}) == load(CONFIG)
 
 
 def test_results_say_how_far_the_calibration_is_off():

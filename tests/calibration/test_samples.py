@@ -15,24 +15,22 @@ def record(seconds, label="pair 4x1024 c1", status="ok", target="rank1"):
 
 
 def test_a_sample_is_the_median_of_what_succeeded():
-    jobs = [[record(seconds) for seconds in (1.0, 2.0, 3.0, 4.0, 9.0)]]
-    jobs[0] += [record(1.0, status="PeerLost"), record(1.0, label="warmup")]
-    assert from_transfers(jobs) == [
+    job = [record(seconds) for seconds in (1.0, 2.0, 3.0, 4.0, 9.0)]
+    job += [record(1.0, status="PeerLost"), record(1.0, label="warmup")]
+    assert from_transfers([job]) == [
         Sample(blocks=4, size=1024, seconds=3.0, low=2.0, high=4.0, repeats=5)  # of one job, of one flow
     ]
 
 
 def test_of_several_jobs_the_geometric_mean_counts():
     (sample,) = from_transfers([[record(1.0), record(1.0), record(9.0)], [record(4.0)]])
-    assert sample.per_job == (1.0, 4.0)
-    assert sample.seconds == pytest.approx(2.0)
+    assert (sample.per_job, sample.seconds) == ((1.0, 4.0), pytest.approx(2.0))
 
 
 def test_flows_words_and_held_points_are_kept():
     label = "cross:2x2 1x8 c2 read scattered rounds-rotated"
-    (sample,) = from_transfers(
-        [[record(s, label, target=t) for s, t in ((1.0, "a"), (3.0, "a"), (4.0, "b"))]], [label]
-    )
+    runs = [[record(s, label, target=t) for s, t in ((1.0, "a"), (3.0, "a"), (4.0, "b"))]]
+    (sample,) = from_transfers(runs, [label])
     assert (sample.flows, sample.per_flow) == (2, (2.0, 4.0))
     assert (sample.pattern, sample.concurrency, sample.operation) == ("cross:2x2", 2, "read")
     assert (sample.layout, sample.schedule, sample.held) == ("scattered", "rounds-rotated", True)

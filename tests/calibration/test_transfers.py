@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from pdsim.calibration import calibrate, transfers
+from pdsim.calibration import transfers
 from pdsim.calibration.calibrate import fitted
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.calibration.transfers import Fit, Form, Points, points_of, start_of
@@ -17,11 +17,9 @@ from pdsim.validation.intervals import variants
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
 KINDS = {
-    "sum": EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=390e9),
-    "maximum": EngineModel(path="rdma", call=0.0, descriptor=0.2e-6, overlap=True, latency=6e-6, rate=49e9),
-    "pipeline": EngineModel(
-        path="nvlink", call=9e-6, descriptor=5e-6, overlap=True, latency=0.0, rate=370e9, pipelined=True
-    ),
+    "sum": replace(BASE, call=11e-6, descriptor=2e-6, rate=390e9),
+    "maximum": replace(BASE, path="rdma", descriptor=0.2e-6, overlap=True, latency=6e-6, rate=49e9),
+    "pipeline": replace(BASE, call=9e-6, descriptor=5e-6, overlap=True, rate=370e9, pipelined=True),
 }
 CROSS = [(1, 4096 << power) for power in range(0, 16, 2)]
 CROSS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (4096, 65536, 1 << 20)]
@@ -39,39 +37,27 @@ def sample(blocks, size, seconds, **more):
     return Sample(blocks=blocks, size=size, seconds=seconds, low=seconds, high=seconds, **more)
 
 
-def samples_of(points, held=()):
-    cells = zip(map(int, points.blocks), map(int, points.size), map(float, points.seconds), strict=True)
-    return [sample(n, size, seconds, held=(n, size) in held) for n, size, seconds in cells]
-
-
-def calibration(rows, backend="nvlink"):
-    config = compose(["hw=2xh200", f"backend={backend}", "experiment=transfer", "calibration=none"])
-    return config, fitted(Samples(rows), config.hw, config.backend, "write", "intra", "mine", "a test")
-
-
 # --- forms ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_form_that_made_the_samples_is_chosen(kind):
-    chosen = transfers.choose(made_by(KINDS[kind], noise=0.005), BASE)
+    chosen, truth = transfers.choose(made_by(KINDS[kind], noise=0.005), BASE), KINDS[kind]
+    found = chosen.model.descriptor, chosen.model.rate, chosen.model.call + chosen.model.latency
     assert chosen.form.stages == kind
-    assert chosen.model.descriptor == pytest.approx(KINDS[kind].descriptor, rel=0.03)
-    assert chosen.model.rate == pytest.approx(KINDS[kind].rate, rel=0.03)
-    constants = KINDS[kind].call + KINDS[kind].latency
-    assert chosen.model.call + chosen.model.latency == pytest.approx(constants, rel=0.03)
+    assert found == pytest.approx((truth.descriptor, truth.rate, truth.call + truth.latency), rel=0.03)
 
 
-def test_a_ramp_ends_at_a_whole_number_of_descriptors():
-    for first, extra in ((2, 5e-6), (16, 2e-6)):
-        step = replace(KINDS["sum"], descriptor=0.5e-6, ramp=(Ramp(first=first, extra=extra),))
-        cells = [(1 << power, size) for power in range(12) for size in (4096, 65536)]
-        form = Form("sum", ("call", "descriptor", "extra1", "first1", "rate"))
-        chosen = transfers.fit(form, made_by(step, cells, noise=0.01), BASE)
-        assert chosen.at["first1"] == pytest.approx(first, abs=first // 16)
-        assert chosen.at["first1"].is_integer()
-        assert chosen.at["extra1"] == pytest.approx(extra, rel=0.1)
+@pytest.mark.parametrize(("first", "extra"), [(2, 5e-6), (16, 2e-6)])
+def test_a_ramp_ends_at_a_whole_number_of_descriptors(first, extra):
+    step = replace(KINDS["sum"], descriptor=0.5e-6, ramp=(Ramp(first=first, extra=extra),))
+    cells = [(1 << power, size) for power in range(12) for size in (4096, 65536)]
+    form = Form("sum", ("call", "descriptor", "extra1", "first1", "rate"))
+    chosen = transfers.fit(form, made_by(step, cells, noise=0.01), BASE)
+    assert chosen.at["first1"] == pytest.approx(first, abs=first // 16)
+    assert chosen.at["first1"].is_integer()
+    assert chosen.at["extra1"] == pytest.approx(extra, rel=0.1)
 
 
 def test_single_descriptors_tell_neither_stages_nor_the_descriptor():
@@ -87,54 +73,17 @@ def test_single_descriptors_tell_neither_stages_nor_the_descriptor():
     ids=["one count", "one size"],
 )
 def test_of_two_parameters_that_are_one_number_one_is_lost(cells, lost):
-    samples = made_by(KINDS["sum"], cells)
-    assert transfers._identified(transfers.fit(SUM, samples, BASE), samples).unidentified == (lost,)
-
-
-# --- choices that rounding may not make ----------------------------------------------------------------------------
-
-
-def rounded(points, seed):
-    """Return *points* as another processor may have them: each moved by a relative 1e-12 at most."""
-    factors = 1.0 + np.random.default_rng(seed).uniform(-1e-12, 1e-12, len(points))
-    return replace(points, seconds=points.seconds * factors)
+    chosen = transfers.choose(made_by(KINDS["sum"], cells), BASE, [SUM])
+    assert chosen.unidentified == (lost,)
 
 
 def test_of_two_forms_that_say_the_same_rounding_does_not_choose():
-    samples = made_by(KINDS["sum"], noise=0.02)
+    points = made_by(KINDS["sum"], noise=0.02)
     twins = [Form("sum", (constant, "descriptor", "rate")) for constant in ("latency", "call")]
-    for seed in range(8):
-        points = rounded(samples, seed)
-        fits = [transfers.fit(form, points, BASE) for form in twins]
-        assert transfers.simplest(fits, points).form == twins[0]
-
-
-def test_a_rate_as_high_as_the_link_s_does_not_change_the_link():
-    machine = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"]).hw
-    key, rate = calibrate.link_of(machine, "nvlink")
-    for times, changed in ((1.0 - 1e-9, False), (1.0 + 1e-9, False), (1.01, True)):
-        at = start_of(BASE) | {"call": 11e-6, "descriptor": 2e-6, "rate": rate * times}
-        chosen, _ = calibrate._parameters(Fit(SUM, at, BASE), machine, "backend.intra")
-        assert (key in chosen) is changed
-
-
-@pytest.mark.slow
-def test_the_order_of_samples_decides_nothing():
-    rows = samples_of(made_by(KINDS["sum"], CROSS[::2], noise=0.02), held=[(16, 65536)])
-    one, other = (calibration(tuple(order))[1].calibration for order in (rows, rows[::-1]))
-    assert one == other
-
-
-# --- what the samples tell -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_parameter_that_is_lost_in_the_noise_is_not_named():
-    quiet = EngineModel(path="rdma", call=0.0, descriptor=1e-12, overlap=False, latency=0.0, rate=49e9)
-    samples = made_by(quiet, [(n, 1 << 22) for n in (1, 2, 4, 8, 16, 32, 64)], noise=0.02)
-    fit = transfers.identifiable(transfers.fit(Form("sum", ("call", "rate")), samples, BASE), samples)
-    assert fit.unidentified == ("call",)
-    assert set(fit.intervals) == {"rate"}
+    for seed in range(8):  # as other processors may have them
+        factors = 1.0 + np.random.default_rng(seed).uniform(-1e-12, 1e-12, len(points))
+        rounded = replace(points, seconds=points.seconds * factors)
+        assert transfers.simplest([transfers.fit(form, rounded, BASE) for form in twins], rounded).form == twins[0]
 
 
 def test_what_is_held_out_is_never_seen():
@@ -153,66 +102,35 @@ SPANS = {"call": (19e-6, 21e-6), "descriptor": (1.9e-6, 2.1e-6), "rate": (190e9,
 FLIGHT = [(n, size, c) for n, size in ((1, 4096), (1, 1 << 20), (1, 1 << 24), (16, 65536)) for c in (2, 4)]
 
 
-def crowd(noise=0.005, **truth):
-    """Return what transfers in flight take with the parameters of `ALONE`, or those of *truth* instead."""
+@pytest.mark.parametrize(
+    ("truth", "base", "told"),
+    [
+        ({}, IN_ORDER, {"call": 20e-6, "descriptor": 2e-6, "rate": 200e9}),  # keeps the poster: stays the call
+        ({"call": 0.0, "latency": 20e-6}, IN_ORDER, {"latency": 20e-6, "descriptor": 2e-6, "rate": 200e9}),
+        ({"call": 12e-6, "latency": 8e-6}, IN_ORDER, {"call": 12e-6, "latency": 8e-6}),  # each with an interval
+        ({"queue_rate": 300e9}, BASE, {"queue_rate": 300e9}),
+        ({}, BASE, {"queue_rate": inf}),  # queues that limit nothing
+        ({"queue_rate": 300e9}, IN_ORDER, {"queue_rate": inf}),  # transfers take turns
+    ],
+)
+def test_transfers_in_flight_tell_call_latency_and_queues(truth, base, told):
     n, size, count = (np.array(column, dtype=float) for column in zip(*FLIGHT, strict=True))
     cells = Points(n, size, count, np.ones(len(n)))
-    factors = np.exp(np.random.default_rng(3).normal(0.0, noise, len(n)))
-    return replace(cells, seconds=Fit(SUM, {**ALONE, **truth}, BASE).seconds(cells) * factors)
-
-
-def with_crowd(points, base=BASE):
-    return transfers.with_concurrency(Fit(SUM, ALONE, base, intervals=SPANS), points)
-
-
-def test_a_constant_that_keeps_the_poster_stays_the_call():
-    assert with_crowd(crowd(), IN_ORDER) == Fit(SUM, ALONE, IN_ORDER, intervals=SPANS)
-
-
-def test_a_constant_that_transfers_have_side_by_side_is_latency():
-    fit = with_crowd(crowd(call=0.0, latency=20e-6), IN_ORDER)
-    assert (fit.at["call"], fit.at["latency"]) == (0.0, 20e-6)
-    assert fit.form.free == ("latency", "descriptor", "rate")
-    assert fit.intervals == {"latency": SPANS["call"], "descriptor": SPANS["descriptor"], "rate": SPANS["rate"]}
-
-
-def test_of_a_constant_that_is_both_each_part_has_its_interval():
-    fit = with_crowd(crowd(call=12e-6, latency=8e-6), IN_ORDER)
-    assert fit.at["call"] == pytest.approx(12e-6, rel=0.05)
-    assert fit.at["call"] + fit.at["latency"] == pytest.approx(20e-6, rel=1e-12)
-    for name in ("call", "latency"):
-        assert fit.intervals[name][0] <= fit.at[name] <= fit.intervals[name][1]
-
-
-def test_queues_that_limit_are_told_with_an_interval():
-    fit = with_crowd(crowd(queue_rate=300e9))
-    assert fit.at["queue_rate"] == pytest.approx(300e9, rel=0.03)
-    assert fit.intervals["queue_rate"][0] <= fit.at["queue_rate"] <= fit.intervals["queue_rate"][1]
-
-
-def test_queues_that_limit_nothing_or_take_turns_are_not_told():
-    for points, base in ((crowd(), BASE), (crowd(queue_rate=300e9), IN_ORDER)):
-        fit = with_crowd(points, base)
-        assert fit.at["queue_rate"] == inf
-        assert "queue_rate" not in fit.intervals
-
-
-@pytest.mark.slow
-def test_crowds_do_not_move_what_single_transfers_say():
-    model = replace(KINDS["sum"], call=20e-6, descriptor=3e-6)
-    cells = [(n, size) for n in (1, 4, 16, 64, 256, 1024) for size in (4096, 65536, 1 << 20)]
-    rows = samples_of(made_by(model, cells), held=[cell for cell in cells if cell[0] == 64])
-    waiting = [sample(n, s, model.isolated_time(n, n * s), concurrency=c) for n, s, c in FLIGHT]  # as long as alone
-    single, both = (calibration(each)[1] for each in (rows, [*rows, *waiting]))
-    for name, truth in (("rate", 390e9), ("descriptor", 3e-6)):
-        assert both.fit.at[name] == single.fit.at[name] == pytest.approx(truth, rel=1e-3)
-    assert both.calibration.parameters["backend.intra.latency"] == "20us"  # what none of them waited for
+    factors = np.exp(np.random.default_rng(3).normal(0.0, 0.005, len(n)))
+    crowd = replace(cells, seconds=Fit(SUM, {**ALONE, **truth}, BASE).seconds(cells) * factors)
+    fit = transfers.with_concurrency(Fit(SUM, ALONE, base, intervals=SPANS), crowd)
+    assert fit.at["call"] + fit.at["latency"] == pytest.approx(20e-6, rel=1e-12)  # of one transfer, as it was
+    assert set(fit.intervals) == set(fit.form.free)
+    for name, value in told.items():
+        assert fit.at[name] == pytest.approx(value, rel=0.05)
+        low, high = fit.intervals.get(name, (inf, inf))
+        assert low <= fit.at[name] <= high
 
 
 # --- reads ---------------------------------------------------------------------------------------------------------
 
 
-def both_ways(more, noise=0.0, misfit=0.0):
+def both_ways(more, noise, misfit=0.0):
     """Return writes and reads of an engine whose reads cost *more*; a *misfit* is of a configuration, so of both."""
     random = np.random.default_rng(3)
     rows = []
@@ -224,57 +142,35 @@ def both_ways(more, noise=0.0, misfit=0.0):
     return rows
 
 
-def writes_of(rows):
-    return transfers.fit(SUM, points_of([row for row in rows if row.operation == "write"]), BASE)
+def read_fit(rows):
+    writes = points_of([row for row in rows if row.operation == "write"])
+    return transfers.read_overhead(transfers.fit(SUM, writes, BASE), rows)
 
 
 MORE = [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read_rate": 150e9}]
-MORE += [{"read": 5e-6, "read_descriptor": 1e-6}, {"read": 5e-6, "read_rate": 150e9}]
+BOTH = [{"read": 5e-6, "read_descriptor": 1e-6}, {"read": 5e-6, "read_rate": 150e9}]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", MORE, ids=" and ".join)
-def test_rounding_does_not_choose_what_makes_reads_longer(more):
-    rows = both_ways(more, noise=0.02)
-    moved = [[replace(row, seconds=row.seconds * (1.0 + by)) for row in rows] for by in (0.0, 1e-12, -1e-12)]
-    chosen = [(writes := writes_of(each), transfers._as_writes_are(writes, each)) for each in moved]
-    fits = [transfers._chosen_reads(*each) for each in chosen]
-    for fit in fits:
-        assert fit.form.free == tuple(more)
-        for name, value in more.items():
-            assert fit.at[name] == pytest.approx(value, rel=0.1)
-            assert fit.at[name] == pytest.approx(fits[0].at[name], rel=1e-6)
-
-
-@pytest.mark.parametrize("more", [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read_rate": 150e9}], ids=list)
+@pytest.mark.parametrize("more", [*MORE, *(pytest.param(each, marks=pytest.mark.slow) for each in BOTH)])
 def test_a_misfit_of_writes_is_not_taken_for_a_cost_of_reads(more):
-    rows = both_ways(more, noise=0.01, misfit=0.1)
-    fit = transfers.read_overhead(writes_of(rows), rows)
-    ((name, value),) = more.items()
-    assert fit.form.free == (name,)
-    assert fit.at[name] == pytest.approx(value, rel=0.15)
-    assert set(fit.intervals) == {name}
+    fit = read_fit(both_ways(more, noise=0.01, misfit=0.1))
+    assert {name: fit.at[name] for name in fit.form.free} == pytest.approx(more, rel=0.15)
+    assert set(fit.intervals) == set(more)
 
 
 @pytest.mark.parametrize("faster", [1.0, 1.2])
 def test_reads_that_are_no_slower_cost_nothing_more(faster):
     rows = both_ways({}, noise=0.01)
-    rows = [replace(row, seconds=row.seconds / faster) if row.operation == "read" else row for row in rows]
-    fit = transfers.read_overhead(writes_of(rows), rows)
+    fit = read_fit([replace(row, seconds=row.seconds / faster) if row.operation == "read" else row for row in rows])
     assert (fit.form.free, fit.intervals) == ((), {})
     assert [fit.at[name] for name in transfers.OF_READS] == [0.0, 0.0, inf]
 
 
 # --- small batches -------------------------------------------------------------------------------------------------
 
-SMALL = replace(BASE, in_order=True, small=InlineSaving(bytes=1 << 16, descriptors=16))
+SMALL = InlineSaving(bytes=1 << 16, descriptors=16, saving=3e-6)
 SAVES = replace(
-    SMALL,
-    call=11e-6,
-    descriptor=2.4e-6,
-    rate=385e9,
-    ramp=(Ramp(first=2, extra=3.3e-6),),
-    small=replace(SMALL.small, saving=3e-6),
+    IN_ORDER, call=11e-6, descriptor=2.4e-6, rate=385e9, ramp=(Ramp(first=2, extra=3.3e-6),), small=SMALL
 )
 SIZES = [(1, 4096 << power) for power in range(17)]
 SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for power in range(1, 11)]
@@ -283,13 +179,15 @@ SIZES += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for p
 @pytest.mark.slow
 def test_a_saving_and_a_ramp_are_fitted_and_predictions_try_both_ends():
     held = ((1, 16384), (4, 4096), (32, 1 << 16))
-    rows = samples_of(made_by(SAVES, SIZES, noise=0.01, seed=5), held)
-    config, done = calibration(rows, "mooncake_nvlink")
+    seconds = made_by(SAVES, SIZES, noise=0.01, seed=5).seconds.tolist()
+    rows = [sample(*cell, time, held=cell in held) for cell, time in zip(SIZES, seconds, strict=True)]
+    config = compose(["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "calibration=none"])
+    done = fitted(Samples(rows), config.hw, config.backend, "write", "intra", "mine", "a test")
+    assert fitted(Samples(rows[::-1]), config.hw, config.backend, "write", "intra", "mine", "a test").fit == done.fit
     made, key = done.calibration, "backend.intra.small.saving"
     assert made.form == "sum(call, descriptor, extra1, first1, rate, saving)"
     assert parse_time(made.parameters[key]) == pytest.approx(3e-6, rel=0.15)
-    assert made.held_out.points == len(held)
-    assert made.held_out.p95 < 0.05
+    assert (made.held_out.points, made.held_out.p95 < 0.05) == (len(held), True)
     low, high = map(parse_time, made.intervals[key])
     assert low < 3e-6 < high
     (ramp,) = made.parameters["backend.intra.ramp"]

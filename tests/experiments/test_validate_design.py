@@ -18,7 +18,6 @@ from pdsim.config.compose import compose
 
 @cache
 def composed(*words: str) -> Config:
-    """Return the configuration that ``pdsim validate`` has of *words*."""
     return compose(["experiment=validate", *words])
 
 
@@ -73,13 +72,9 @@ def test_the_number_of_gpus_decides_who_hands_over_and_gathers(
 
 @pytest.mark.parametrize(("jobs", "repeat"), [(1, 5), (6, 3), (9, 2)])
 def test_jobs_of_handoffs_share_the_repeats(tmp_path: Path, jobs: int, repeat: int):
-    staged, sliced, _ = Designed(tmp_path, "hw=2xh200", "backend=nvlink", f"+experiment.jobs={jobs}").of("handoff")
-    assert (staged["repeat"], sliced["repeat"]) == (repeat, repeat)
-
-
-def test_sliced_handoffs_of_too_many_slices_are_left_out(tmp_path: Path):
-    design = Designed(tmp_path, "hw=8xh200", "backend=nixl")
+    design = Designed(tmp_path, "hw=8xh200", "backend=nixl", f"experiment.jobs={jobs}")
     staged, sliced, _ = design.of("handoff")
+    assert (staged["repeat"], sliced["repeat"]) == (repeat, repeat)
     assert (staged["tokens"], sliced["tokens"]) == ((512, 2048, 8192), (512, 2048))  # of 80 layers, two planes each
     assert "left out, with more than 524288 slices: sliced handoffs of 8192 tokens" in design.notes
 
@@ -87,7 +82,8 @@ def test_sliced_handoffs_of_too_many_slices_are_left_out(tmp_path: Path):
 def test_a_small_workload_is_served_unless_another_is_asked_for():
     config = composed("hw=8xh200", "backend=nvlink")
     assert (config.parallel.prefill.tp, config.parallel.decode.tp, config.workload.count) == (4, 4, 12)
-    assert composed("hw=8xh200", "workload=embedded").workload.arrivals == "embedded"
+    other = composed("hw=8xh200", "workload=embedded")
+    assert other.workload.arrivals == "embedded"
 
 
 @pytest.mark.parametrize(
