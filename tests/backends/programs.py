@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pdsim.core.errors import RegistrationError
+from pdsim.core.errors import PdsimError, RegistrationError
 from pdsim.transfer import Batch, Peer, Program, Region
 from pdsim.transfer.job import Rank
 
@@ -42,22 +42,11 @@ def surroundings(rank: Rank) -> Program:
     }
 
 
-def show_process(rank: Rank) -> Program:
-    """Return the command line and the environment of this process."""
-    yield rank.clock.timeout(0.0)
-    return "".join(Path(f"/proc/self/{name}").read_bytes().decode() for name in ("cmdline", "environ"))
-
-
 def identify(rank: Rank) -> Program:
-    """Return the numbers of this process and of its parent, and the origin of its clock."""
+    """Return the numbers of this process and of its parent, the origin of its clock, and its command line."""
     yield rank.clock.timeout(0.0)
-    return [os.getpid(), os.getppid(), rank.clock.origin]  # type: ignore[attr-defined]
-
-
-def list_listening(rank: Rank) -> Program:
-    """Return the addresses on which this process listens."""
-    yield rank.clock.timeout(0.05)
-    return sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
+    shown = "".join(Path(f"/proc/self/{name}").read_bytes().decode() for name in ("cmdline", "environ"))
+    return [os.getpid(), os.getppid(), rank.clock.origin, shown]  # type: ignore[attr-defined]
 
 
 def tell_network(rank: Rank, others: list[str]) -> Program:
@@ -70,12 +59,14 @@ def tell_network(rank: Rank, others: list[str]) -> Program:
     return [str(Path("/proc/self/ns/net").readlink()), rank.channel.uri, devices]
 
 
-def burn(rank: Rank, seconds: float) -> Program:
-    """Do nothing for *seconds*; return the share of a core that this took."""
+def idle(rank: Rank, seconds: float) -> Program:
+    """Do nothing for *seconds*; return the share of a core that this took, and the addresses it listens on."""
     yield rank.clock.timeout(0.2)
     before = sum(os.times()[:2])
     yield rank.clock.timeout(seconds)
-    return (sum(os.times()[:2]) - before) / seconds
+    share = (sum(os.times()[:2]) - before) / seconds
+    every = psutil.Process().net_connections()
+    return share, sorted({each.laddr.ip for each in every if each.status == psutil.CONN_LISTEN})
 
 
 def gaps(rank: Rank, seconds: float) -> Program:
@@ -92,13 +83,12 @@ def gaps(rank: Rank, seconds: float) -> Program:
 def use_memory_again(rank: Rank, rounds: int) -> Program:
     """Return how often the system had to give memory while the same 12 MiB were filled and freed *rounds* times."""
     yield rank.clock.timeout(0.0)
-    before = 0
-    for number in range(rounds + 1):
+    faults = []
+    for _ in range(rounds + 1):
         held = [np.ones(1 << 19) for _ in range(3)]
         held.clear()
-        if not number:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return faults[-1] - faults[0]
 
 
 def take_memory(rank: Rank, size: int) -> Program:
@@ -156,6 +146,12 @@ def fork(rank: Rank) -> Program:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
+def _ask(rank: Rank, other: str) -> Program:
+    while True:
+        rank.channel.send(other, b"who")
+        yield rank.clock.timeout(0.02)
+
+
 def greet(rank: Rank, other: str) -> Program:
     """Ask *other* who it is until it has answered as two; return both answers."""
     answers: list[str] = []
@@ -168,20 +164,6 @@ def greet(rank: Rank, other: str) -> Program:
     return answers
 
 
-def _ask(rank: Rank, other: str) -> Program:
-    while True:
-        rank.channel.send(other, b"who")
-        yield rank.clock.timeout(0.02)
-
-
-def call(rank: Rank, other: str) -> Program:
-    """Ask *other* who it is until it has asked, too, and for a second more; return who has asked."""
-    rank.clock.process(_ask(rank, other))
-    sender, _ = yield rank.channel.receive()
-    yield rank.clock.timeout(1.0)
-    return sender
-
-
 def answer(rank: Rank) -> Program:
     """Answer with the number of this process until told to stop; return it."""
     number = str(os.getpid())
@@ -190,6 +172,14 @@ def answer(rank: Rank) -> Program:
         if payload == b"stop":
             return number
         rank.channel.send(sender, number.encode())
+
+
+def call(rank: Rank, other: str) -> Program:
+    """Ask *other* who it is until it has asked, too, and for a second more; return who has asked."""
+    rank.clock.process(_ask(rank, other))
+    sender, _ = yield rank.channel.receive()
+    yield rank.clock.timeout(1.0)
+    return sender
 
 
 def stay(rank: Rank, by: str) -> Program:
@@ -272,12 +262,11 @@ def write_lent_memory(rank: Rank, to: str) -> Program:
 
 def connect_with_stale_address(rank: Rank, to: str) -> Program:
     """Connect with an address that was given out before its region was withdrawn; return how a write ends."""
-    mine = rank.endpoint.register(rank.device.allocate(64), "source")
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    peer, batch = yield from _connect(rank, to, 64)
+    error = "ok"
     try:
-        yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]))
-        error = "ok"
-    except Exception as exception:
+        yield rank.endpoint.write(peer, batch)
+    except PdsimError as exception:
         error = type(exception).__name__
     rank.channel.send(to, b"done")
     return error
@@ -290,54 +279,15 @@ def give_stale_address(rank: Rank, by: str) -> Program:
     rank.endpoint.deregister(region)
     rank.channel.send(by, address)
     yield rank.channel.receive()
+    yield rank.channel.receive()
     return buffer.read(0, 64) == bytes(64)
 
 
-def settle_after_loss(rank: Rank, to: str) -> Program:
-    """Write until the peer is lost; return the error, and whether the memory settles."""
-    peer, batch = yield from _connect(rank, to, 8 << 20)
-    while True:
-        transfer = rank.endpoint.write(peer, batch, timeout=20)
-        try:
-            yield transfer
-        except Exception as error:
-            yield transfer.settled | rank.clock.timeout(15)
-            return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
+def settle_after_loss(rank: Rank, to: str, late: int = 0) -> Program:
+    """Write until the peer is lost; return the error, and whether the memory settles.
 
-
-def write_at_once(rank: Rank, to: str, writes: int) -> Program:
-    """Write one after the other without waiting; return whether each was posted when `write` returned."""
-    buffer = rank.device.allocate(writes << 12)
-    buffer.write(0, bytes(number for number in range(writes) for _ in range(1 << 12)))
-    mine = rank.endpoint.register(buffer, "source")
-    rank.channel.send(to, rank.endpoint.address())
-    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
-    sink = peer.regions["sink"]
-    yield rank.endpoint.write(peer, Batch(mine, sink, [0], [0], [1]))  # by now the peer has answered
-    transfers = []
-    held = []
-    for number in range(writes):
-        offsets = [(number << 12) + (block << 10) for block in range(4)]
-        transfers.append(rank.endpoint.write(peer, Batch(mine, sink, offsets, offsets, [1 << 10] * 4), b"written"))
-        held.append(transfers[-1].posted > transfers[-1].submitted)
-    yield rank.clock.all_of(transfers)
-    return held
-
-
-def take_writes(rank: Rank, by: str, writes: int) -> Program:
-    """Return whether each of the writes has its bytes once all notifications are there."""
-    buffer = rank.device.allocate(writes << 12)
-    rank.endpoint.register(buffer, "sink")
-    address = (yield rank.channel.receive()).payload
-    rank.channel.send(by, rank.endpoint.address())
-    rank.endpoint.connect(address)
-    for _ in range(writes):
-        yield rank.endpoint.notifications.get()
-    return [buffer.read(number << 12, 1 << 12) == bytes([number]) * (1 << 12) for number in range(writes)]
-
-
-def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
-    """As `settle_after_loss`, where the first *late* questions whether the peer is dead come before it is."""
+    The first *late* questions whether the peer is dead come before it is.
+    """
     from backends.base import endpoint, processes
 
     known, asked = processes.is_dead, []
@@ -347,9 +297,40 @@ def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
         return len(asked) > late and known(identity)
 
     endpoint.is_dead = processes.is_dead = is_dead
-    return (yield from settle_after_loss(rank, to))
+    peer, batch = yield from _connect(rank, to, 8 << 20)
+    while True:
+        transfer = rank.endpoint.write(peer, batch, timeout=20)
+        try:
+            yield transfer
+        except PdsimError as error:
+            yield transfer.settled | rank.clock.timeout(15)
+            return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
 
 
 def wait_for_death(rank: Rank, by: str) -> Program:
     yield from _offer(rank, by, 8 << 20)
     yield rank.clock.timeout(60)
+
+
+def write_at_once(rank: Rank, to: str, writes: int) -> Program:
+    """Write one after the other without waiting; return whether each was posted when `write` returned."""
+    peer, batch = yield from _connect(rank, to, writes << 12)
+    data = bytes(number for number in range(writes) for _ in range(1 << 12))
+    rank.device.buffer_of(batch.source).write(0, data)  # type: ignore[attr-defined]
+    yield rank.endpoint.write(peer, Batch(batch.source, batch.target, [0], [0], [1]))  # by now the peer has answered
+    transfers, held = [], []
+    for number in range(writes):
+        offsets = [(number << 12) + (block << 10) for block in range(4)]
+        piece = Batch(batch.source, batch.target, offsets, offsets, [1 << 10] * 4)
+        transfers.append(rank.endpoint.write(peer, piece, b"written"))
+        held.append(transfers[-1].posted > transfers[-1].submitted)
+    yield rank.clock.all_of(transfers)
+    return held
+
+
+def take_writes(rank: Rank, by: str, writes: int) -> Program:
+    """Return whether each of the writes has its bytes once all notifications are there."""
+    buffer, _ = yield from _offer(rank, by, writes << 12)
+    for _ in range(writes):
+        yield rank.endpoint.notifications.get()
+    return [buffer.read(number << 12, 1 << 12) == bytes([number]) * (1 << 12) for number in range(writes)]
