@@ -1,9 +1,8 @@
-"""Faults on real engines: what is drawn, what the checks find, and that a file is gone on with."""
+"""Faults on real engines: what is drawn, and what the checks count."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,15 @@ from pdsim.sim.faults import Faults, Pause
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankResult
 from tests.support.composed import composed
-from tests.support.engines import make_target
 from tools import faults_trial
-from tools.faults_real import main, read, table
 from tools.faults_trial import KINDS, PAGE, Check, Plan, draw
 
 FREE = {"pages": 320, "free_pages": 320, "used_pages": 0, "quarantined_pages": 0, "open_rooms": 0}
 BYTES = 2 * PAGE * (1 << 14)
 LOST = "PeerLost: nothing from decode0 for 3.0 s"
+APART = "PeerLost: they are not connected"
+LATE = "TransferTimeout: too late"
+KILLED = "killed by signal 9, as was asked for"
 
 
 def plan(**faults: Any) -> Plan:
@@ -29,7 +29,7 @@ def plan(**faults: Any) -> Plan:
     return Plan(0, "mooncake_tcp", "push", False, 1, 1, [Request(0.2, 20, 3)], **faults)
 
 
-def found(
+def counted(
     of: Plan, status: str = "ok", nbytes: int = BYTES, ended: float = 2.0, probe: str = "ok", **ranks: Any
 ) -> dict[str, int]:
     """Return what the checks count; *ranks* are errors, or the values of leaders, by ``prefill`` and ``decode``."""
@@ -40,10 +40,17 @@ def found(
     }
     results = {"router": RankResult("router", value)}
     for side in ("prefill", "decode"):
-        what = ranks.get(side, FREE)
-        name = f"{side}0.0"
-        results[name] = RankResult(name, error=what) if isinstance(what, str) else RankResult(name, {**FREE, **what})
+        name, end = f"{side}0.0", ranks.get(side, FREE)
+        results[name] = RankResult(name, error=end) if isinstance(end, str) else RankResult(name, {**FREE, **end})
     return dict(Check(of, Outcome(results, 9.0)).report(9.0, []).counts)
+
+
+def kill(at: float, rank: str = "decode0.0") -> dict[str, Any]:
+    return {"kill": {rank: at}}
+
+
+def pause(*span: float, rank: str = "decode0.0") -> dict[str, Any]:
+    return {"pause": {rank: [span]}}
 
 
 def test_a_seed_gives_one_job_and_many_give_every_fault_on_both_engines():
@@ -54,71 +61,50 @@ def test_a_seed_gives_one_job_and_many_give_every_fault_on_both_engines():
         total = sum((job.injected() for job in jobs), Counter())
         assert min(total[kind] for kind in KINDS) > 20
         assert {job.handoff for job in jobs} == {"push", "pull"}
-        assert any(set(job.kill) == set(job.restart) == set(job.ranks) for job in jobs)  # all at once
-
-
-def test_what_is_injected_ends_with_the_job():
-    job = plan(kill={"decode0.0": 1.0}, restart={"decode0.0": 2.0}, pause={"prefill0.0": [(0.5, 3.0)]})
+    job = plan(**kill(1.0), restart={"decode0.0": 2.0}, **pause(0.5, 3.0, rank="prefill0.0"))
     assert job.injected() == Counter(SIGKILL=1, restart=1, SIGSTOP=1, SIGCONT=1)
-    assert job.injected(2.5) == Counter(SIGKILL=1, restart=1, SIGSTOP=1)
+    assert job.injected(2.5) == Counter(SIGKILL=1, restart=1, SIGSTOP=1)  # which ends with the job
 
 
-def test_a_clean_job_has_nothing():
-    assert found(plan()) == {}
-    assert found(plan(kill={"decode0.0": 1.5}), LOST, decode="killed by signal 9, as was asked for") == {}
-    assert (
-        found(plan(pause={"decode0.0": [(1.5, 6.0)]}), LOST, ended=5.0, decode="PeerLost: decode0 is given up") == {}
-    )
+@pytest.mark.parametrize(
+    ("faults", "seen", "counts"),
+    [
+        ({}, {}, {}),
+        (kill(1.5), {"status": LOST, "decode": KILLED}, {}),
+        (pause(1.5, 6.0), {"status": LOST, "ended": 5.0, "decode": "PeerLost: decode0 is given up"}, {}),
+        # failures that no fault explains
+        ({}, {"status": LATE}, {"violations": 1}),
+        (pause(1.5, 1.6), {"status": LATE}, {"violations": 1}),  # nobody notices that
+        ({}, {"probe": APART}, {"violations": 1}),
+        (kill(1.5), {"probe": APART, "decode": KILLED}, {}),
+        # bytes that are missing or wrong
+        ({}, {"nbytes": BYTES - 1}, {"bytes_lost": 1}),
+        ({}, {"nbytes": 0}, {"bytes_lost": 1}),
+        (kill(1.5, "prefill0.0"), {"nbytes": 0}, {}),  # it died before it said how many
+        ({}, {"status": "room 1: layer 0 of token 3 holds something else"}, {"bytes_lost": 1}),
+        ({}, {"decode": {"free_pages": 318, "quarantined_pages": 2, "open_rooms": 1}}, {}),
+        # ranks that hang or crash
+        ({}, {"decode": "TransferTimeout: not done after 90 s, and killed"}, {"hangs": 1}),
+        ({}, {"decode": "killed by signal 11\nsegmentation fault"}, {"crashes": 1}),
+        ({}, {"decode": "ValueError: a defect"}, {"crashes": 1}),
+        ({}, {"decode": KILLED}, {"crashes": 1}),  # nobody asked for it
+    ],
+)
+def test_checks_count_what_no_fault_explains(faults: dict[str, Any], seen: dict[str, Any], counts: dict[str, int]):
+    assert counted(plan(**faults), **seen) == counts
 
 
 @pytest.mark.parametrize(
     ("status", "faults"),
-    [
-        ("TransferTimeout: too late", {}),
-        ("TransferTimeout: too late", {"kill": {"decode0.0": 3.0}}),  # after its end
-        ("TransferTimeout: too late", {"pause": {"decode0.0": [(1.5, 1.6)]}}),  # nobody notices that
-        ("Stalled: nothing got anywhere", {"kill": {"decode0.0": 1.5}}),
-        ("ValueError: a defect", {"kill": {"decode0.0": 1.5}}),
-        ("", {}),
-    ],
+    [(LATE, kill(3.0)), ("Stalled: nothing moved", kill(1.5)), ("ValueError: a defect", kill(1.5)), ("", {})],
 )
-def test_a_failure_without_a_fault_that_explains_it_is_a_violation(status: str, faults: dict[str, Any]):
-    assert found(plan(**faults), status)["violations"] == 1
+def test_a_fault_does_not_explain_every_failure(status: str, faults: dict[str, Any]):
+    assert counted(plan(**faults), status)["violations"] == 1
 
 
-def test_a_live_pair_that_serves_no_probe_is_a_violation():
-    assert found(plan(), probe="PeerLost: they are not connected") == {"violations": 1}
-    gone = "killed by signal 9, as was asked for"
-    assert found(plan(kill={"decode0.0": 1.5}), probe="PeerLost: they are not connected", decode=gone) == {}
-
-
-def test_bytes_that_are_missing_or_wrong_are_lost():
-    assert found(plan(), nbytes=BYTES - 1) == {"bytes_lost": 1}
-    assert found(plan(), nbytes=0) == {"bytes_lost": 1}
-    assert found(plan(kill={"prefill0.0": 1.5}), nbytes=0) == {}  # it died before it said how many
-    assert found(plan(), "room 1: layer 0 of token 3 holds something else") == {"bytes_lost": 1}
-
-
-@pytest.mark.parametrize(
-    "held", [{"free_pages": 318}, {"free_pages": 318, "used_pages": 2, "open_rooms": 1}, {"open_rooms": 1}]
-)
+@pytest.mark.parametrize("held", [{"free_pages": 318}, {"free_pages": 318, "used_pages": 2}, {"open_rooms": 1}])
 def test_pages_and_rooms_that_stay_are_leaks(held: dict[str, int]):
-    assert found(plan(), decode=held)["leaks"] > 0
-    quarantined = {"free_pages": 318, "quarantined_pages": 2, "open_rooms": 1}
-    assert found(plan(), decode=quarantined) == {}
-
-
-def test_ranks_that_hang_or_crash_are_found():
-    assert found(plan(), decode="TransferTimeout: not done after 90 s, and killed") == {"hangs": 1}
-    assert found(plan(), decode="killed by signal 11\nsegmentation fault") == {"crashes": 1}
-    assert found(plan(), decode="ValueError: a defect") == {"crashes": 1}
-    killed = "killed by signal 9, as was asked for"
-    assert found(plan(), decode=killed) == {"crashes": 1}  # nobody asked for it
-
-
-def test_what_is_left_is_found():
-    outcome = Outcome({"router": RankResult("router", {"rows": [], "histories": [], "probes": []})}, 1.0)
-    assert Check(plan(), outcome).report(1.0, ["process 7"]).details == ["leftovers: process 7"]
+    assert counted(plan(), decode=held)["leaks"] > 0
 
 
 def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytest.MonkeyPatch):
@@ -139,20 +125,3 @@ def test_a_notice_that_dies_with_its_sender_stalls_no_request(monkeypatch: pytes
         "PeerLost: prefill0@1 is gone before all of its KV was known to be here"
     ]
     assert {row[3].partition(":")[0] for row in rows} == {"ok", "PeerLost"}
-
-
-@pytest.mark.slow
-@pytest.mark.mooncake
-def test_a_file_is_gone_on_with_and_its_rows_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    make_target("mooncake_tcp")
-    path = tmp_path / "found.csv"
-    words = ["run", "--to", str(path), "--seeds"]
-    assert main([*words, "2:3"]) == 0
-    first = path.read_text()
-    assert main([*words, "2:3"]) == 0
-    assert path.read_text() == first
-    (row,) = read([path])
-    assert sum(int(row[kind]) for kind in KINDS) == draw(2).injected().total()
-    other = tmp_path / "other.csv"
-    other.write_text(first.replace("\n2,", "\n4,"))
-    assert f"| requests | {2 * int(row['requests'])} | {2 * int(row['requests'])} |" in list(table([path, other]))

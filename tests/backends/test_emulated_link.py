@@ -28,31 +28,26 @@ def at(node, name, program, **arguments):
     return replace(spec(name, program, **arguments), place=Place(node))
 
 
-def run(engine, *ranks, nodes=2, link=LINK):
-    target = Processes(engine, deadline=60, device_capacity=1 << 24, link=link, nodes=nodes)
-    return target.run(ranks), target
+@pytest.fixture
+def run():
+    def run(engine, *ranks, link=LINK):
+        if engine.name == "nixl_shm":
+            pytest.skip("memory is shared within a node only")
+        run.target = Processes(engine, deadline=60, device_capacity=1 << 24, link=link, nodes=3)
+        return run.target.run(ranks).ranks
+
+    return run
 
 
 def writing(count, one=0, other=1):
     return at(one, "a", programs.write_many, to="b", count=count), at(other, "b", programs.be_written, by="a")
 
 
-def records(outcome):
-    assert not [result.error for result in outcome.ranks.values() if result.error]
-    return outcome.ranks["a"].transfers
-
-
-def state():
-    """Return what a link could leave: children, descriptors, this thread in another namespace."""
-    me = psutil.Process()
-    return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
-
-
 @needs_link
-def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake):
+def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake, run):
     where = {"a": 0, "b": 1, "c": 1}
     ranks = [at(node, name, programs.tell_network, others=[*where.keys() - {name}]) for name, node in where.items()]
-    told = {name: rank.value for name, rank in run(mooncake, *ranks)[0].ranks.items()}
+    told = {name: rank.value for name, rank in run(mooncake, *ranks).items()}
     inside = {name: namespace for name, (namespace, _, _) in told.items()}
     assert inside["b"] == inside["c"] != inside["a"]
     assert str(Path("/proc/self/ns/net").readlink()) not in inside.values()
@@ -64,41 +59,32 @@ def test_every_rank_is_in_its_nodes_namespace_with_its_device(mooncake):
 @needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(0, 1), (2, 0)], ids=["one hop", "two hops back"])
-def test_transfers_between_nodes_arrive_whole(any_engine, ends):
-    if any_engine.name == "nixl_shm":
-        pytest.skip("memory is shared within a node only")
-    outcome, _ = run(any_engine, *writing(10, *ends), nodes=3)
-    assert len(records(outcome)) == 10
-    assert "tcp" in outcome.ranks["a"].engine
+def test_transfers_between_nodes_arrive_whole(any_engine, run, ends):
+    ranks = run(any_engine, *writing(10, *ends))
+    assert (ranks["a"].error, ranks["b"].error, len(ranks["a"].transfers)) == ("", "", 10)
+    assert "tcp" in ranks["a"].engine
+    (late,) = run.target.lateness
+    assert late.packets > 10
+    assert late.late <= late.packets
+    assert run.target.notes == ([late.complaint] if late.complaint else [])
 
 
 @needs_link
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cut", "stall"])
-def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
+def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, run, kind):
     link = replace(LINK, changes=(LinkChange(kind=kind, start=0.02, end=0.3),))
-    every = records(run(mooncake, *writing(200), link=link)[0])
-    assert len(every) == 200
-    assert max(record.seen for record in every) > 0.3
+    writer = run(mooncake, *writing(200), link=link)["a"]
+    assert (writer.error, len(writer.transfers)) == ("", 200)
+    assert max(record.seen for record in writer.transfers) > 0.3
 
 
 @needs_link
-def test_a_rank_that_dies_is_proven_quiesced_on_another_node(any_engine):
+def test_a_rank_that_dies_is_proven_quiesced_on_another_node(any_engine, run):
     """Other connections between the same nodes, whose ends are alive, are not taken for its."""
-    if any_engine.name == "nixl_shm":
-        pytest.skip("memory is shared within a node only")
     ranks = [at(0, "a", programs.write_and_die, to="b"), at(1, "b", programs.outlive, writer="a", beside="c")]
-    survivor = run(any_engine, *ranks, at(0, "c", programs.stay, by="b"))[0].ranks["b"]
+    survivor = run(any_engine, *ranks, at(0, "c", programs.stay, by="b"))["b"]
     assert (survivor.error, survivor.value) == ("", "proven")
-
-
-@needs_link
-def test_a_link_says_how_many_packets_it_passed_on_too_late(mooncake):
-    _, target = run(mooncake, *writing(10))
-    (late,) = target.lateness
-    assert late.packets > 10
-    assert late.late <= late.packets
-    assert target.notes == ([late.complaint] if late.complaint else [])
 
 
 def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
@@ -120,6 +106,10 @@ def test_a_packet_forwarder_that_has_died_is_an_error():
 
 @needs_link
 def test_nothing_is_left_when_a_rank_or_the_forwarder_fails(mooncake, monkeypatch):
+    def state():  # what a link could leave: children, descriptors, this thread in another namespace
+        me = psutil.Process()
+        return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
+
     before = state()
     ranks = [at(0, "a", programs.say_and_die, code=1), at(1, "b", programs.sleep, seconds=600)]
     Processes(mooncake, deadline=1.5, link=LINK, nodes=2).run(ranks)
@@ -158,8 +148,5 @@ def test_everything_that_the_guest_needs_is_named_at_once(monkeypatch, tmp_path)
     with pytest.raises(BackendUnavailable, match=r"apt-get install .* qemu-system-x86"), machine.boot():
         pass
     assert not list(tmp_path.iterdir())
-
-
-def test_an_engine_that_does_not_go_over_rdma_has_no_guest():
-    said = engines.missing_requirements("nixl_shm")
-    assert "backend=mooncake, mori, mori_inline, nixl; for backend=nixl_shm use hw=loopback" in said
+    others = "backend=mooncake, mori, mori_inline, nixl; for backend=nixl_shm use hw=loopback"
+    assert others in engines.missing_requirements("nixl_shm")

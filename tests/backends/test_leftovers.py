@@ -34,32 +34,26 @@ SHARED = Path("/dev/shm")
 
 
 def files():
-    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
-
-
-def held():
-    """Return the names of those files that another process, which lives, has open or mapped."""
-    names = set()
+    """Return the names of the files in shared memory that no other living process has open or mapped."""
+    names = {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
     for process in Path("/proc").glob("[0-9]*"):
         if process.name != str(os.getpid()):
             with suppress(OSError):
-                names |= set(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
+                names -= set(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
                 links = [link.readlink() for link in (process / "fd").iterdir()]
-                names |= {link.name for link in links if link.parent == SHARED}
-    return names
+                names -= {link.name for link in links if link.parent == SHARED}
+    return {name for name in names if "loky" not in name}  # joblib's, of sweeps in this process
 
 
 @contextmanager
 def nothing_left():
     """Assert that no child and no file of this block stays; a test beside this one may have some."""
-    before, family = files(), set(psutil.Process().children())
+    before, family = {path.name for path in SHARED.glob("*")}, set(psutil.Process().children())
     yield
     assert not set(psutil.Process().children()) - family
-    left = {name for name in files() - before if "loky" not in name}  # joblib's, of sweeps in this process
     deadline = time.monotonic() + 20
-    while left and time.monotonic() < deadline:
+    while (left := files() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
-        left = (left & files()) - held()
     assert not left
 
 
