@@ -22,7 +22,7 @@ def made(engine, *words, release="", base=PAIR):
 
 
 def flags(launch):
-    """The command line after what all servers have in common, and the environment without what all have."""
+    """Return the command line after what all servers have in common, and the environment without what all have."""
     words = launch.command[launch.command.index("--port") + 2 :]
     common = ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "CUDA_VISIBLE_DEVICES", "VLLM_NIXL_SIDE_CHANNEL_HOST")
     return " ".join(words), {k: v for k, v in launch.environment.items() if k not in common}
@@ -69,14 +69,22 @@ BASE = (
 )
 QUEUES = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "4"}
 INTRA = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK", "MC_INTRANODE_NVLINK": "1"}
-STAGING = (
-    "SGLANG_DISAGG_STAGING_BUFFER",
-    "SGLANG_DISAGG_STAGING_POOL_SIZE_MB",
-    "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB",
-)
+NVLINK = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK", "MC_FORCE_MNNVL": "1"}
+AUX = {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "8", "SGLANG_MOONCAKE_SEND_AUX_TCP": "1"}
+ALL_CP = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
+CONTROL = "backend.policy.metadata=control"
 CP = "nixl parallel.prefill.tp=2 parallel.prefill.cp=2"
 DP = "nixl parallel.prefill.tp=4 parallel.prefill.dp=2"
+OLD_CP = {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-context-parallel "}
+NEW_CP = {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag "}
 GROUPS = {"tp": 4, "chunk": 16384, "batch": 512}
+OLD_DP = GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --dp-size 2 --enable-dp-attention "}
+NEW_DP = GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --attn-dp-size 2 "}
+
+
+def staging(pool, buffer):
+    sizes = {"POOL_SIZE_MB": str(pool), "BUFFER_SIZE_MB": str(buffer)}
+    return {f"SGLANG_DISAGG_STAGING_{name}": value for name, value in ({"BUFFER": "1"} | sizes).items()}
 
 
 @pytest.mark.parametrize(
@@ -85,45 +93,25 @@ GROUPS = {"tp": 4, "chunk": 16384, "batch": 512}
         ("nixl", "", {}, QUEUES),
         ("mooncake_nvlink", "", {}, QUEUES | INTRA),
         ("mooncake_tcp", "", {}, QUEUES | {"MC_FORCE_TCP": "1"}),
-        (
-            "mooncake backend.policy.pool=nvlink backend.policy.metadata=control",
-            "",
-            {},
-            QUEUES | {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK", "MC_FORCE_MNNVL": "1"},
-        ),
-        (
-            "mooncake_nvlink backend.policy.metadata=control backend.policy.queues=8",
-            "",
-            {},
-            INTRA | {"SGLANG_DISAGGREGATION_QUEUE_SIZE": "8", "SGLANG_MOONCAKE_SEND_AUX_TCP": "1"},
-        ),
+        (f"mooncake backend.policy.pool=nvlink {CONTROL}", "", {}, QUEUES | NVLINK),
+        (f"mooncake_nvlink {CONTROL} backend.policy.queues=8", "", {}, INTRA | AUX),
+        # 65 pages of 64 tokens, of 36 layers' K and V of 4 heads a rank, 256 bytes each
         (
             "nixl kv.staging=true parallel.prefill.tp=2 scheduler.chunk=4096",
             "",
             {"tp": 2, "chunk": 4096},
-            # 65 pages of 64 tokens, of 36 layers' K and V of 4 heads a rank, 256 bytes each
-            QUEUES | dict(zip(STAGING, ("1", "4096", "293"), strict=True)),
+            QUEUES | staging(4096, 293),
         ),
         (
             "mooncake kv.staging=true kv.staging_ring=1GiB kv.staging_buffer=64MiB",
             "",
             {},
-            QUEUES | dict(zip(STAGING, ("1", "1024", "64"), strict=True)),
+            QUEUES | staging(1024, 64),
         ),
-        (CP, "0.5.12", {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-context-parallel "}, QUEUES),
-        (
-            f"{CP} kv.all_cp_ranks=true",
-            "0.5.14",
-            {"tp": 4, "more": "--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag "},
-            QUEUES | {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"},
-        ),
-        (
-            DP,
-            "0.5.12",
-            GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --dp-size 2 --enable-dp-attention "},
-            QUEUES,
-        ),
-        (DP, "0.5.23", GROUPS | {"more": "--dist-init-addr 127.0.0.1:31400 --attn-dp-size 2 "}, QUEUES),
+        (CP, "0.5.12", OLD_CP, QUEUES),
+        (f"{CP} kv.all_cp_ranks=true", "0.5.14", NEW_CP, QUEUES | ALL_CP),
+        (DP, "0.5.12", OLD_DP, QUEUES),
+        (DP, "0.5.23", NEW_DP, QUEUES),
         ("nixl kv.pool=9GiB", "", {"more": "--max-total-tokens 65536 "}, QUEUES),
     ],
 )
@@ -140,11 +128,10 @@ def test_sglang_over_tcp_keeps_the_variable_of_the_user(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "environment"),
-    [("control", {}), ("write", {"SGLANG_MORI_SEND_AUX_RDMA": "1"})],
+    ("metadata", "environment"), [("control", {}), ("write", {"SGLANG_MORI_SEND_AUX_RDMA": "1"})]
 )
 def test_sglang_sends_metadata_over_rdma_with_mori(metadata, environment):
-    base = ("hw=8xmi300x", "model=qwen3-8b", "parallel=tp1", "live.launch=true")
+    base = ("hw=8xmi300x", *PAIR[1:])
     server = made("sglang", "backend=mori", f"backend.policy.metadata={metadata}", base=base)[0]
     assert flags(server)[1] == {"SGLANG_MORI_TRANSFER_SHARDS": "8"} | environment
 
@@ -159,11 +146,8 @@ def test_sglang_sends_metadata_over_rdma_with_mori(metadata, environment):
     ],
 )
 def test_sglang_caches_prefixes_where_the_configuration_says(words, prefill, decode):
-    found = [
-        next((word for word in server.command if "radix" in word), None)
-        for server in made("sglang", "backend=mooncake_nvlink", *words)
-    ]
-    assert found == [prefill, decode]
+    servers = made("sglang", "backend=mooncake_nvlink", *words)
+    assert [next((w for w in server.command if "radix" in w), None) for server in servers] == [prefill, decode]
 
 
 VLLM = (
@@ -171,35 +155,26 @@ VLLM = (
     "--max-num-seqs 1024 --block-size 16 --disable-uvicorn-access-log --{no}enable-prefix-caching{more} "
     "--gpu-memory-utilization 0.92{pool} --kv-transfer-config "
 )
+PUSH = "nixl_vllm live.connector=NixlPushConnector kv.pool=1GiB cache=vllm"
+EXPERTS = "nixl_vllm model=qwen3-30b-a3b parallel.prefill.tp=4 parallel.prefill.dp=2 parallel.prefill.ep=4"
+PUSHED = {"no": "", "pool": " --kv-cache-memory-bytes 1073741824"}
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "transfer"),
+    ("words", "options", "connector", "extra"),
     [
-        ("nixl_vllm", {}, {"kv_connector": "NixlConnector"}),
-        (
-            "nixl_vllm live.connector=NixlPushConnector kv.pool=1GiB cache=vllm",
-            {"no": "", "pool": " --kv-cache-memory-bytes 1073741824"},
-            {"kv_connector": "NixlPushConnector"},
-        ),
-        (
-            "mooncake_tcp",
-            {},
-            {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}},
-        ),
-        (
-            "nixl_vllm model=qwen3-30b-a3b parallel.prefill.tp=4 parallel.prefill.dp=2 parallel.prefill.ep=4",
-            {"tp": 2, "more": " --data-parallel-size 2 --enable-expert-parallel"},
-            {"kv_connector": "NixlConnector"},
-        ),
+        ("nixl_vllm", {}, "NixlConnector", {}),
+        (PUSH, PUSHED, "NixlPushConnector", {}),
+        ("mooncake_tcp", {}, "MooncakeConnector", {"kv_connector_extra_config": {"mooncake_protocol": "tcp"}}),
+        (EXPERTS, {"tp": 2, "more": " --data-parallel-size 2 --enable-expert-parallel"}, "NixlConnector", {}),
     ],
 )
-def test_vllm_prefill_gets_exactly_this_line(words, options, transfer):
+def test_vllm_prefill_gets_exactly_this_line(words, options, connector, extra):
     line, environment = flags(made("vllm", "kv.page_size=16", *f"backend={words}".split())[0])
     values = {"context": 40960, "tp": 1, "no": "no-", "more": "", "pool": ""} | options
-    begin, _, end = line.partition("--kv-transfer-config ")
-    assert begin + "--kv-transfer-config " == VLLM.format(**values)
-    assert json.loads(end) == {"kv_role": "kv_both"} | transfer
+    begin, _, end = line.partition("{")
+    assert begin == VLLM.format(**values)
+    assert json.loads("{" + end) == {"kv_role": "kv_both", "kv_connector": connector} | extra
     assert environment == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "30600"}
 
 
@@ -245,19 +220,15 @@ def test_a_key_that_the_engine_cannot_have_is_refused(engine, words, line):
 def test_a_model_folder_has_the_shape_and_all_tokens(tmp_path, model):
     llm = compose(["hw=8xh200", f"model={model}"]).model
     folder = model_folder.write(llm, tmp_path / "model")
-    written = json.loads((folder / "config.json").read_text())
-    assert (written["num_hidden_layers"], written["hidden_size"]) == (llm.layers, llm.hidden)
-    assert (written["num_key_value_heads"], written["head_dim"]) == (llm.kv_heads, llm.head_dim)
-    assert _parameters(written) == pytest.approx(llm.parameters, rel=0.02 if model != "tiny" else 0.7)
+    shape = json.loads((folder / "config.json").read_text())
+    layers, hidden, heads, kv = llm.layers, llm.hidden, llm.heads, llm.kv_heads
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    assert [shape[name] for name in names] == [layers, hidden, heads, kv, llm.head_dim]
+    layer = hidden * llm.head_dim * 2 * (heads + kv) + 3 * hidden * shape["intermediate_size"]
+    parameters = layers * layer + 2 * shape["vocab_size"] * hidden
+    assert parameters == pytest.approx(llm.parameters, rel=0.02 if model != "tiny" else 0.7)
     words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert len(words) == written["vocab_size"]
-
-
-def _parameters(found):
-    hidden, heads, kv = found["hidden_size"], found["num_attention_heads"], found["num_key_value_heads"]
-    attention = hidden * found["head_dim"] * 2 * (heads + kv)
-    layer = attention + 3 * hidden * found["intermediate_size"]
-    return found["num_hidden_layers"] * layer + 2 * found["vocab_size"] * hidden
+    assert len(words) == shape["vocab_size"]
 
 
 def lines(*words):
