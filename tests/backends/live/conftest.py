@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 
@@ -24,8 +24,6 @@ KEY = "tiny-key"
 
 @dataclass
 class Llama:
-    """A running server."""
-
     url: str
     process: subprocess.Popen[bytes]
 
@@ -43,19 +41,16 @@ def free_port() -> int:
 def start(folder: Path, key: str = "", port: int = 0) -> Llama:
     """Start a server and wait until it answers."""
     port = port or free_port()
-    log = (folder / "server.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, tiny_server.__file__, str(folder), str(port), key], stdout=log, stderr=subprocess.STDOUT
-    )
-    log.close()
-    found = Llama(f"http://127.0.0.1:{port}", process)
+    command = [sys.executable, tiny_server.__file__, str(folder), str(port), key]
+    with (folder / "server.log").open("wb") as log:
+        server = Llama(f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + START
-    while time.monotonic() < deadline and process.poll() is None:
-        with suppress(OSError), urlopen(Request(f"{found.url}/health")) as answer:
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with suppress(OSError), urlopen(f"{server.url}/health") as answer:
             if answer.status == 200:
-                return found
+                return server
         time.sleep(0.1)
-    found.kill()
+    server.kill()
     raise RuntimeError((folder / "server.log").read_text()[-1000:])
 
 
@@ -70,9 +65,9 @@ def needed() -> None:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llama]:
     """A server that all tests share and none may stop."""
     needed()
-    found = start(tmp_path_factory.mktemp("llama"))
-    yield found
-    found.kill()
+    server = start(tmp_path_factory.mktemp("llama"))
+    yield server
+    server.kill()
 
 
 @pytest.fixture

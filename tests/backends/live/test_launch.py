@@ -52,30 +52,26 @@ def test_a_server_is_up_within_the_block_and_gone_after(tmp_path):
     assert "\nbegun\n" in (tmp_path / "server0.log").read_text()
 
 
-def test_a_server_that_ends_by_itself_says_why(tmp_path):
-    broken = launch(
-        "prefill0", sys.executable, "-c", "print('WARNING OSError: later'); raise RuntimeError('no such model')"
-    )
-    with (
-        pytest.raises(BackendUnavailable, match="prefill0 ended with status 1: RuntimeError: no such model"),
-        started([broken], tmp_path, 30.0),
-    ):
-        pass
+BROKEN = "print('WARNING OSError: later'); raise RuntimeError('no such model')"
 
 
-def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path):
-    silent, seen = launch("decode0", sys.executable, "-c", STUBBORN), []
+@pytest.mark.parametrize(
+    ("code", "ready", "reason"),
+    [
+        (BROKEN, 30.0, "server0 ended with status 1: RuntimeError: no such model"),
+        (STUBBORN, 0.5, r"server0 did not answer within live.ready=0.5 s"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why_and_ends(tmp_path, code, ready, reason):
+    server, seen, before = launch("server0", sys.executable, "-c", code), set(), set(psutil.Process().children())
 
     def look(_):
-        seen.extend(each for each in psutil.Process().children() if STUBBORN in each.cmdline())
+        seen.update(set(psutil.Process().children()) - before)
 
-    with (
-        pytest.raises(BackendUnavailable, match=r"decode0 did not answer within live.ready=0.5 s"),
-        started([silent], tmp_path, 0.5, look),
-    ):
+    with pytest.raises(BackendUnavailable, match=reason), started([server], tmp_path, ready, look):
         pass
-    assert seen
-    assert not [each for each in seen if alive(each.pid)]
+    assert len(seen) == 1
+    assert not any(alive(each.pid) for each in seen)
 
 
 def test_servers_end_with_a_parent_that_is_killed(tmp_path):

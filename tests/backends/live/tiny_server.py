@@ -12,9 +12,11 @@ except ImportError:
     gguf = xllamacpp = None
 import numpy as np
 
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, CONTEXT = 512, 64, 2, 4, 2, 128, 2048
-SLOTS = 4
-KINDS = {"normal": 1, "unknown": 2, "control": 3, "byte": 6}
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, CONTEXT, SLOTS = 512, 64, 2, 4, 2, 128, 2048, 4
+KV = HIDDEN // HEADS * KV_HEADS
+ROWS = {"attn_q": HIDDEN, "attn_k": KV, "attn_v": KV, "attn_output": HIDDEN, "ffn_gate": INNER, "ffn_up": INNER}
+MATRICES = {name: (rows, HIDDEN) for name, rows in ROWS.items()} | {"ffn_down": (HIDDEN, INNER)}
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of tokens
 
 
 def write(path: Path) -> None:
@@ -35,33 +37,17 @@ def write(path: Path) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens + words)
     writer.add_token_scores([-1000.0] * len(tokens) + [-float(number) for number in range(len(words))])
-    kinds = [KINDS["unknown"], KINDS["control"], KINDS["control"], *[KINDS["byte"]] * 256]
-    writer.add_token_types(kinds + [KINDS["normal"]] * len(words))
+    writer.add_token_types([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
 
-    def tensor(name, *shape):
-        writer.add_tensor(name, (random.standard_normal(shape) * 0.05).astype(np.float32))
-
-    def ones(name):
-        writer.add_tensor(name, np.ones(HIDDEN, np.float32))
-
-    tensor("token_embd.weight", VOCABULARY, HIDDEN)
-    ones("output_norm.weight")
-    tensor("output.weight", VOCABULARY, HIDDEN)
-    kv = HIDDEN // HEADS * KV_HEADS
-    for layer in range(LAYERS):
-        at = f"blk.{layer}."
-        ones(f"{at}attn_norm.weight")
-        ones(f"{at}ffn_norm.weight")
-        tensor(f"{at}attn_q.weight", HIDDEN, HIDDEN)
-        tensor(f"{at}attn_k.weight", kv, HIDDEN)
-        tensor(f"{at}attn_v.weight", kv, HIDDEN)
-        tensor(f"{at}attn_output.weight", HIDDEN, HIDDEN)
-        tensor(f"{at}ffn_gate.weight", INNER, HIDDEN)
-        tensor(f"{at}ffn_up.weight", INNER, HIDDEN)
-        tensor(f"{at}ffn_down.weight", HIDDEN, INNER)
+    norms = ["output_norm", *(f"blk.{n}.{name}" for n in range(LAYERS) for name in ("attn_norm", "ffn_norm"))]
+    shapes = {f"blk.{n}.{name}": shape for n in range(LAYERS) for name, shape in MATRICES.items()}
+    for name, shape in {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), **shapes}.items():
+        writer.add_tensor(f"{name}.weight", (random.standard_normal(shape) * 0.05).astype(np.float32))
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
