@@ -32,19 +32,15 @@ def batch(count: int, unit: int, odd: int = 0) -> Batch:
     return Batch(*regions, source, target, size)
 
 
-def moved(contents: Any, columns: Any, size: int) -> Any:
-    """Return what numpy makes of a target of zeros."""
-    image = np.zeros(size, np.uint8)
-    for start, end, length in zip(*columns, strict=True):
-        image[end : end + length] = contents[start : start + length]
-    return image
-
-
-def expected(pieces: Batch) -> tuple[Any, Any]:
-    """Return random contents of the source, and the target after *pieces* were copied."""
+def expected(pieces: Batch, columns: Any = None) -> tuple[Any, Any]:
+    """Return random contents of the source, and the target of zeros after *columns*, or *pieces*, were copied."""
     contents = np.random.default_rng(6).integers(0, 256, pieces.source.size, dtype=np.uint8)
-    columns = pieces.source_offset, pieces.target_offset, pieces.size
-    return contents, moved(contents, columns, pieces.target.size)
+    image = np.zeros(pieces.target.size, np.uint8)
+    for start, end, length in zip(
+        *columns or (pieces.source_offset, pieces.target_offset, pieces.size), strict=True
+    ):
+        image[end : end + length] = contents[start : start + length]
+    return contents, image
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,7 +48,7 @@ def test_tiles_and_torch_move_the_same_bytes(case):
     torch = pytest.importorskip("torch")
     pieces = batch(**CASES[case])
     contents, image = expected(pieces)
-    assert np.array_equal(moved(contents, tiles(pieces), pieces.target.size), image)
+    assert np.array_equal(expected(pieces, tiles(pieces))[1], image)
     target = torch.zeros(pieces.target.size, dtype=torch.uint8)
     copy_with_torch(torch.from_numpy(contents), target, pieces)
     assert np.array_equal(target.numpy(), image)

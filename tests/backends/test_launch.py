@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -144,18 +145,6 @@ def lines():
         yield Line(here), Line(there)
 
 
-def test_pieces_of_messages_are_put_together(lines):
-    here, there = lines
-    messages = [supervision.WorkerReady(f"tcp://127.0.0.1:{port}") for port in range(5)]
-    for message in messages:
-        here.send(message)
-    data, received = there.connection.recv(1 << 16), []
-    for index in range(len(data)):
-        here.connection.sendall(data[index : index + 1])
-        received += there.receive()
-    assert received == messages
-
-
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\x03" + b"\0" * 7 + b"\x93\xa1\x93", b"\x01" + b"\0" * 7 + b"\xc1"])
 def test_what_is_no_message_is_refused(lines, data):
     lines[0].connection.sendall(data)
@@ -163,13 +152,21 @@ def test_what_is_no_message_is_refused(lines, data):
         lines[1].receive()
 
 
-def test_a_message_that_follows_another_is_kept(lines):
+def test_messages_come_in_pieces_and_those_behind_are_kept(lines):
     """A rank that was told of a move with the word to go did not know where the other one was, for ever."""
+    here, there = lines
     go, moved = supervision.Go(0.0, {"a": ""}, 1.0, True), supervision.Moved("a", "tcp://127.0.0.1:1")
+    for message in (moved, go, moved):
+        here.send(message)
+    data = there.connection.recv(1 << 16)
+    for index in range(20):
+        here.connection.sendall(data[index : index + 1])
+        assert there.receive() == []
+    here.connection.sendall(data[20:])
+    assert there.receive() == [moved, go, moved]
     for message in (go, moved):
-        lines[0].send(message)
-    assert lines[1].wait_for(supervision.Go) == go
-    assert lines[1].receive() == [moved]
+        here.send(message)
+    assert (there.wait_for(supervision.Go), there.receive()) == (go, [moved])
 
 
 # --- ranks that are forks of one process ---------------------------------------------------------------------------
@@ -194,20 +191,10 @@ def test_a_forked_rank_has_what_a_start_of_python_would_have(warm, monkeypatch, 
     assert (forked["folder"], forked["environ"]["PDSIM_TESTED"]) == (str(tmp_path), "1")
 
 
-def test_a_forked_rank_ends_with_its_job(warm):
-    ranks = (
-        warm[0].run([spec("a", programs.sleep, seconds=30.0), spec("b", programs.identify)], kill={"a": 0.1}).ranks
-    )
-    assert ranks["a"].error.startswith("killed by signal 9, as was asked for")
-    pid, parent, *_ = ranks["b"].value
-    assert (ranks["b"].error, parent) == ("", os.getpid())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_a_dead_forker_is_reported_and_restarted_and_ends(warm):
     target, start = warm
-    only(target, programs.identify)
+    pid, parent, *_ = only(target, programs.identify).value
+    assert (parent, Path(f"/proc/{pid}").exists()) == (os.getpid(), False)
     os.kill(start.process.pid, signal.SIGKILL)
     start.process.wait()
     with pytest.raises(TransferError, match="the process that forks ranks has ended; start the job again"):
