@@ -17,6 +17,7 @@ models: pdsim.models > waist
 compute: pdsim.compute > kv models waist
 verify: pdsim.verify > serving kv waist
 serving: pdsim.serving > kv compute models waist
+recipes: pdsim.recipes > kv models waist
 records: pdsim.results.(record|schema) > waist face
 calibration: pdsim.calibration > records compute models waist
 config: pdsim.config > calibration serving kv compute models waist
@@ -25,7 +26,7 @@ results: pdsim.results > records config calibration waist face
 validation: pdsim.validation > results records config calibration waist
 execution: pdsim.run > registry live sim verify composition results records config waist
 sweep: pdsim.sweep > execution face results records config waist
-cli: pdsim.cli > face registry live profiling composition ALL
+cli: pdsim.cli > recipes face registry live profiling composition ALL
 face: pdsim$ pdsim.__main__ > cli composition ALL
 registry: backends.(registry|capabilities|diagnosis|jobs|emulation) > backends waist
 backends: backends > registry waist

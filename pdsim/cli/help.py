@@ -34,6 +34,7 @@ COMMANDS = {
     "profile": "measure the operators of a model on a GPU, and write a file for compute=",
     "validate": "predict transfers and requests, measure them on a real engine, and print the errors",
     "observe": "turn the logs of a deployment into a workload and a measured run",
+    "recipe": "turn a command line or YAML of vLLM, SGLang, Dynamo or llm-d into a configuration, and back",
     "list": "list the choices of each group: pdsim list, pdsim list hw",
     "doctor": "list the engines and devices that work on this machine, and what the others need",
     "completion": "print the shell code that completes commands, groups and keys",
@@ -197,6 +198,23 @@ for pdsim calibrate --from.
 Options:
   --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake (default: by its content)
   --to DIR          folder for the trace (default: here)"""
+
+PAGES["recipe"] = """\
+usage: pdsim recipe TEXT|FILE ... [KEY=VALUE ...] [OPTION ...]
+
+  pdsim recipe "vllm serve Qwen/Qwen3-8B" hw=1xh100                a server of its own
+  pdsim recipe prefill.sh decode.sh hw=8xh200 --run                prefill and decode servers, and run them
+  pdsim recipe deploy.yaml hw=2x8xh200 -o deployment.yaml          Kubernetes, LeaderWorkerSet, Dynamo, llm-d
+  pdsim recipe --to vllm results/serve-...                         the launch commands of a kept run
+
+Prints what each flag decides, which flags have no effect on times, and which are not modelled.  TEXT is a command
+line in quotes; a file may be a script.  KEY=VALUE add to the configuration: hw, workload.
+
+Options:
+  --run                run it
+  --ignore-unknown     go on with flags that no known release has
+  --to ENGINE          vllm or sglang: print the launch commands of the run in FOLDER
+  -o FILE              write the configuration as a YAML file"""
 
 PAGES["calibrate"] = """\
 usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pdsim recipe`: the commands or YAML of a deployment become a configuration, and a kept run launch commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pdsim.cli.help import parse
+from pdsim.core.errors import ConfigError
+from pdsim.recipes import Recipe, servers, translated
+from pdsim.results.record import Table
+from pdsim.results.terminal import show_lines, show_table
+
+__all__ = ["recipe"]
+
+
+def recipe(words: Sequence[str]) -> int:
+    """Print the configuration of the deployment that *words* name, or run it; return the exit status.
+
+    Raise a `ConfigError` for a text without servers, for an unknown flag, and for what cannot be composed.
+    """
+    rest, asked = parse("recipe", words)
+    if "--to" in asked:
+        return _commands(asked["--to"], rest)
+    own = [word for word in rest if "=" in word.split(" ")[0] and not Path(word).exists()]
+    texts = [Path(word).read_text("utf-8") if Path(word).is_file() else word for word in rest if word not in own]
+    if not texts:
+        raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")
+    found = [server for text in texts for server in servers(text)]
+    made = translated(found, ignore_unknown="--ignore-unknown" in asked)
+    chosen = {word.partition("=")[0]: word for word in (*made.words, *own)}
+    command = list(chosen.values())
+    _show(made)
+    if path := asked.get("--output"):
+        path.write_text(_yaml(command), encoding="utf-8")
+        show_lines(f"written: {path}; pdsim run --config-dir {path.parent} --config-name {path.stem}")
+    if "--run" not in asked:
+        from pdsim.config.compose import compose
+
+        compose(command)  # what does not fit is said here, not when it is run
+        show_lines(f"next:\n  pdsim run {shlex.join(command)}")
+        return 0
+    from pdsim.cli.main import main
+
+    return main(["run", *command])
+
+
+def _show(made: Recipe) -> None:
+    columns = {"of": "the servers", "flag": "as written", "means": "the key and its value"}
+    show_table(Table("What decides", columns, [list(row) for row in made.taken]), definitions=False)
+    for what, flags in (
+        ("no effect on times", made.timeless),
+        ("not modelled", made.unmodelled),
+        ("unknown, ignored", made.unknown),
+    ):
+        if flags:
+            show_lines(f"{what}: {', '.join(flags)}")
+
+
+def _yaml(words: Sequence[str]) -> str:
+    # a primary configuration: groups in its defaults list, keys below
+    import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+
+    from pdsim.config import compose
+    from pdsim.core import plugins
+
+    ready = [word.lstrip("+").replace("'", "").partition("=") for word in compose.ready(words)]
+    groups = {key: value for key, _, value in ready if key in plugins.groups()}
+    own: dict[str, object] = {}
+    for key, _, value in ready:
+        *parts, last = key.split(".")
+        inner = own
+        if key not in groups:
+            for part in parts:
+                inner = inner.setdefault(part, {})  # type: ignore[assignment]  # made here alone
+            inner[last] = yaml.safe_load(value)
+    defaults = ["config", *({f"override {group}": name} for group, name in groups.items()), "_self_"]
+    return str(yaml.safe_dump({"defaults": defaults, **own}, sort_keys=False))
+
+
+def _commands(engine: str, folders: Sequence[str]) -> int:
+    from backends.live.commands import MODULES, launches, refusals
+    from pdsim.config import load
+    from pdsim.results import schema
+
+    if engine not in MODULES or len(folders) != 1:
+        raise ConfigError(f"recipe --to {engine} FOLDER: the engine is one of {', '.join(MODULES)}, and one run")
+    values = schema.read_nested(Path(folders[0]) / "config.yaml")
+    config = load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
+    if getattr(config.experiment, "deployment", "") == "colocated":
+        config = replace(config, live=replace(config.live, layout="colocated"))
+    named = re.search(r"config\.json of (\S+/\S+)", " ".join(config.model.sources.values()))
+    model = Path(named[1] if named else config.model.name)
+    if problems := list(refusals(config, engine)):
+        raise ConfigError("\n".join(problems))
+    for server in launches(config, engine, model):
+        variables = [f"{name}={value}" for name, value in server.environment.items()]
+        command = shlex.join([*variables, "python", *server.command[1:]])
+        sys.stdout.write(f"# {server.name}\n{command.replace(' --load-format dummy', '')}\n")
+    return 0

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployment's own words as a configuration: command lines of vLLM and SGLang, scripts and YAML with them.
+
+`servers` finds the servers in a text: a command line, a shell script, or the YAML of Kubernetes, LeaderWorkerSet,
+Dynamo or llm-d.  `translated` says what each flag becomes.  Flags are those of the releases in ``flags.txt``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError, near
+from pdsim.kv.policy import VARIABLES, described
+from pdsim.models.huggingface import expanded
+
+__all__ = ["Recipe", "Server", "servers", "translated"]
+
+STARTS = (
+    ("vllm", re.compile(r"vllm serve|-m vllm\.entrypoints\.\S+|-m dynamo\.vllm")),
+    ("sglang", re.compile(r"sglang serve|-m sglang\.launch_server|-m dynamo\.sglang")),
+)
+"""How a command line begins that starts a server of each engine."""
+
+ALIASES = {
+    "vllm": {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size",
+             "ep": "enable-expert-parallel", "q": "quantization", "cc": "compilation-config",
+             "O": "optimization-level"},
+    "sglang": {"tp": "tensor-parallel-size", "tp-size": "tensor-parallel-size", "dp": "data-parallel-size",
+               "dp-size": "data-parallel-size", "pp": "pipeline-parallel-size", "pp-size": "pipeline-parallel-size",
+               "ep": "expert-parallel-size", "ep-size": "expert-parallel-size",
+               "attn-cp-size": "attention-context-parallel-size", "model": "model-path"},
+}  # fmt: skip
+"""Other spellings of flags."""
+
+TAKEN = {
+    "tensor-parallel-size": "parallel.{side}.tp",
+    "pipeline-parallel-size": "parallel.{side}.pp",
+    "data-parallel-size": "parallel.{side}.dp",
+    "enable-expert-parallel": "parallel.{side}.ep",
+    "expert-parallel-size": "parallel.{side}.ep",
+    "enable-dp-attention": "parallel.{side}.dp",
+    "attention-context-parallel-size": "parallel.{side}.cp",
+    "block-size": "kv.page_size",
+    "page-size": "kv.page_size",
+    "gpu-memory-utilization": "scheduler.memory_fraction",
+    "mem-fraction-static": "scheduler.memory_fraction",
+    "max-num-seqs": "scheduler.decode_batch",
+    "max-running-requests": "scheduler.decode_batch",
+    "max-num-batched-tokens": "scheduler.chunk",
+    "chunked-prefill-size": "scheduler.chunk",
+    "kv-cache-memory-bytes": "kv.pool",
+    "kv-cache-dtype": "model.kv_dtype",
+    "quantization": "model.dtype_bytes",
+    "max-model-len": "model.context",
+    "context-length": "model.context",
+    "enable-prefix-caching": "cache",
+    "no-enable-prefix-caching": "cache",
+    "disable-radix-cache": "cache",
+    "disaggregation-decode-enable-radix-cache": "cache.decode",
+    "kv-transfer-config": "backend",
+    "disaggregation-transfer-backend": "backend",
+    "disaggregation-mode": "experiment.deployment",
+    "is-prefill-worker": "experiment.deployment",
+    "is-decode-worker": "experiment.deployment",
+    "async-scheduling": "engine.overlap",
+    "no-async-scheduling": "engine.overlap",
+    "disable-overlap-schedule": "engine.overlap",
+    "model": "model",
+    "model-path": "model",
+}
+"""The key that each flag decides."""
+
+TIMELESS = re.compile(
+    r"host|port|\S*-port|\S*-(names?|path|dir|address|addr|parser|plugin|revision|interval|timeout|logs?|metrics)"
+    r"|served-model-name|trust-remote-code|api-key|ssl-\S+|allow\S*|(no-)?(enable|disable|log)-\S*(log|request)s?\S*"
+    r"|uvicorn-\S+|tokenizer\S*|chat-template\S*|\S*tool-\S+|seed|random-seed|load-format|dtype|swap-space|device"
+    r"|nnodes|node-rank|master-\S+|base-gpu-id|gpu-id-step|headless|distributed-executor-backend|root-path"
+    r"|middleware|data-parallel-((hybrid|external)-lb|size-local|backend|(rank|start)\S*)|config-format"
+    r"|generation-config|kv-events-config|watchdog-\S+|enable-metrics\S*|collect-\S+|dyn-\S+|store-kv|\S+-plane"
+    r"|use-\S+-tokenizer"
+    r"|endpoint|skip-tokenizer-init|language-model-only|disaggregation-ib-device|(no-)?enable-chunked-prefill"
+    r"|enable-cache-report|load-balance-method|prefill-round-robin-balance|model-loader-\S+"
+)
+"""Flags that change no modelled time, or that say what the simulator does anyway."""
+
+SHIPPED = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2": "deepseek-v3.2-exp"}
+"""Models of one shape with a file in ``conf/model``."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The servers that one command starts."""
+
+    engine: str  # vllm or sglang
+    flags: Mapping[str, str]  # without dashes and aliases; a switch has ""
+    instances: int = 1  # replicas
+    role: str = ""  # prefill or decode, where the text around the command says it
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def side(self) -> str:
+        """``prefill``, ``decode``, or ``server`` for one that does both."""
+        if "disaggregation-mode" in self.flags:
+            mode = self.flags["disaggregation-mode"]
+            return mode if mode in ("prefill", "decode") else "server"
+        for name in ("prefill", "decode"):
+            if f"is-{name}-worker" in self.flags:
+                return name
+        kinds = {"kv_producer": "prefill", "kv_consumer": "decode"}
+        return kinds.get(str(self.transfer.get("kv_role")), self.role or "server")
+
+    @property
+    def transfer(self) -> Mapping[str, Any]:
+        """The content of ``--kv-transfer-config``; of a connector of several the first of them."""
+        try:
+            made = json.loads(self.flags.get("kv-transfer-config") or "{}")
+        except ValueError as error:
+            raise ConfigError(f"--kv-transfer-config is not JSON: {error}; quote it as in a shell") from None
+        inner = made.get("kv_connector_extra_config", {}).get("connectors") or [made]
+        return {**made, **inner[0]}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A configuration, and where each part of it comes from."""
+
+    words: tuple[str, ...]  # overrides of `pdsim run`
+    taken: tuple[tuple[str, str, str], ...]  # side, flag as typed, and the override that it decides
+    timeless: tuple[str, ...]  # flags without an effect on times
+    unmodelled: tuple[str, ...]  # flags that the model has nothing for
+    unknown: tuple[str, ...]  # flags that no known release has
+
+
+# --- servers in a text ---------------------------------------------------------------------------------------------
+
+
+def servers(text: str) -> list[Server]:
+    """Return the servers that *text* starts: a command line, a script, or YAML documents.
+
+    Raise a `ConfigError` if there are none.
+    """
+    found = list(_of_yaml(text)) or list(_of_script(text, {}))
+    if not found:
+        raise ConfigError(
+            "no server is started here; give a command line such as 'vllm serve MODEL ...' or 'python -m "
+            "sglang.launch_server --model-path MODEL ...', or a script or YAML file that has one"
+        )
+    return found
+
+
+def _of_script(text: str, environment: Mapping[str, str]) -> Iterator[Server]:
+    known = dict(environment)
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+        line = line.strip()
+        if assigned := re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(\S+|'.*'|\".*\")", line):
+            known[assigned[1]] = assigned[2].strip("\"'")
+            continue
+        for engine, start in STARTS:
+            if not line.startswith("#") and (match := start.search(line)):
+                before, rest = line[: match.start()], line[match.end() :]
+                own = dict(re.findall(r"\b([A-Z_]+)=(\S+)", before))
+                yield Server(engine, _flags(engine, _split(rest, known)), environment={**known, **own})
+
+
+def _split(text: str, known: Mapping[str, str]) -> list[str]:
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return known.get(name) or (default[2:] if default else match[0])
+
+    text = re.sub(r"\$\{(\w+)(:-[^}]*)?\}|\$(\w+)", value, text)
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{text.strip()[:60]}...: {error}; quote values as in a shell") from None
+    ends = [
+        at for at, word in enumerate(words) if word in ("&", "&&", ";", "|", "2>&1") or word.startswith((">", "2>"))
+    ]
+    return words[: ends[0]] if ends else words
+
+
+def _of_yaml(text: str) -> Iterator[Server]:
+    import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError:
+        return  # a script or a command line
+    for document in documents:
+        yield from _below(document, Server("", {}))
+
+
+def _below(node: Any, around: Server) -> Iterator[Server]:
+    # *around* has what the keys above say: replicas, the role, environment variables
+    if isinstance(node, list):
+        for each in node:
+            yield from _below(each, around)
+    if not isinstance(node, dict):
+        return
+    kind = str(node.get("subComponentType") or node.get("name") or "").lower()
+    role = next((name for name in ("prefill", "decode") if name in kind), around.role)
+    factor = int(node.get("replicas", 1)) * int(node.get("slices", 1))
+    pairs = [*(node.get("env") or ()), *(node.get("envs") or ())]
+    own = {
+        str(each["name"]): str(each.get("value", "")) for each in pairs if isinstance(each, dict) and "name" in each
+    }
+    around = replace(
+        around, role=role, instances=around.instances * factor, environment={**around.environment, **own}
+    )
+    command = [*_words(node.get("command")), *_words(node.get("args"))]
+    if command:
+        joined = " ".join(command) if command[0].endswith("sh") else shlex.join(command)
+        for one in _of_script(joined, around.environment):
+            yield replace(one, role=around.role, instances=around.instances)
+    for key, each in node.items():
+        if isinstance(each, dict | list):
+            named = next((name for name in ("prefill", "decode") if name in str(key).lower()), around.role)
+            yield from _below(each, replace(around, role=named))
+
+
+def _words(value: Any) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else [str(value)] if value else []
+
+
+def _flags(engine: str, words: Sequence[str]) -> dict[str, str]:
+    flags: dict[str, str] = {}
+    name = "model" if engine == "vllm" else "model-path"
+    if words and not words[0].startswith("-"):
+        flags[name], words = words[0], words[1:]
+    at = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            raw, _, value = word.lstrip("-").partition("=")
+            raw, _, inner = raw.partition(".")  # --compilation-config.mode=0
+            at = raw if len(raw) == 1 else raw.replace("_", "-")
+            at = ALIASES[engine].get(at, at)
+            flags[at] = f"{flags.get(at, '')} {inner}={value}".strip() if inner else value
+        elif at:
+            flags[at] = f"{flags[at]} {word}".strip()
+    return flags
+
+
+# --- to a configuration --------------------------------------------------------------------------------------------
+
+
+@cache
+def _known() -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for line in (Path(__file__).parent / "flags.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            of = names.setdefault(line.split()[1], set())
+        else:
+            of.add(line)
+    return names
+
+
+def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = False) -> Recipe:
+    """Return the configuration of the servers *every*, on the machine *hw*.
+
+    Raise a `ConfigError` for servers of several engines or models, and for a flag that no known release has, unless
+    *ignore_unknown* is set.
+    """
+    engines = {server.engine for server in every}
+    if len(engines) > 1:
+        raise ConfigError("servers of vllm and of sglang in one deployment; give those of one engine")
+    (engine,) = engines
+    by_side = {server.side: server for server in every}
+    instances = {side: sum(one.instances for one in every if one.side == side) for side in by_side}
+    if len(by_side) > 1 and "server" in by_side:
+        raise ConfigError("some servers say prefill or decode and others nothing; give each its role")
+    if len(by_side) == 1 and "server" not in by_side:
+        (side,) = by_side
+        other = "decode" if side == "prefill" else "prefill"
+        raise ConfigError(f"there are {side} servers only; give the command of {other} too")
+    config = _whole(engine, by_side, instances)
+    if hw:
+        config = {"hw": hw, **config}
+    words = tuple(f"{key}={value}" for key, value in config.items())
+    taken: list[tuple[str, str, str]] = []
+    timeless, unmodelled, unknown = list[str](), list[str](), list[str]()
+    known = _known()[engine] | _known()["dynamo"] | set(ALIASES[engine])
+    for side, server in by_side.items():
+        for flag, value in server.flags.items():
+            typed = f"--{flag} {value}".strip()
+            key = TAKEN.get(flag, "").format(side="decode" if side == "server" else side)
+            if key in config:
+                taken.append((side, typed, f"{key}={config[key]}"))
+            elif flag.removeprefix("no-") not in known and flag not in TAKEN and not TIMELESS.fullmatch(flag):
+                if not ignore_unknown:
+                    raise ConfigError(
+                        f"--{flag} is no flag of {engine} as of the releases that pdsim knows; "
+                        f"{near(flag, sorted(known), '--{}')}leave it out, or pass --ignore-unknown"
+                    )
+                unknown.append(typed)
+            else:
+                (timeless if key or TIMELESS.fullmatch(flag) else unmodelled).append(typed)
+        environment = {name: value for name, value in server.environment.items() if name in VARIABLES}
+        for word in described(environment, str(config.get("backend", "")).partition("_")[0]):
+            taken.append((side, "environment", word))
+            words = (*words, word) if word not in words else words
+    unique = (tuple(dict.fromkeys(each)) for each in (timeless, unmodelled, unknown))
+    return Recipe(words, tuple(taken), *unique)
+
+
+def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, int]) -> dict[str, Any]:
+    pair = "server" not in by_side
+    prefill, decode = (by_side.get(side) or by_side["server"] for side in ("prefill", "decode"))
+    config: dict[str, Any] = {"engine": engine, **_model(prefill, engine)}
+    if not pair:
+        config["experiment.deployment"] = "colocated"
+    for side, server in by_side.items():
+        name = "decode" if side == "server" else side
+        sizes = _layout(engine, server, instances[side], config["model"])
+        config |= {f"parallel.{name}.{key}": n for key, n in sizes.items()}
+    if not pair:
+        config |= {
+            key.replace("decode", "prefill"): n for key, n in config.items() if key.startswith("parallel.decode")
+        }
+    for flags, server in (
+        (("block-size", "page-size"), decode),
+        (("gpu-memory-utilization", "mem-fraction-static"), decode),
+        (("max-num-seqs", "max-running-requests"), decode),
+        (("max-num-batched-tokens", "chunked-prefill-size"), prefill),
+        (("kv-cache-memory-bytes",), decode),
+        (("max-model-len", "context-length"), decode),
+    ):
+        for flag in flags:
+            value = server.flags.get(flag, "")
+            if value and value != "auto":
+                number = _number(flag, value)
+                shared = flag in ("max-running-requests", "chunked-prefill-size")  # of all attention groups
+                groups = int(server.flags.get("data-parallel-size", 1)) if shared else 1
+                if number > 0:  # -1 is the engine's own choice
+                    config[TAKEN[flag]] = max(1, int(number) // groups) if number == int(number) else number
+    off = {"vllm": "no-enable-prefix-caching", "sglang": "disable-radix-cache"}[engine]
+    config["cache"] = "none" if off in prefill.flags else engine
+    if "disaggregation-decode-enable-radix-cache" in decode.flags:
+        config["cache.decode"] = "true"
+    if {"no-async-scheduling", "disable-overlap-schedule"} & set(decode.flags):
+        config["engine.overlap"] = "false"
+    if pair and (backend := _backend(engine, prefill)):
+        config["backend"] = backend
+    return config
+
+
+def _layout(engine: str, server: Server, instances: int, model: str) -> dict[str, int]:
+    def size(flag: str) -> int:
+        return int(server.flags.get(flag) or 1)
+
+    tp, dp, pp = size("tensor-parallel-size"), size("data-parallel-size"), size("pipeline-parallel-size")
+    cp, ep = size("attention-context-parallel-size"), size("expert-parallel-size")
+    if engine == "vllm":  # whose tp is of an attention group; copies of a dense model share nothing
+        if dp > 1 and not _experts(model):
+            instances, dp = instances * dp, 1
+        tp *= dp
+        ep = tp if "enable-expert-parallel" in server.flags else 1
+    elif "enable-dp-attention" not in server.flags:  # copies of the server
+        instances, dp = instances * dp, 1
+    sizes = {"tp": tp // cp if cp > 1 else tp, "instances": instances, "pp": pp, "cp": cp, "dp": dp, "ep": ep}
+    return {key: n for key, n in sizes.items() if n > 1 or key == "tp"}
+
+
+def _experts(model: str) -> int:
+    if model in plugins.options("model"):
+        import yaml
+
+        values = yaml.safe_load((plugins.conf() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
+    else:
+        values = expanded({"path" if model.startswith(".") else "id": model})
+    return int(values.get("experts", 0))
+
+
+def _model(server: Server, engine: str) -> dict[str, Any]:
+    given = server.flags.get("model") or server.flags.get("model-path") or ""
+    served = server.flags.get("served-model-name", "").split(" ")[0]
+    name = served if given.startswith("/") and served else given
+    if not name:
+        raise ConfigError(f"the command of {engine} names no model; add it")
+    narrow = re.search(r"fp8", server.flags.get("quantization", "") + name.rpartition("/")[2], re.IGNORECASE)
+    bare = re.sub(r"-(instruct|thinking|fp8|dynamic|hf|it|base|\d{4})\b", "", name.rpartition("/")[2].lower())
+    bare = bare.removeprefix("meta-").removeprefix("nvidia-")
+    config: dict[str, Any] = {"model": SHIPPED.get(bare, bare)}
+    if config["model"] not in plugins.options("model"):
+        config["model"] = name if "/" in name else f"./{name}"
+    elif narrow:
+        config["model.dtype_bytes"] = 1
+        config["model.kv_dtype"] = "bf16"
+    cached = server.flags.get("kv-cache-dtype", "auto")
+    if cached != "auto":
+        types = {"fp8": "fp8_e4m3", "bfloat16": "bf16", "float16": "fp16"}
+        config["model.kv_dtype"] = types.get(cached, cached)
+    return config
+
+
+def _backend(engine: str, server: Server) -> str:
+    if engine == "sglang":
+        asked = server.flags.get("disaggregation-transfer-backend", "mooncake")
+        return asked if asked != "mooncake" or "SGLANG_MOONCAKE_CUSTOM_MEM_POOL" not in server.environment else ""
+    names = {"NixlConnector": "nixl_vllm", "NixlPushConnector": "nixl_vllm", "MooncakeConnector": "mooncake",
+             "MoRIIOConnector": "mori"}  # fmt: skip
+    return names.get(str(server.transfer.get("kv_connector")), "")
+
+
+def _number(flag: str, text: str) -> float:
+    units = {"": 1, "k": 1000, "K": 1024, "m": 1e6, "M": 2**20, "g": 1e9, "G": 2**30}
+    match = re.fullmatch(r"(-?[\d.]+)([kKmMgG]?)", text)
+    if match is None:
+        raise ConfigError(f"--{flag} {text} is not a number; write such as --{flag} 8192")
+    return float(match[1]) * units[match[2]]

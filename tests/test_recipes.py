@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines, scripts and YAML of deployments as configurations.
+
+Their shapes are those of public recipes: the docs of vLLM and SGLang, Dynamo's ``recipes/llama-3-70b`` and
+``recipes/deepseek-r1``, llm-d's ``guides/pd-disaggregation``.
+"""
+
+import pytest
+
+from pdsim.cli.main import main
+from pdsim.config.compose import compose
+from pdsim.core.errors import ConfigError
+from pdsim.recipes import servers, translated
+
+ONE = "experiment.deployment=colocated"
+DYNAMO = """
+kind: DynamoGraphDeployment
+spec:
+  services:
+    Frontend: {{componentType: frontend, replicas: 3}}
+    VllmPrefillWorker:
+      subComponentType: prefill
+      replicas: 2
+      extraPodSpec:
+        mainContainer:
+          env: [{{name: MODEL, value: RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic}}]
+          command: [/bin/sh, -c]
+          args: ["python3 -m dynamo.vllm --model $MODEL --tensor-parallel-size 2 --is-prefill-worker {more}"]
+    VllmDecodeWorker:
+      subComponentType: decode
+      replicas: 1
+      extraPodSpec:
+        mainContainer:
+          command: [/bin/sh, -c]
+          args:
+            - |
+              exec python3 -m dynamo.vllm \\
+                --model /models/llama --served-model-name RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic \\
+                --tensor-parallel-size 4 {more}
+"""
+LLM_D = """
+kind: DisaggregatedSet
+spec:
+  slices: 2
+  roles:
+    - name: prefill
+      spec:
+        replicas: 4
+        leaderWorkerTemplate:
+          workerTemplate: &pod
+            spec:
+              containers:
+                - name: modelserver
+                  command: [vllm, serve]
+                  args: [openai/gpt-oss-120b, --tensor-parallel-size=1, --block-size=128, --kv-transfer-config,
+                    '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}']
+    - name: decode
+      spec:
+        replicas: 1
+        leaderWorkerTemplate:
+          workerTemplate:
+            spec:
+              containers:
+                - name: modelserver
+                  command: [vllm, serve]
+                  args: [openai/gpt-oss-120b, --tensor-parallel-size=4, --block-size=128, --port=8200,
+                    --kv-transfer-config, '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}']
+"""
+PAIR = """
+#!/bin/bash
+MODEL=deepseek-ai/DeepSeek-R1
+# prefill
+SGLANG_MOONCAKE_CUSTOM_MEM_POOL=NVLINK python3 -m sglang.launch_server --model-path ${MODEL} --tp 8 \\
+  --disaggregation-mode prefill --chunked-prefill-size ${CHUNK:-16384} --host 0.0.0.0 > prefill.log 2>&1 &
+python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --enable-dp-attention --ep-size 8 \\
+  --disaggregation-mode decode --max-running-requests 1024 --mem-fraction-static 0.75 &
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-num-batched-tokens 8k "
+            "--no-enable-prefix-caching",
+            f"engine=vllm model=qwen3-8b {ONE} parallel.decode.tp=2 parallel.prefill.tp=2 scheduler.chunk=8000 "
+            "cache=none",
+        ),
+        (
+            "VLLM_USE_V1=1 vllm serve Qwen/Qwen3-30B-A3B-FP8 -tp=4 --enable_expert_parallel --max-model-len=16384",
+            f"engine=vllm model=qwen3-30b-a3b model.dtype_bytes=1 model.kv_dtype=bf16 {ONE} parallel.decode.tp=4 "
+            "parallel.decode.ep=4 parallel.prefill.tp=4 parallel.prefill.ep=4 model.context=16384 cache=vllm",
+        ),
+        (
+            "vllm serve meta-llama/Llama-3.1-8B-Instruct -tp 1 --data-parallel-size 4 --kv-cache-dtype fp8",
+            f"engine=vllm model=llama-3.1-8b model.kv_dtype=fp8_e4m3 {ONE} parallel.decode.tp=1 "
+            "parallel.decode.instances=4 parallel.prefill.tp=1 parallel.prefill.instances=4 cache=vllm",
+        ),
+        (
+            "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp 8 "
+            "--enable-dp-attention --chunked-prefill-size 65536 --page-size 64",
+            f"engine=sglang model=deepseek-v3 {ONE} parallel.decode.tp=8 parallel.decode.dp=8 parallel.prefill.tp=8 "
+            "parallel.prefill.dp=8 kv.page_size=64 scheduler.chunk=8192 cache=sglang",
+        ),
+        (
+            "sglang serve --model meta-llama/Llama-3.1-70B-Instruct --tp 4 --dp 2 --disable-radix-cache "
+            "--chunked-prefill-size -1",
+            f"engine=sglang model=llama-3.1-70b {ONE} parallel.decode.tp=4 parallel.decode.instances=2 "
+            "parallel.prefill.tp=4 parallel.prefill.instances=2 cache=none",
+        ),
+        (
+            DYNAMO.format(more="--gpu-memory-utilization 0.90 --no-enable-prefix-caching --block-size 128"),
+            "engine=vllm model=llama-3.3-70b model.dtype_bytes=1 model.kv_dtype=bf16 parallel.prefill.tp=2 "
+            "parallel.prefill.instances=2 parallel.decode.tp=4 kv.page_size=128 scheduler.memory_fraction=0.9 "
+            "cache=none",
+        ),
+        (
+            LLM_D,
+            "engine=vllm model=gpt-oss-120b parallel.prefill.tp=1 parallel.prefill.instances=8 parallel.decode.tp=4 "
+            "parallel.decode.instances=2 kv.page_size=128 cache=vllm backend=nixl_vllm",
+        ),
+        (
+            PAIR,
+            "engine=sglang model=deepseek-v3 parallel.prefill.tp=8 parallel.decode.tp=8 parallel.decode.dp=8 "
+            "parallel.decode.ep=8 scheduler.memory_fraction=0.75 scheduler.decode_batch=128 scheduler.chunk=16384 "
+            "cache=sglang",
+        ),
+    ],
+    ids=["vllm", "vllm ep", "vllm dp", "sglang dp attention", "sglang dp", "dynamo", "llm-d", "sglang pair"],
+)
+def test_a_recipe_becomes_overrides(text, words):
+    assert " ".join(translated(servers(text)).words) == words
+
+
+def test_every_flag_is_accounted_for():
+    text = "vllm serve Qwen/Qwen3-8B -tp 2 --enforce-eager --port 80 --speculative-config.method=mtp"
+    made = translated(servers(text), hw="8xh100")
+    assert made.taken == (
+        ("server", "--model Qwen/Qwen3-8B", "model=qwen3-8b"),
+        ("server", "--tensor-parallel-size 2", "parallel.decode.tp=2"),
+    )
+    assert (made.timeless, made.unmodelled) == (
+        ("--port 80",),
+        ("--enforce-eager", "--speculative-config method=mtp"),
+    )
+    assert made.words[0] == "hw=8xh100"
+
+
+def test_an_unknown_flag_names_the_nearest_or_is_listed():
+    found = servers("vllm serve Qwen/Qwen3-8B --max-num-seq 64")
+    with pytest.raises(ConfigError, match=r"--max-num-seq is no flag of vllm .* did you mean --max-num-seqs\?"):
+        translated(found)
+    assert translated(found, ignore_unknown=True).unknown == ("--max-num-seq 64",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ls -l", "no server is started here"),
+        ("vllm serve m --kv-transfer-config {x", "--kv-transfer-config is not JSON"),
+        ("vllm serve m --quantization 'fp8", "No closing quotation"),
+        ("vllm serve -tp 2", "names no model"),
+        ("vllm serve Qwen/Qwen3-8B --block-size large", "--block-size large is not a number"),
+        ("vllm serve a/b\npython -m sglang.launch_server --model-path a/b", "give those of one engine"),
+        (
+            "python -m sglang.launch_server --model-path a/b --disaggregation-mode prefill",
+            "give the command of decode",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        translated(servers(text))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "vllm serve Qwen/Qwen3-8B -tp 2 --max-num-seqs 64"
+    assert main(["recipe", text, "hw=2xh200", "workload=smoke", "-o", "mine.yaml", "--run"]) == 0
+    assert "written: mine.yaml" in capsys.readouterr().out
+    (kept,) = (tmp_path / "results").iterdir()
+    assert main(["recipe", "--to", "vllm", str(kept)]) == 0
+    printed = capsys.readouterr().out
+    assert "--model Qwen/Qwen3-8B --served-model-name qwen3-8b" in printed
+    assert [word.rpartition("=")[2] for word in translated(servers(printed)).words if "tp=" in word] == ["2", "2"]
+    assert main(["run", "--config-dir", ".", "--config-name", "mine", "--cfg", "job"]) == 0
+    assert "decode_batch: 64" in capsys.readouterr().out
+
+
+def test_a_recipe_that_does_not_fit_the_machine_is_refused():
+    words = translated(servers("vllm serve Qwen/Qwen3-8B -tp 4"), hw="2xh200").words
+    with pytest.raises(ConfigError, match="GPUs"):
+        compose(words)
