@@ -66,7 +66,6 @@ from pdsim.transfer.job import Rank
 
 __all__ = [
     "EngineRank",
-    "FenceCount",
     "Handler",
     "HandoffLeader",
     "InstanceScheduler",
@@ -75,7 +74,6 @@ __all__ = [
     "PeerConnector",
     "PeerFence",
     "RankProcess",
-    "ReadyCount",
     "Room",
 ]
 
@@ -210,7 +208,12 @@ class LinkTraffic(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Mover:
-    """Moves the bytes of one rank, whose pool is *layout*; it registers the messages that it takes with *engine*."""
+    """Moves the bytes of one rank, whose pool is *layout*; it registers the messages that it takes with *engine*.
+
+    *peers* connects it to the other side: a rank that posts transfers, or one whose memory is reached.
+    """
+
+    peers: PeerConnector | PeerFence
 
     def __init__(self, engine: EngineRank, layout: KvLayout) -> None:
         self.engine = engine
@@ -222,12 +225,6 @@ class Mover:
 
     def begin(self) -> None:
         """Begin to listen: the rank has begun to run."""
-
-    def connect_peer(self, peer: str) -> None:
-        """Get connected to *peer*, an incarnation of an instance of the other side."""
-
-    def drop(self, incarnation: str) -> None:
-        """Forget *incarnation*, of the other side, which is given up."""
 
     def progressed(self) -> bool:
         """Return whether bytes move, or have arrived since the last call; False if the other side knows."""
@@ -246,9 +243,6 @@ class HandoffLeader:
     def open_rooms(self) -> int:
         """How many rooms it keeps beside those that the scheduler has."""
         return 0
-
-    def connect_peer(self, peer: str) -> None:
-        """Expect requests for *peer*, an incarnation of an instance of the other side."""
 
     def drop(self, incarnation: str) -> None:
         """End what waits for *incarnation*, of the other side, which is given up."""
@@ -460,19 +454,17 @@ class EngineRank(RankProcess):
             self.ignore()
             return
         self.incarnation, peer = message.incarnation, message.peer
-        if self.scheduler is not None:
-            self.scheduler.handoff.connect_peer(peer)
         for older in [older for older in self.peers if instance_of(older) == instance_of(peer)]:
             self._drop(older)
         self.peers.add(peer)
-        self.mover.connect_peer(peer)
+        self.mover.peers.connect_peer(peer)
         early, self.early = self.early, []
         for kept in early:
             self.handlers[type(kept)]("", kept)
 
     def _drop(self, incarnation: str) -> None:
         self.peers.discard(incarnation)
-        self.mover.drop(incarnation)
+        self.mover.peers.drop(incarnation)
         if self.scheduler is not None:
             self.scheduler.drop(incarnation)
 
@@ -502,24 +494,33 @@ class EngineRank(RankProcess):
             self.ignore()
 
 
-# --- connections between ranks -------------------------------------------------------------------------------------
+# --- the other side ------------------------------------------------------------------------------------------------
 
 
 class PeerConnector:
-    """Connects *engine*, the rank that posts transfers, to the ranks of the other side that register with it.
+    """Connects *engine*, a rank that posts transfers, to the ranks of the other side that register with it.
 
     The router names the incarnations to `connect_peer`, and their ranks send a `RegisterPool` each; either may come
-    first.  *peers* keeps the connections; the leader of this rank is told when it has all to an incarnation.
+    first.  *peers* keeps the connections.  Once all ranks of this instance have all to an incarnation, their leader
+    tells the router.  A rank may report that twice, or before its leader knows that incarnation; nothing reported in
+    an earlier epoch of either side counts in a later one.
     """
 
     def __init__(self, engine: EngineRank, peers: Peers[Any]) -> None:
         self._engine = engine
         self._peers = peers
         self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
+        self._ready: dict[tuple[str, str], set[int]] = {}  # ranks, by incarnation of this and of the other side
+        self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
         engine.handlers[RegisterPool] = self._register
+        if not engine.index:
+            engine.handlers[Ready] = self._count
 
     def connect_peer(self, incarnation: str) -> None:
         """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
+        self._ready = {pair: ranks for pair, ranks in self._ready.items() if pair[0] == self._engine.incarnation}
+        if epoch_of(incarnation) > 1:
+            self._end(incarnation_name(instance_of(incarnation), epoch_of(incarnation) - 1))
         self._peers.expect(incarnation)
         early, self._early = self._early, {}
         for sender, register in early.items():
@@ -528,14 +529,18 @@ class PeerConnector:
 
     def drop(self, incarnation: str) -> None:
         """Forget the ranks of *incarnation*, and their messages."""
+        self._end(incarnation)
         self._peers.drop(incarnation)
         self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
 
-    def _report(self, incarnation: str) -> None:
-        if self._peers.connected(incarnation):
-            mine = self._engine.incarnation
-            pair = (mine, incarnation) if self._engine.prefill else (incarnation, mine)
-            self._engine.tell_leader(Ready(*pair))
+    def _end(self, incarnation: str) -> None:
+        if not self._engine.index:
+            instance = instance_of(incarnation)
+            self._last_lost[instance] = max(epoch_of(incarnation), self._last_lost.get(instance, 0))
+            self._ready = {pair: ranks for pair, ranks in self._ready.items() if not self._is_over(pair[1])}
+
+    def _is_over(self, incarnation: str) -> bool:
+        return epoch_of(incarnation) <= self._last_lost.get(instance_of(incarnation), -1)
 
     def _register(self, sender: str, message: RegisterPool) -> None:
         # A rank that is gone is reported to the router; one with a pool of another kind is refused.
@@ -553,38 +558,11 @@ class PeerConnector:
         else:
             self._report(message.instance)
 
-
-def _epochs(message: RegisterPool) -> tuple[int, int]:
-    return epoch_of(message.instance), epoch_of(message.incarnation)
-
-
-class ReadyCount:
-    """Which ranks of the instance of *engine* are connected to each incarnation of the other side: tells the router.
-
-    Only the leader of the side that posts transfers has one.  A rank may report twice, or before its leader knows
-    that incarnation; each counts once.  Nothing reported in an earlier epoch of either side counts in a later one.
-    """
-
-    def __init__(self, engine: EngineRank) -> None:
-        self._engine = engine
-        self._ready: dict[tuple[str, str], set[int]] = {}  # by incarnation of this and of the other side
-        self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
-        engine.handlers[Ready] = self._count
-
-    def connect_peer(self, peer: str) -> None:
-        """Forget what was counted in earlier incarnations of this instance, and for those of *peer*."""
-        self._ready = {pair: ranks for pair, ranks in self._ready.items() if pair[0] == self._engine.incarnation}
-        if epoch_of(peer) > 1:
-            self.drop(incarnation_name(instance_of(peer), epoch_of(peer) - 1))
-
-    def drop(self, incarnation: str) -> None:
-        """Record that *incarnation* is over, and forget which ranks were connected to it."""
-        instance = instance_of(incarnation)
-        self._last_lost[instance] = max(epoch_of(incarnation), self._last_lost.get(instance, 0))
-        self._ready = {pair: ranks for pair, ranks in self._ready.items() if not self._is_over(pair[1])}
-
-    def _is_over(self, incarnation: str) -> bool:
-        return epoch_of(incarnation) <= self._last_lost.get(instance_of(incarnation), -1)
+    def _report(self, incarnation: str) -> None:
+        if self._peers.connected(incarnation):
+            mine = self._engine.incarnation
+            pair = (mine, incarnation) if self._engine.prefill else (incarnation, mine)
+            self._engine.tell_leader(Ready(*pair))
 
     def _count(self, sender: str, message: Ready) -> None:
         # A rank may be connected to that instance before this one is: neither incarnation may be over.
@@ -600,18 +578,21 @@ class ReadyCount:
             engine.send(ROUTER, message)
 
 
-# --- fences --------------------------------------------------------------------------------------------------------
-# A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
-# the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
-# prefill pushes, on prefill where decode pulls.
+def _epochs(message: RegisterPool) -> tuple[int, int]:
+    return epoch_of(message.instance), epoch_of(message.incarnation)
 
 
 class PeerFence:
     """Proves on one rank, *engine*, that nothing of a lost instance moves in its memory any more.
 
+    A lost incarnation may have posted transfers that still land.  Its pages stay in quarantine until every rank has
+    the proof of its endpoint (`Endpoint.quiesced`) about every rank that reaches into its memory: on decode where
+    prefill pushes, on prefill where decode pulls.  There is no proof about an incarnation that is alive; one about
+    epoch *n* holds for all earlier ones.
+
     *peers* are the ranks by index that move bytes there, which need to know *pool*.  *severed*, if given, is called
-    with the name of each rank of an instance for which a new proof has come.  There is no proof about an incarnation
-    that is alive; one about epoch *n* holds for all earlier ones.
+    with the name of each rank of an instance for which a new proof has come.  The leader sets *free*, called with
+    each room of a fence once every rank has answered it.
     """
 
     def __init__(
@@ -621,30 +602,43 @@ class PeerFence:
         peers: Iterable[int],
         severed: Callable[[str], None] | None = None,
     ) -> None:
+        self.free: Callable[[int], None] = engine.ignore
         self._engine = engine
         self._pool = pool
-        self._peers = peers
+        self._peers = tuple(peers)
         self._severed = severed
         self._proven: dict[str, int] = {}  # by instance: up to which epoch nothing of it moves here
-        engine.handlers[Fence] = lambda _, message: self.prove(message)
+        self._number = engine.started  # so an answer to an earlier process of the leader is none to this one
+        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        engine.handlers |= {Fence: lambda _, message: self._prove(message), Fenced: self._fenced}
 
-    def introduce(self, peer: str) -> None:
-        """Make the pool known to the ranks of *peer*, an incarnation, once nothing of an earlier one moves here."""
-        self._after_proof(peer, epoch_of(peer) - 1, lambda: self._register(peer))
+    def connect_peer(self, incarnation: str) -> None:
+        """Make the pool known to the ranks of *incarnation*, once nothing of an earlier one moves here."""
+        self._after_proof(incarnation, epoch_of(incarnation) - 1, lambda: self._register(incarnation))
 
-    def prove(self, fence: Fence) -> None:
-        """Answer *fence* once nothing of the incarnation that it names moves here."""
-        answer = Fenced(fence.number)
-        self._after_proof(fence.peer, epoch_of(fence.peer), lambda: self._engine.tell_leader(answer))
+    def drop(self, incarnation: str) -> None:
+        """Do nothing: proofs about *incarnation* hold."""
+
+    def begin(self, incarnation: str, rooms: list[int]) -> None:
+        """Ask every rank for the proof about *incarnation*, for which *rooms* wait."""
+        self._number += 1
+        self._fences[self._number] = rooms, set(range(len(self._engine.followers) + 1))
+        fence = Fence(self._number, incarnation)
+        self._engine.send(self._engine.followers, fence)
+        self._prove(fence)
 
     def _register(self, peer: str) -> None:
         ranks = [rank_name(instance_of(peer), index) for index in self._peers]
         self._engine.send(ranks, self._pool.register(self._engine.incarnation, peer))
 
-    def _after_proof(self, peer: str, epoch: int, then: Callable[[], None]) -> None:
-        self._engine.clock.process(self._prove(instance_of(peer), epoch, then))
+    def _prove(self, fence: Fence) -> None:
+        answer = Fenced(fence.number)
+        self._after_proof(fence.peer, epoch_of(fence.peer), lambda: self._engine.tell_leader(answer))
 
-    def _prove(self, instance: str, epoch: int, then: Callable[[], None]) -> Program:
+    def _after_proof(self, peer: str, epoch: int, then: Callable[[], None]) -> None:
+        self._engine.clock.process(self._proof(instance_of(peer), epoch, then))
+
+    def _proof(self, instance: str, epoch: int, then: Callable[[], None]) -> Program:
         for index in self._peers:
             if self._proven.get(instance, 0) >= epoch:
                 break
@@ -657,38 +651,14 @@ class PeerFence:
         if not self._engine.has_ended:
             then()
 
-
-class FenceCount:
-    """The fences that the leader of an instance, *engine*, waits for; *proof* is that of its own rank.
-
-    *free* is called with each room of a fence once every rank has answered it.  Numbers follow the start of the
-    process, so an answer to an earlier process of the leader is none to this one.
-    """
-
-    def __init__(self, engine: EngineRank, proof: PeerFence, free: Callable[[int], None]) -> None:
-        self._engine = engine
-        self._proof = proof
-        self._free = free
-        self._number = engine.started
-        self._open: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
-        engine.handlers[Fenced] = self._fenced
-
-    def begin(self, incarnation: str, rooms: list[int]) -> None:
-        """Ask every rank for the proof about *incarnation*, for which *rooms* wait."""
-        self._number += 1
-        self._open[self._number] = rooms, set(range(len(self._engine.followers) + 1))
-        fence = Fence(self._number, incarnation)
-        self._engine.send(self._engine.followers, fence)
-        self._proof.prove(fence)
-
     def _fenced(self, sender: str, message: Fenced) -> None:
-        fence = self._open.get(message.number)
+        fence = self._fences.get(message.number)
         if fence is None:
             self._engine.ignore()
             return
         rooms, missing = fence
         missing.discard(index_of(sender))
         if not missing:
-            del self._open[message.number]
+            del self._fences[message.number]
             for room in rooms:
-                self._free(room)
+                self.free(room)

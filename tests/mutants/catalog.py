@@ -42,7 +42,7 @@ from pdsim.serving.handoff.pull import PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
-from pdsim.serving.rank_process import EngineRank, ReadyCount
+from pdsim.serving.rank_process import EngineRank, PeerConnector
 from pdsim.serving.settings import ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.transfer import Transfer
@@ -514,7 +514,7 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
     return first, -(-tokens // page_size) - first
 
 
-def never_ready_again(original: Any, self: ReadyCount, rank: str, message: Any) -> None:
+def never_ready_again(original: Any, self: PeerConnector, rank: str, message: Any) -> None:
     if epoch_of(message.incarnation) < 2:
         original(self, rank, message)
 
@@ -570,7 +570,7 @@ MUTANTS = (
            ((Queues, "_resume", dies),),
            lambda scenario: scenario.job.handoff.queues > 0 and failing(scenario)),
     Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
-           ((ReadyCount, "_count", counts_messages),),
+           ((PeerConnector, "_count", counts_messages),),
            lambda scenario: scenario.job.prefill.size > 1 and delayed(scenario)),
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
            ((PrefillScheduler, "drop", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
@@ -578,7 +578,7 @@ MUTANTS = (
            ((DecodeScheduler, "fail", frees_slot_at_once),
             (PushDecodeLeader, "forget", forgets_without_slot)), failing),
     Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
-           ((ReadyCount, "_count", overtaken),), delayed),
+           ((PeerConnector, "_count", overtaken),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            ((KvSender, "_written", read_twice),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
@@ -622,7 +622,7 @@ MUTANTS = (
            ((pages, "window_span", one_page_late), (contents, "window_span", one_page_late)),
            lambda scenario: scenario.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           ((ReadyCount, "_count", never_ready_again),), both_back),
+           ((PeerConnector, "_count", never_ready_again),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
            ((router.Router, "instance_lost", fails_all),),
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),

@@ -34,7 +34,7 @@ from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
 from pdsim.serving.deployment import ROUTER, index_of, leader
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
-from pdsim.serving.rank_process import EngineRank, FenceCount, PeerConnector, PeerFence, ReadyCount
+from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 
 __all__ = ["Pull"]
 
@@ -58,10 +58,7 @@ class PullPrefill(PrefillMover):
             job.checked,
         )
         super().__init__(engine, source)
-        self.proof = PeerFence(engine, source.pool, job.rank_map.readers(index))
-
-    def connect_peer(self, peer: str) -> None:
-        self.proof.introduce(peer)
+        self.peers = self.fence = PeerFence(engine, source.pool, job.rank_map.readers(index))
 
 
 class PullPrefillLeader(PrefillLeader):
@@ -79,21 +76,22 @@ class PullPrefillLeader(PrefillLeader):
         self._lent: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
         self._moved: list[ReadDone] = []  # what decode hears with the next look
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
-        self._fences = FenceCount(engine, mover.proof, self._return)
+        self._fence = mover.fence
+        self._fence.free = self._return
         engine.handlers |= {ReadDone: self._collected, Renew: engine.current(self._renew)}
 
     def drop(self, incarnation: str) -> None:
         rooms = [number for number, room in self._lent.items() if room.request.decode == incarnation]
         for number in rooms:
             self._end_lease(number)
-        self._fences.begin(incarnation, rooms)
+        self._fence.begin(incarnation, rooms)
         self._scheduler.wake()
 
     def stop(self) -> None:
         # The reader of a revoked room may end before it answers.
         revoked = {number: room.request.decode for number, room in self._lent.items() if room.state == "revoked"}
         for incarnation in dict.fromkeys(revoked.values()):
-            self._fences.begin(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
+            self._fence.begin(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
 
     def accept(self, room: PrefillRequest) -> None:
         room.noticed = max(self._scheduler.clock.now, room.ready)
@@ -206,17 +204,11 @@ class PullDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.peers)
+        self.peers = PeerConnector(engine, self.kv.peers)
         engine.handlers[ReadRequest] = self._read
 
     def progressed(self) -> bool:
         return self.kv.progressed()
-
-    def connect_peer(self, peer: str) -> None:
-        self._connector.connect_peer(peer)
-
-    def drop(self, incarnation: str) -> None:
-        self._connector.drop(incarnation)
 
     def _read(self, _: str, message: ReadRequest) -> None:
         if message.incarnation == self.engine.incarnation:
@@ -235,7 +227,6 @@ class PullDecodeLeader(DecodeLeader):
     def __init__(self, scheduler: DecodeScheduler, mover: PullDecode) -> None:
         super().__init__(scheduler)
         engine = scheduler.engine
-        self.readiness = ReadyCount(engine)
         self._reader = mover.kv
         self._sources: dict[int, PrefillDone] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
@@ -253,12 +244,8 @@ class PullDecodeLeader(DecodeLeader):
     def open_rooms(self) -> int:
         return len(self._sources) + len(self._asked) + len(self._nbytes)
 
-    def connect_peer(self, peer: str) -> None:
-        self.readiness.connect_peer(peer)
-
     def drop(self, incarnation: str) -> None:
         # Pages of failed rooms come back when the reads into them have settled.
-        self.readiness.drop(incarnation)
         for room in [room for room in self._scheduler.rooms.values() if room.request.prefill == incarnation]:
             self._scheduler.fail(room)
         for number in [number for number, room in self._unseen.items() if room.request.prefill == incarnation]:

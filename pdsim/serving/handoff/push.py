@@ -44,7 +44,7 @@ from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.serving.decode import DecodeLeader, DecodeMover, DecodeRequest, DecodeScheduler
 from pdsim.serving.deployment import ROUTER, index_of, instance_of, leader
 from pdsim.serving.prefill import PrefillLeader, PrefillMover, PrefillRequest, PrefillScheduler
-from pdsim.serving.rank_process import EngineRank, FenceCount, PeerConnector, PeerFence, ReadyCount
+from pdsim.serving.rank_process import EngineRank, PeerConnector, PeerFence
 
 __all__ = ["PATIENCE", "RETRY", "Push", "RoomLookup"]
 
@@ -77,17 +77,11 @@ class PushPrefill(PrefillMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self._connector = PeerConnector(engine, self.kv.peers)
+        self.peers = PeerConnector(engine, self.kv.peers)
         engine.handlers[StagingReply] = self.kv.grant
 
     def progressed(self) -> bool:
         return self.kv.progressed()
-
-    def connect_peer(self, peer: str) -> None:
-        self._connector.connect_peer(peer)
-
-    def drop(self, incarnation: str) -> None:
-        self._connector.drop(incarnation)
 
     def started(self, message: Forward) -> None:
         super().started(message)
@@ -119,7 +113,6 @@ class PushPrefillLeader(PrefillLeader):
         super().__init__(scheduler)
         engine = scheduler.engine
         self.slots = SlotPool(scheduler.job.slots)
-        self.readiness = ReadyCount(engine)
         self._destinations: ExpiringMap[Destination] = ExpiringMap(engine.clock, OVER)  # before their `Submit`
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that failed
         self._timers = Timers(engine.clock, scheduler.job.bootstrap_timeout, self._expire)
@@ -128,12 +121,6 @@ class PushPrefillLeader(PrefillLeader):
     @property
     def open_rooms(self) -> int:
         return len(self._timers)
-
-    def connect_peer(self, peer: str) -> None:
-        self.readiness.connect_peer(peer)
-
-    def drop(self, incarnation: str) -> None:
-        self.readiness.drop(incarnation)
 
     def accept(self, room: PrefillRequest) -> None:
         number = room.request.room
@@ -225,7 +212,7 @@ class PushDecode(DecodeMover):
             job.checked,
         )
         super().__init__(engine, self.kv)
-        self.proof = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
+        self.peers = self.fence = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
         engine.handlers |= {Destination: self._reserve, Arrival: self._arrive}
         landing = self.kv.landing
         if landing is not None:
@@ -241,9 +228,6 @@ class PushDecode(DecodeMover):
             return {}
         ring = landing.ring
         return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": landing.refused}
-
-    def connect_peer(self, peer: str) -> None:
-        self.proof.introduce(peer)
 
     def _reserve(self, _: str, message: Destination) -> None:
         if message.incarnation == self.engine.incarnation:
@@ -271,7 +255,8 @@ class PushDecodeLeader(DecodeLeader):
         engine = scheduler.engine
         self.slots = SlotPool(scheduler.job.slots)
         self._receiver = mover.kv
-        self._fences = FenceCount(engine, mover.proof, self._release)
+        self._fence = mover.fence
+        self._fence.free = self._release
         self._lookup = RoomLookup(engine.clock, self._ask_where, scheduler.queue, self._unknown)
         self._receiver.report = lambda message, arrival: self._count(engine.index, message, arrival)
         engine.handlers |= {
@@ -296,14 +281,14 @@ class PushDecodeLeader(DecodeLeader):
                 reason = f"PeerLost: {incarnation} is gone before all of its KV was known to be here"
                 self._engine.send(ROUTER, TransferDone(number, reason=reason))
             scheduler.timers.drop(number)
-        self._fences.begin(incarnation, [room.request.room for room in rooms])
+        self._fence.begin(incarnation, [room.request.room for room in rooms])
         scheduler.wake()
 
     def stop(self) -> None:
         # The prefill leader of rooms that failed may end before it answers.
         rooms = self._scheduler.rooms
         for incarnation in dict.fromkeys(room.request.prefill for room in rooms.values() if room.failed):
-            self._fences.begin(
+            self._fence.begin(
                 incarnation, [number for number, room in rooms.items() if room.request.prefill == incarnation]
             )
             self._scheduler.wake()
