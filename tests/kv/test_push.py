@@ -7,12 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 from simpy.events import Event
 
 from pdsim.core.clock import Clock
-from pdsim.core.errors import MessageError, OutOfMemory
-from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
-from pdsim.kv.messages import Chunk, Destination, RankQuiesced, RegisterPool, TransferDone, decode, encode
+from pdsim.core.errors import MessageError, OutOfMemory, TransferFailed
+from pdsim.kv.layout import REGION, STAGING, Grid, KvLayout, KvShape, RankMap
+from pdsim.kv.messages import (
+    Chunk,
+    Destination,
+    RankQuiesced,
+    RegisterPool,
+    StagingReply,
+    TransferDone,
+    decode,
+    encode,
+)
+from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver
 from pdsim.sim.model import Model
@@ -45,8 +56,7 @@ def prefill(rank: Rank, *, script: Script, page_size: int = 4, layers: int = 2) 
     reports: Script = []
 
     def report(message: TransferDone | RankQuiesced) -> None:
-        fields = [getattr(message, name) for name in message.__struct_fields__]
-        reports.append([rank.clock.now, type(message).__name__, *fields])
+        reports.append([rank.clock.now, type(message).__name__, *astuple(message)])
 
     layout = KvLayout(replace(SHAPE, layers=layers), 1, page_size, 8, 2)
     sender = KvSender(rank, layout, 0, RankMap(layout.shape, Grid(1), Grid(1)), report)
@@ -56,15 +66,21 @@ def prefill(rank: Rank, *, script: Script, page_size: int = 4, layers: int = 2) 
         sender.peers.connect(register)
     except MessageError as error:
         return str(error)
+    do(rank.clock, sender, script)
+    yield rank.clock.timeout(6.0)
+    return {"reports": reports, "open": len(sender)}
+
+
+def do(clock: Clock, sender: KvSender, script: Script) -> None:
+    """Have *sender* do what *script* says, at the times it says."""
     actions: dict[str, Callable[..., None]] = {
         "expect": lambda *arguments: sender.expect([chunk(*arguments)]),
         "send": lambda *arguments: sender.send(chunk(*arguments)),
         "abort": sender.abort,
+        "grant": lambda position: sender.grant("decode0.0", StagingReply(7, 0, position)),
     }
     for at, action, *arguments in script:
-        rank.clock.call_at(at, lambda step: actions[step[0]](*step[1]), (action, arguments))
-    yield rank.clock.timeout(6.0)
-    return {"reports": reports, "open": len(sender)}
+        clock.call_at(at, lambda step: actions[step[0]](*step[1]), (action, arguments))
 
 
 def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Program:
@@ -170,98 +186,121 @@ def test_a_pool_of_another_kind_is_refused(change: dict[str, int], words: str):
     assert words in model(programs, {}).ranks["prefill0.0"].value
 
 
+def staging(rank: Rank) -> Program:
+    """Abort a room while its block is gathered, which fails half a second later; return what was reported."""
+    reports: Script = []
+    policy, grids = Policy(queues=1), (Grid(1), Grid(2))
+    sender = KvSender(
+        rank,
+        LAYOUT,
+        0,
+        RankMap(SHAPE, *grids),
+        lambda message: reports.append([rank.clock.now, type(message).__name__]),
+        policy,
+        Staging(ring=4096, buffer=4096, wait=1.0),
+    )
+    sender.peers.connect(decode((yield rank.channel.receive()).payload))
+
+    def copy(_: Any) -> Event:  # as a device whose memory breaks
+        failed = rank.clock.event()
+        rank.clock.call_at(rank.clock.now + 0.5, failed.fail, TransferFailed("uncorrectable error"))
+        return failed
+
+    rank.device.copy = copy  # type: ignore[method-assign]
+    do(rank.clock, sender, [[0.1, "expect", *FIRST], [0.2, "grant", 0], [0.3, "send", *FIRST], [0.4, "abort", 7]])
+    yield rank.clock.timeout(2.0)
+    return reports, len(sender)
+
+
+def be_staged(rank: Rank) -> Program:
+    """Register a pool of one head and a staging ring."""
+    layout = replace(LAYOUT, tp=2)
+    rank.endpoint.register(rank.device.allocate(layout.size), REGION)
+    rank.endpoint.register(rank.device.allocate(4096), STAGING)
+    rank.channel.send("prefill0.0", encode(RegisterPool("", rank.endpoint.address(), "decode0", 0, layout)))
+    yield rank.clock.timeout(2.0)
+
+
+def test_an_aborted_room_whose_gather_fails_is_quiesced():
+    outcome = model({"prefill0.0": ("staging", {}), "decode0.0": ("be_staged", {})}, {})
+    assert outcome.ranks["prefill0.0"].value == [[[0.8, "RankQuiesced"]], 0]
+
+
 # --- queues --------------------------------------------------------------------------------------------------------
 
 
-def serve(count: int, work: Callable[..., Any], *items: tuple[float, int, Any]) -> Clock:
-    """Put *items*, each at a time under a key, into *count* queues; *work* is called with the clock and each."""
-    clock = Clock()
-    queues: Queues[Any] = Queues(count, lambda item, _: work(clock, item), lambda item, error: work(clock, error))
+def served(count: int, *items: tuple[float, int, Any]) -> list[Any]:
+    """Put *items*, each at a time under a key, into *count* queues, and return what ended when.
+
+    An item is what its work raises, or the seconds that it takes: as a program, or negative as a bare event.
+    """
+    clock, ended = Clock(), []
+
+    def work(item: Any, _: int) -> Program | Event | None:
+        if isinstance(item, Exception):
+            raise item
+        if not item:
+            ended.append((clock.now, item))
+            return None
+        return program(item) if item > 0 else clock.timeout(-item)
+
+    def program(seconds: float) -> Program:
+        failing = clock.event()
+        clock.call_at(clock.now + seconds, failing.fail, KeyError(seconds))
+        with pytest.raises(KeyError):  # a program is told of the event that failed
+            yield failing
+        ended.append((clock.now, (yield clock.timeout(0.0, seconds))))
+        if seconds == 3.0:
+            raise RuntimeError(seconds)
+
+    queues: Queues[Any] = Queues(count, work, lambda item, error: ended.append((clock.now, repr(error))))
     for at, key, item in items:
         clock.call_at(at, lambda arguments: queues.put(*arguments), (key, item))
     clock.run()
-    return clock
+    return ended
 
 
 @pytest.mark.parametrize(
     ("count", "items", "done"),
     [
+        # a slow item holds up its queue and no other
+        (4, [(0.0, 0, 4.0), (1.0, 4, 0.5), (1.0, 1, 1.0)], [(2.0, 1.0), (4.0, 4.0), (4.5, 0.5)]),
+        # first come, first served; an idle worker begins at once
         (
-            4,  # a slow item holds up its queue and no other
-            [(0.0, 0, ("slow", 4.0)), (1.0, 4, ("behind", 1.0)), (1.0, 1, ("beside", 1.0))],
-            [(2.0, "beside"), (4.0, "slow"), (5.0, "behind")],
+            1,
+            [(0.0, 0, 1.0), (0.5, 0, 0.25), (0.5, 0, 0.5), (5.0, 0, 1.0)],
+            [(1.0, 1.0), (1.25, 0.25), (1.75, 0.5), (6.0, 1.0)],
         ),
+        # what raises ends an item, not the worker
         (
-            1,  # first come, first served
-            [(0.0, 0, ("a", 1.0)), (0.5, 0, ("b", 0.25)), (0.5, 0, ("c", 0.25))],
-            [(1.0, "a"), (1.25, "b"), (1.5, "c")],
+            1,
+            [(0.0, 0, 3.0), (2.0, 0, ValueError()), (2.0, 0, 1.0)],
+            [(3.0, 3.0), (3.0, "RuntimeError(3.0)"), (3.0, "ValueError()"), (4.0, 1.0)],
         ),
-        (1, [(0.0, 0, ("bad", -1.0)), (2.0, 0, ("good", 1.0))], [(1.0, "bad failed"), (3.0, "good")]),
-        (2, [(0.0, 0, ("a", 1.0)), (5.0, 0, ("b", 1.0))], [(1.0, "a"), (6.0, "b")]),
+        # work may return an event, or nothing to wait for
+        (1, [(1.0, 0, -2.0), (1.0, 0, 0), (1.0, 0, 1.0)], [(3.0, 0), (4.0, 1.0)]),
+        # without queues nothing waits
+        (0, [(0.0, 0, 0), (0.0, 0, ValueError()), (0.0, 0, 0)], [(0.0, 0), (0.0, "ValueError()"), (0.0, 0)]),
     ],
 )
 def test_a_worker_does_one_thing_after_the_other(count: int, items: list[Any], done: list[Any]):
-    ended: list[tuple[float, str]] = []
-
-    def work(clock: Clock, item: Any) -> Program | None:
-        if isinstance(item, Exception):
-            ended.append((clock.now, f"{item} failed"))
-            return None
-        return program(clock, *item)
-
-    def program(clock: Clock, name: str, seconds: float) -> Program:
-        yield clock.timeout(abs(seconds))
-        if seconds < 0:
-            raise RuntimeError(name)
-        ended.append((clock.now, name))
-
-    serve(count, work, *items)
-    assert ended == done
+    assert served(count, *items) == done
 
 
-def test_without_queues_items_are_worked_on_at_once():
-    done: list[str] = []
+def test_an_event_that_fails_is_over_and_not_the_workers():
+    clock, ended, failed = Clock(), [], []
 
-    def work(_: Clock, item: Any) -> None:
-        if item == "bad":
-            raise RuntimeError(item)
-        done.append(str(item) + " failed" * isinstance(item, Exception))
-
-    serve(0, work, *((0.0, 0, item) for item in ("first", "bad", "second")))
-    assert done == ["first", "bad failed", "second"]
-
-
-def test_work_may_return_an_event_or_nothing():
-    done: list[Any] = []
-
-    def work(clock: Clock, item: float | None) -> Event | None:
-        done.append((clock.now, item))
-        if item == 3.0:  # one that fails is over, too
-            event = clock.event()
-            event.defused = True
-            clock.call_at(clock.now + item, event.fail, RuntimeError(item))
-            return event
-        return None if item is None else clock.timeout(item)
-
-    serve(1, work, *((1.0, 0, item) for item in (2.0, None, 3.0, 1.0)))
-    assert done == [(1.0, 2.0), (3.0, None), (3.0, 3.0), (6.0, 1.0)]
-
-
-def test_a_program_is_told_of_the_event_that_failed():
-    done: list[Any] = []
-
-    def work(clock: Clock, _: str) -> Program:
+    def work(seconds: float, _: int) -> Event:
+        ended.append(clock.now)
         event = clock.event()
-        clock.call_at(clock.now + 1.0, event.fail, KeyError("gone"))
-        try:
-            yield event
-        except KeyError as error:
-            done.append((clock.now, error.args))
-        value = yield clock.timeout(1.0, "value")
-        done.append((clock.now, value))
+        clock.call_at(clock.now + seconds, event.fail, RuntimeError(seconds))
+        return event
 
-    serve(1, work, (0.0, 0, "a"))
-    assert done == [(1.0, ("gone",)), (2.0, "value")]
+    queues: Queues[float] = Queues(1, work, lambda *what: failed.append(what))
+    for _ in range(2):
+        clock.call_at(0.0, lambda _: queues.put(0, 2.0), None)
+    clock.run()
+    assert (ended, failed) == ([0.0, 2.0], [])
 
 
 # --- gather buffers ------------------------------------------------------------------------------------------------
