@@ -35,7 +35,6 @@ __all__ = [
     "RankShare",
     "StateShape",
     "Tensor",
-    "dp_rank",
     "head_slice",
     "owned_heads",
     "read_metadata",
@@ -347,7 +346,7 @@ class KvLayout:
 class HostMetadata:
     """The metadata rows of a rank in host memory, at the offsets that they would have in its pool.
 
-    A `pdsim.transfer.Buffer` that is never registered; `read` and `write` raise an `IndexError` outside the rows.
+    A `pdsim.transfer.Buffer` that is never registered.
     """
 
     pool = "host"
@@ -360,16 +359,13 @@ class HostMetadata:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of *size* bytes at *offset*."""
-        return bytes(self._bytes[self._within(offset, size)])
+        start = offset - self._start
+        return bytes(self._bytes[start : start + size])
 
     def write(self, offset: int, data: bytes) -> None:
         """Store *data* at *offset*."""
-        self._bytes[self._within(offset, len(data))] = data
-
-    def _within(self, offset: int, size: int) -> slice:
-        if size < 0 or offset < self._start or offset + size > self.size:
-            raise IndexError(f"[{offset}, {offset + size}) is outside the rows, [{self._start}, {self.size})")
-        return slice(offset - self._start, offset - self._start + size)
+        start = offset - self._start
+        self._bytes[start : start + len(data)] = data
 
 
 def read_metadata(rows: Buffer, layout: KvLayout, slot: int, contents: bool) -> tuple[bytes, ...]:
@@ -428,18 +424,6 @@ class Grid:
     def rank(self, tp: int, pp: int = 0, cp: int = 0) -> int:
         """Return the rank at a place: the inverse of `at`."""
         return (pp * self.cp + cp) * self.tp + tp
-
-
-def dp_rank(room: int, dp: int, explicit: int | None = None) -> int:
-    """Return the data-parallel rank that serves *room*: the one asked for, or ``room % dp``, which both sides know.
-
-    Raise a `ValueError` if there is no such rank.
-    """
-    if explicit is None:
-        return room % dp
-    if not 0 <= explicit < dp:
-        raise ValueError(f"dp_rank must be >= 0 and < dp={dp}, got {explicit}")
-    return explicit
 
 
 class HeadSlice(NamedTuple):

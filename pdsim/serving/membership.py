@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdsim.core.errors import MessageError
-from pdsim.kv.layout import dp_rank
 from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, Ready, RegisterRank, RoomLocations, RoomQuery
 from pdsim.kv.rooms import ExpiringMap
 from pdsim.serving.deployment import Deployment, incarnation_name, instance_of, rank_name
@@ -38,7 +37,7 @@ class _Side:
     def choose(self, room: int, able: Sequence[str], *known: Any) -> str:
         # *known* are the fields of `RoutingQuery` from the third on.
         if self._dp > 1:
-            group = dp_rank(room, self._dp)
+            group = room % self._dp
             able = [name for name in able if self._group[name] == group] or able
         return route(self._policy, RoutingQuery(able, self.load, *known))
 

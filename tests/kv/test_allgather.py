@@ -37,10 +37,6 @@ def test_a_rank_has_a_block_from_either_end(lengths, cp):
         start += length
 
 
-def test_the_longest_of_several_sequences_exceeds_an_equal_share():
-    assert (zigzag([9, 9], 4).longest, -(-18 // 4)) == (6, 5)
-
-
 @pytest.mark.parametrize(("lengths", "cp"), [([], 2), ([0, 0], 2), ([3, -1], 2), ([3], 0)])
 def test_nothing_to_gather_and_what_cannot_be_is_refused(lengths, cp):
     with pytest.raises(ValueError, match=r"lengths|cp"):

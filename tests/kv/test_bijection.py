@@ -150,8 +150,12 @@ def hand_over(both: RankMap, page_size: int = 2, pages: int = 3, chunks: int = 2
         handoff.check(reader)
 
 
-@pytest.mark.parametrize("shape", [*(gqa(heads) for heads in SIZES), mla()], ids=[*map(str, SIZES), "mla"])
-def test_heads_arrive_between_any_tensor_parallel_sizes(shape):
+SHAPES = {f"gqa {heads}": gqa(heads) for heads in SIZES} | {"mla": mla()}
+SHAPES |= {"hybrid": gqa(4, 3, EVERYTHING), "hybrid mla": mla(3, EVERYTHING)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_heads_and_state_arrive_between_any_tensor_parallel_sizes(shape):
     for prefill, decode in product(SIZES, SIZES):
         hand_over(RankMap(shape, Grid(prefill), Grid(decode)))
 
@@ -175,12 +179,6 @@ GRIDS = [
 def test_layers_positions_and_state_arrive_between_any_stages_and_context_parallel_ranks(shape):
     for prefill, decode, every in GRIDS:
         hand_over(RankMap(shape, prefill, decode, every))
-
-
-@pytest.mark.parametrize("shape", [gqa(4, 3, EVERYTHING), mla(3, EVERYTHING)], ids=["gqa", "mla"])
-def test_state_arrives_between_any_tensor_parallel_sizes(shape):
-    for prefill, decode in product(SIZES, SIZES):
-        hand_over(RankMap(shape, Grid(prefill), Grid(decode)))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])

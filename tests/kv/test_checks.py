@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import pdsim
@@ -151,13 +150,6 @@ def test_a_table_of_peers_may_grow_once_one_was_lost(table: Any):
 )
 def test_nothing_else_may_be_left(table: Any, what: str):
     assert left(table) == [f"prefill0.0.table still has {what} when all is over"]
-
-
-def test_what_a_rank_had_when_requests_began_it_may_keep():
-    leftovers = LeakChecker(lambda _, text: pytest.fail(text))
-    leftovers.joined(member("prefill0.0", sizes=[1, 2, 3], times=np.zeros(3)))
-    leftovers.begin()
-    leftovers.check("prefill0.0")
 
 
 # --- what is watched -----------------------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from pdsim.core.errors import MessageError
 from pdsim.kv.layout import (
-    AUX_BYTES,
     AUX_ROWS,
     Grid,
     HostMetadata,
@@ -19,9 +17,7 @@ from pdsim.kv.layout import (
     RankMap,
     StateShape,
     Tensor,
-    dp_rank,
     read_metadata,
-    stage_layers,
     tp_writers,
     window_span,
     write_metadata,
@@ -81,17 +77,6 @@ def test_a_mamba_slot_is_divided_group_by_group():
         SSM.local(64)
 
 
-def test_metadata_follows_the_planes_in_ten_buffers():
-    pool = layout(LLAMA_8B, tp=2, pages=10, slots=3)
-    assert (AUX_BYTES, len(AUX_ROWS)) == (1600, 10)
-    assert pool.kv_bytes == 2 * 32 * 10 * pool.item == 2 * 32 * 10 * 64 * 4 * 256
-    rows = [zip(pool.aux_offsets(slot).tolist(), AUX_ROWS, strict=True) for slot in range(3)]
-    places = sorted(place for row in rows for place in row)
-    assert places[0][0] == pool.kv_bytes
-    assert all(one[0] + one[1] == other[0] for one, other in pairwise(places))
-    assert sum(places[-1]) == pool.size
-
-
 @pytest.mark.parametrize(
     ("what", "changes", "words"),
     [
@@ -139,18 +124,9 @@ def test_rows_are_stored_in_their_slot_and_cut():
     write_metadata(memory, LAYOUT, 1, [row + b"more" for row in ROWS] + [b"another"])
     assert [read_metadata(memory, LAYOUT, slot, contents=True) for slot in range(3)] == [ZEROS, ROWS, ZEROS]
     assert read_metadata(memory, LAYOUT, 1, contents=False) == ZEROS
-    for wrong in (lambda: memory.write(LAYOUT.kv_bytes - 1, b"ab"), lambda: memory.read(memory.size - 1, 2)):
-        with pytest.raises(IndexError, match="outside the rows"):
-            wrong()
 
 
 # --- who writes what to whom ---------------------------------------------------------------------------------------
-
-SIZES = (1, 2, 4, 8, 16)
-
-
-def gqa(heads: int, layers: int = 1) -> KvShape:
-    return KvShape(layers, heads, head_bytes=8)
 
 
 @pytest.mark.parametrize(
@@ -175,34 +151,6 @@ def test_ranks_are_numbered_tp_fastest_and_stages_slowest():
     assert [grid.rank(*grid.at(rank)) for rank in range(grid.size)] == list(range(12))
     with pytest.raises(IndexError, match="rank 12 is not one of 12"):
         grid.at(12)
-
-
-@pytest.mark.parametrize(("layers", "pp", "counts"), [(8, 4, [2, 2, 2, 2]), (7, 4, [1, 2, 2, 2]), (61, 2, [30, 31])])
-def test_the_last_stages_have_the_layers_left_over(layers: int, pp: int, counts: list[int]):
-    stages = [stage_layers(layers, pp, stage) for stage in range(pp)]
-    assert list(map(len, stages)) == counts
-    assert [layer for stage in stages for layer in stage] == list(range(layers))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "reader", "writers"),
-    [
-        (RankMap(gqa(4), Grid(2, cp=3), Grid(2)), 1, (1,)),  # one context-parallel rank writes everything
-        (RankMap(gqa(4), Grid(2, cp=3), Grid(2), all_cp_ranks=True), 1, (1, 3, 5)),
-        (RankMap(gqa(2, 5), Grid(2, pp=2), Grid(1)), 0, (0, 1, 2, 3)),
-        (RankMap(gqa(2, 5), Grid(2, pp=2), Grid(2, pp=2)), 3, (3,)),
-    ],
-)
-def test_a_decode_rank_hears_of_all_that_it_needs(ranks: RankMap, reader: int, writers: tuple[int, ...]):
-    assert tuple(ranks.writers(reader)) == writers
-    assert all(reader in ranks.readers(writer) for writer in writers)
-
-
-def test_a_room_has_the_derived_or_requested_dp_rank():
-    assert [dp_rank(room, 3) for room in range(4)] == [0, 1, 2, 0]
-    assert dp_rank(5, 3, explicit=1) == 1
-    with pytest.raises(ValueError, match="dp_rank must be >= 0 and < dp=3, got 3"):
-        dp_rank(5, 3, explicit=3)
 
 
 @pytest.mark.parametrize(

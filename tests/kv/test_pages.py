@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdsim.kv.layout import StateShape, Tensor
 from pdsim.kv.pages import ORDERS, PagePool, Pages, PrefixPagePool, SlotPool, StatePool, page_pool, pair
@@ -96,44 +95,6 @@ def test_slots_have_one_owner():
         slots.release(7)
     with pytest.raises(ValueError, match="owner 9 has slot 0 already"):
         slots.allocate(9)
-
-
-class Pool(RuleBasedStateMachine):
-    """Any history of allocations and releases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = PagePool(24)
-        self.owned: dict[int, set[int]] = {}
-        self.next = 0
-
-    @rule(count=st.integers(1, 12))
-    def allocate(self, count: int) -> None:
-        free = self.pool.free
-        runs = self.pool.allocate(self.next, count)
-        assert (runs is None) == (count > free)
-        if runs is not None:
-            assert runs == tuple(sorted(runs))
-            self.owned[self.next] = {page for start, size in runs for page in range(start, start + size)}
-            assert len(self.owned[self.next]) == count
-        self.next += 1
-
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from(sorted(self.owned)))
-        self.pool.release(owner)
-        del self.owned[owner]
-
-    @invariant()
-    def every_page_has_one_owner_or_none(self) -> None:
-        pages = [page for owned in self.owned.values() for page in owned]
-        assert len(pages) == len(set(pages)) == self.pool.used
-        assert set(pages) <= set(range(24))
-
-
-Pool.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
-TestAnyHistory = Pool.TestCase
 
 
 # --- rows of state -------------------------------------------------------------------------------------------------
@@ -254,9 +215,13 @@ def test_a_prompt_that_is_cached_whole_is_refused():
         served(4, [1]).reuse(2, 1, [1])
 
 
-@pytest.mark.parametrize("eviction", ["block", "radix"])
-def test_no_page_is_ever_lost_or_given_twice(eviction: str):
-    draw, pool, live = random.Random(7), PrefixPagePool(40, eviction), set()
+POOLS = {order: partial(page_pool, order) for order in ORDERS}
+POOLS |= {eviction: partial(PrefixPagePool, eviction=eviction) for eviction in ("block", "radix")}
+
+
+@pytest.mark.parametrize("make", POOLS.values(), ids=POOLS)
+def test_no_page_is_ever_lost_or_given_twice(make: Any):
+    draw, pool, live = random.Random(7), make(pages=40), set()
     for owner in range(3000):
         shared = draw.randrange(6)
         keys = [*range(shared), *(1000 + 100 * (owner % 9) + 10 * shared + n for n in range(3))]
@@ -264,15 +229,19 @@ def test_no_page_is_ever_lost_or_given_twice(eviction: str):
             gone = draw.choice(sorted(live))
             live.remove(gone)
             pool.release(gone)
-        if pool.reuse(owner, len(keys) + 1 + draw.randrange(3), keys) is None:
+        count, prefixes = len(keys) + 1 + draw.randrange(3), isinstance(pool, PrefixPagePool)
+        enough = prefixes or count <= pool.free
+        if (pool.reuse(owner, count, keys) if prefixes else pool.allocate(owner, count)) is None:
+            assert prefixes or not enough
             continue
+        assert enough
         live.add(owner)
-        if draw.random() < 0.8:
+        if prefixes and draw.random() < 0.8:
             pool.commit(owner, keys[: draw.randrange(len(keys) + 1)])
         if draw.random() < 0.3:
             pool.extend(owner, 1)
-        mine = [page for first, count in pool.owners[owner] for page in range(first, first + count)]
-        assert len(set(mine)) == len(mine)
+        mine = [page for first, size in pool.owners[owner] for page in range(first, first + size)]
+        assert len(set(mine)) == len(mine) == pool.count(owner)
         assert pool.is_whole()
     for owner in live:
         pool.release(owner)
