@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdsim.core.errors import OutOfMemory
 from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
@@ -72,71 +70,37 @@ def test_a_key_has_one_slot_that_fits_and_is_freed_once():
     assert len(one) == 0
 
 
-class Rings(RuleBasedStateMachine):
-    """A ring that barely fits what it is asked for, beside what it should hold."""
-
-    SIZE = 16
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ring = Ring(self.SIZE)
-        self.asked = 0
-        self.slots: dict[int, Slot] = {}
-        self.line: list[int] = []
-        self.high = -1
-
-    def give(self, key: int, slot: Slot) -> None:
-        assert slot.position > self.high
-        self.high = slot.position
-        self.slots[key] = slot
-
-    def advance(self) -> None:
-        for key, slot in self.ring.advance():
-            assert key == self.line.pop(0)
-            self.give(key, slot)
-
-    @rule(size=st.integers(1, SIZE))
-    def request(self, size: int) -> None:
-        self.asked += 1
-        slot = self.ring.request(self.asked, size)
-        if slot is None:
-            self.line.append(self.asked)
+def test_slots_are_disjoint_and_given_in_the_order_of_the_line():
+    draw, one, high = random.Random(7), Ring(16), -1
+    slots: dict[int, Slot] = {}
+    line: list[int] = []
+    for key in range(5000):
+        given: list[tuple[int, Slot]] = []
+        action = draw.choice(["request"] * (len(line) < 8) + ["release"] * bool(slots) + ["withdraw"] * bool(line))
+        if action == "request":
+            slot = one.request(key, draw.randint(1, 16))
+            assert slot is None or not line
+            line.append(key)
+            given = [] if slot is None else [(key, slot)]
+        elif action == "release":
+            gone = draw.choice(sorted(slots))
+            one.release(gone)
+            del slots[gone]
+            given = list(one.advance())
         else:
-            assert not self.line
-            assert slot.size == size
-            self.give(self.asked, slot)
+            gone = draw.choice(line)
+            line.remove(gone)
+            assert one.withdraw(gone)
+            given = list(one.advance())
+        for other, slot in given:
+            assert (other, slot.position > high) == (line.pop(0), True)
+            high, slots[other] = slot.position, slot
+        taken = [slot.position % 16 + byte for slot in slots.values() for byte in range(slot.size)]
+        assert len(set(taken)) == len(taken) == one.used
+        assert max(taken, default=0) < 16
+        assert len(one) == len(slots) + len(line)
+        assert slots or not line
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.slots)))
-        self.ring.release(key)
-        del self.slots[key]
-        self.advance()
-
-    @precondition(lambda self: self.line)
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.line))
-        assert self.ring.withdraw(key)
-        self.line.remove(key)
-        self.advance()
-
-    @invariant()
-    def slots_are_disjoint_inside_and_counted(self) -> None:
-        taken = [False] * self.SIZE
-        for slot in self.slots.values():
-            offset = slot.position % self.SIZE
-            assert offset + slot.size <= self.SIZE
-            assert not any(taken[offset : offset + slot.size])
-            taken[offset : offset + slot.size] = [True] * slot.size
-        assert self.ring.used == sum(taken)
-        assert len(self.ring) == len(self.slots) + len(self.line)
-        assert self.slots or not self.line
-
-
-TestRings = Rings.TestCase
-TestRings.settings = settings(max_examples=60, stateful_step_count=40)
 
 # --- the receiver --------------------------------------------------------------------------------------------------
 
