@@ -60,8 +60,7 @@ class Split:
     def order(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return where rows stand after the gather, where in the batch, and how many: int64 of shape (piece,).
 
-        Together they name every row of the batch exactly once, and no padding; rows of rank *r* begin at
-        ``r * longest`` after the gather.
+        Rows of rank *r* begin at ``r * longest`` after the gather.
 
         >>> [column.tolist() for column in zigzag([3], cp=2).order()]
         [[0, 2, 3], [0, 1, 2], [1, 1, 1]]
@@ -119,11 +118,10 @@ def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
 
 
 class PaddedAllGather:
-    """Gathers tensors of *row* bytes a token over *group*, in buffers of *memory* for at most *rows* of a rank.
+    """Gathers *tensors* of *row* bytes a token over *group*, in buffers of *memory* for at most *rows* of a rank.
 
-    *memory* is one of `MEMORIES`.  A gather is of so many *tensors*, one after the other; where contents matter
-    (*keep*) each has bytes of its own, otherwise all share the buffers of one.  `open` it once, `gather` as often as
-    wanted, and `close` it.  Raise a `ValueError` unless *row* and *rows* are positive.
+    *memory* is one of `MEMORIES`.  Where contents matter (*keep*) each tensor has bytes of its own, otherwise all
+    share the buffers of one.  `open` it once, `gather` as often as wanted, and `close` it.
     """
 
     def __init__(
@@ -165,11 +163,8 @@ class PaddedAllGather:
         """Bring the rows of all ranks, which have them as *split* says, to *target*, in the order of the batch.
 
         This rank's rows stand in *source*, tensor after tensor, as in *target*, which has room for all tensors.
-        Returns the record of the all-gather.  Raise `InvalidBatch` if *split* is for another number of ranks or its
-        longest rank has more rows than the buffers.
-
-        A collective and a copy on the device, after another copy where rows are padded or the input is symmetric;
-        all ranks of the group must call it in the same order.
+        Returns the record of the all-gather.  Raise `InvalidBatch` if *split* does not fit the group or the
+        buffers.  All ranks of the group must call it in the same order.
         """
         ranks, index = len(self._group.names), self._group.index
         if len(split.pieces) != ranks or split.longest > self._rows:

@@ -18,33 +18,6 @@ import numpy.typing as npt
 
 from pdsim.transfer import Buffer
 
-__all__ = [
-    "AUX_BYTES",
-    "AUX_ROWS",
-    "COMPONENTS",
-    "REGION",
-    "STAGING",
-    "WHOLE",
-    "Grid",
-    "HeadSlice",
-    "HostMetadata",
-    "KvLayout",
-    "KvShape",
-    "PageTable",
-    "RankMap",
-    "RankShare",
-    "StateShape",
-    "Tensor",
-    "head_slice",
-    "owned_heads",
-    "read_metadata",
-    "share",
-    "stage_layers",
-    "tp_writers",
-    "window_span",
-    "write_metadata",
-]
-
 REGION, STAGING = "kv", "staging"
 """The names under which every rank registers its pool, and a decode rank its staging ring."""
 
@@ -75,9 +48,6 @@ class Tensor:
 
     Each of the *groups* of dimensions is divided over the tensor-parallel ranks by itself, so that a rank's slice of
     the whole (of a convolution over q, k and v, say) is not contiguous.
-
-    >>> Tensor(groups=(4096, 1024), dim_bytes=6).nbytes(tp=4)
-    7680
     """
 
     groups: tuple[int, ...]
@@ -191,8 +161,7 @@ class KvShape:
 def stage_layers(layers: int, pp: int, stage: int) -> range:
     """Return which of *layers* the *stage* of *pp* pipeline stages has, one after the other.
 
-    Where *pp* does not divide them, the last ``layers % pp`` stages have one more (as in SGLang).  Raise a
-    `ValueError` if a stage would have none.
+    The last ``layers % pp`` stages have one more (as in SGLang).  Raise a `ValueError` if a stage would have none.
 
     >>> [stage_layers(8, 3, stage) for stage in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
@@ -206,9 +175,7 @@ def stage_layers(layers: int, pp: int, stage: int) -> range:
 
 
 def window_span(tokens: int, window: int, page_size: int) -> tuple[int, int]:
-    """Return the first page of a request of *tokens* tokens that its window touches, and how many it touches.
-
-    *window* and *page_size* are tokens.  A window that begins within a page touches all of it:
+    """Return the first page that the window over *tokens* tokens touches, and how many it touches, none in part.
 
     >>> window_span(tokens=300, window=128, page_size=64)
     (2, 3)
@@ -228,9 +195,9 @@ def _at_least_one(what: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Planes of equal size, one after the other, each of *rows* rows: pages, or the slots of mamba layers.
+    """Planes of equal size, each of *rows* rows (pages, or the slots of mamba layers) of consecutive tokens.
 
-    A row of plane *p* lies at ``offsets[p] + row * item``; tokens follow one another within a row.
+    A row of plane *p* lies at ``offsets[p] + row * item``.
     """
 
     component: str  # "kv" or one of `COMPONENTS`
@@ -262,12 +229,9 @@ class KvLayout:
         [tensor][layer][slot],  [window plane][page][token][head][dim]  and  [index plane][page][token]
 
     A plane is one layer's K or V (K of layer 0, V of layer 0, K of layer 1, ...; with a latent cache one plane a
-    layer), so that pages which are neighbours in the pool are contiguous within each plane.  A stage has the planes
-    of its own layers.  With *by_heads* a page of keys and values is ``[head][token][dim]``.
-
-    *pages* pages of *page_size* tokens, *slots* rows of first-token metadata; of hybrid models also *state_slots*
-    slots and *window_pages* pages.  Raise a `ValueError` for sizes below 1, a stage outside *pp*, and for pools that
-    the model's layers need and that are empty.
+    layer), so that neighbouring pages are contiguous within each plane.  With *by_heads* a page of keys and values
+    is ``[head][token][dim]``.  Raise a `ValueError` for sizes below 1, a stage outside *pp*, and for pools that the
+    model's layers need and that are empty.
     """
 
     shape: KvShape
@@ -344,10 +308,7 @@ class KvLayout:
 
 
 class HostMetadata:
-    """The metadata rows of a rank in host memory, at the offsets that they would have in its pool.
-
-    A `pdsim.transfer.Buffer` that is never registered.
-    """
+    """The metadata rows of a rank in host memory, at the offsets that they would have in its pool: a `Buffer`."""
 
     pool = "host"
     address = 0
@@ -435,10 +396,7 @@ class HeadSlice(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one prefill rank writes to one decode rank, of the layers that both have.
-
-    The same for all requests between the two: which pages of a request are written is `RankMap.share`.
-    """
+    """What one prefill rank writes to one decode rank, of the layers that both have, for any request."""
 
     components: tuple[str, ...]  # "kv" and those of `COMPONENTS`
     heads: HeadSlice | None  # of keys and values; None means whole rows, as both sides keep them
@@ -477,8 +435,8 @@ def head_slice(
     """Return the heads that *prefill_rank* writes to *decode_rank*; None means whole rows, as both sides keep them.
 
     Both are tensor-parallel ranks, and *prefill_rank* is one of `tp_writers`.  Ranks beyond the number of heads
-    replicate them.  The formulas are those of SGLang 0.5.23; the earlier ``(d * Hd) % Hs`` picks the wrong head
-    wherever there are more decode ranks than heads, and more heads than prefill ranks.
+    replicate them.  As SGLang 0.5.23; the earlier ``(d * Hd) % Hs`` picks the wrong head wherever there are more
+    decode ranks than heads, and more heads than prefill ranks.
 
     >>> head_slice(KvShape(layers=1, heads=8, head_bytes=256), 2, 4, prefill_rank=0, decode_rank=1)
     HeadSlice(source=2, target=0, heads=2)
@@ -506,9 +464,7 @@ def owned_heads(shape: KvShape, tp: int, rank: int) -> range:
 
 
 def share(pages: int, cp: int, cp_rank: int) -> range:
-    """Return which of a request's *pages*, by position, one of *cp* ranks writes.
-
-    Shares are neighbours in order of rank, and the first ``pages % cp`` ranks have one page more:
+    """Return which of a request's *pages*, by position, one of *cp* ranks writes; the first ones have one page more.
 
     >>> [share(7, 3, rank) for rank in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]
@@ -522,11 +478,10 @@ def share(pages: int, cp: int, cp_rank: int) -> range:
 class RankMap:
     """Who writes what to whom between a group of *prefill* ranks and one of *decode* ranks.
 
-    Pipeline stages write the planes of their layers.  Context-parallel ranks all hold whole requests, since
-    attention gathers keys and values: with *all_cp_ranks* each writes its `share` of the pages, else rank 0 writes
-    them all; state and metadata come from rank 0 in either case.  Of ranks that hold the same latent or index rows
-    only the first writes them; replicas of a head all write it (the same bytes).  Both sides make one from the same
-    arguments, so they agree without a message.
+    Pipeline stages write the planes of their layers.  Context-parallel ranks all hold whole requests: with
+    *all_cp_ranks* each writes its `share` of the pages, else rank 0 writes them all; state and metadata come from
+    rank 0.  Of ranks that hold the same latent or index rows only the first writes them; replicas of a head all
+    write it. Both sides make one from the same arguments, so they agree without a message.
 
     Raise a `ValueError` if decode ranks are context-parallel, if decode has several stages but not those of prefill,
     or unless one of the tensor-parallel sizes divides the other.
@@ -581,10 +536,7 @@ class RankMap:
         return share(pages, self.prefill.cp, self.prefill.at(writer).cp) if self.all_cp_ranks else range(pages)
 
     def expected(self, reader: int, pages: int) -> int:
-        """Return how many ranks write to *reader* in the handoff of a request of *pages* pages.
-
-        A decode rank is done when so many have said how much they wrote and all of it has arrived.
-        """
+        """Return how many ranks write to *reader* in the handoff of a request of *pages* pages."""
         parts = self.writers(reader).items()
         return sum(1 for writer, part in parts if part.with_last or self.share(writer, pages))
 

@@ -13,23 +13,6 @@ from dataclasses import dataclass
 
 from pdsim.kv.layout import StateShape, window_span
 
-__all__ = [
-    "ORDERS",
-    "FreeQueue",
-    "PagePool",
-    "Pages",
-    "PrefixPagePool",
-    "Runs",
-    "SlotPool",
-    "StatePool",
-    "after",
-    "cut",
-    "page_pool",
-    "pair",
-    "sources",
-    "targets",
-]
-
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in the order of their tokens."""
 
@@ -45,7 +28,6 @@ def page_pool(order: str, pages: int) -> PagePool:
 
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
     what was freed longest ago (as vLLM does), ``"stack"`` what was freed last (as vLLM 0.26 does): `FreeQueue`.
-    Raise a `ValueError` if there is no such order.
     """
     if order not in ORDERS:
         raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
@@ -122,11 +104,9 @@ def targets(runs: Runs) -> Pages:
 class PagePool:
     """The pages of one instance, handed out in runs as long as can be had.
 
-    Takes the smallest free run that holds a request whole and, if none does, the largest ones; the lowest among
-    equals.  Costs grow with the number of free runs, not of pages.
-
-    *unused* counts pages that nobody has, *peak* is the most that had an owner at one time, *owners* has the runs of
-    each.  Invariant: free runs are ascending and never touch.
+    Takes the smallest free run that holds a request whole or, if none does, the largest ones; the lowest among
+    equals. Costs grow with the number of free runs, not of pages.  *unused* counts pages that nobody has, *peak* is
+    the most that had an owner at one time, *owners* has the runs of each.  Free runs are ascending and never touch.
 
     >>> pool = PagePool(10)
     >>> pool.allocate(1, 4), pool.allocate(2, 4), pool.release(1), pool.allocate(3, 5)
@@ -174,7 +154,7 @@ class PagePool:
     def extend(self, owner: int, count: int) -> bool:
         """Give *count* more pages to *owner*; return False, and give none, if fewer are free.
 
-        Raise a `ValueError` if *count* is not positive and a `KeyError` if *owner* has no pages.
+        Raise as `allocate` does, and a `KeyError` if *owner* has no pages.
         """
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
@@ -252,10 +232,10 @@ class PagePool:
 class FreeQueue(PagePool):
     """The pages of one instance, given out in the order in which they were freed, those of an owner last one first.
 
-    So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives
-    the blocks of a request back in reverse).  A new pool gives out ascending neighbours, later descending ones,
-    which no descriptor covers together, then a mixture.  With *last_first*, what was freed last is given out first,
-    as by vLLM 0.26 with blocks that no prefix cache keeps (`prepend_n`).
+    So does vLLM's block pool (`v1/core/block_pool.py`; `kv_cache_manager.free` gives the blocks of a request back in
+    reverse): ascending neighbours at first, later descending ones, which no descriptor covers together, then a
+    mixture. With *last_first*, what was freed last is given out first, as by vLLM 0.26 with blocks that no prefix
+    cache keeps.
 
     >>> pool = FreeQueue(4)
     >>> pool.allocate(1, 4), pool.release(1), pool.allocate(2, 2)
@@ -268,16 +248,16 @@ class FreeQueue(PagePool):
         self._last_first = last_first
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
-        """As `PagePool.joined`: new pages come last."""
+        """Return *pages* and *more*, which come last."""
         return _runs(_numbers((*pages, *more)))
 
     def take(self, count: int) -> Pages:
-        """As `PagePool.take`: the first pages of the queue."""
+        """Return the first pages of the queue."""
         self._count_taken(count)
         return _runs([self._queue.popleft() for _ in range(count)])
 
     def release(self, owner: int) -> None:
-        """As `PagePool.release`: the last page of *owner* is the first of its pages to be given out again."""
+        """Take the pages of *owner* back: its last page is the first of them to be given out again."""
         pages = list(_numbers(self._taken_back(owner)))
         self.unused += len(pages)
         if self._last_first:
@@ -286,16 +266,13 @@ class FreeQueue(PagePool):
             self._queue.extend(reversed(pages))
 
     def is_whole(self) -> bool:
-        """As `PagePool.is_whole`."""
+        """Return whether every page is free or owned, once."""
         lent = [page for runs in self.owners.values() for page in _numbers(runs)]
         return sorted([*self._queue, *lent]) == list(range(self.pages))
 
 
 class SlotPool:
-    """Numbers from 0, each with one owner at a time; the one given back last is handed out first.
-
-    A slot is a row of metadata, or one mamba state.
-    """
+    """Numbers from 0 (rows of metadata, mamba states) with one owner each; the last given back goes first."""
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))
@@ -327,10 +304,10 @@ class SlotPool:
 
 
 class StatePool:
-    """The mamba slots and window pages of one instance, a request at a time.
+    """The mamba slots and window pages of one instance, of models that have such layers.
 
     A request takes one slot, and window pages for the most that its window can touch while it grows, so nothing that
-    runs can run out.  Models without mamba or window layers take none of them.
+    runs can run out.
     """
 
     def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:
@@ -354,8 +331,7 @@ class StatePool:
     def allocate(self, owner: int, tokens: int, reach: int, pages: Pages) -> tuple[Pages, ...] | None:
         """Return the rows of each component that *owner* gets, or None if there are too few.
 
-        *tokens* are those of the handoff and *reach* those that it grows to, *pages* its pages of keys and values,
-        where index rows lie too.
+        *tokens* are those of the handoff and *reach* those that it grows to; index rows lie in its *pages*.
         """
         if not self._components:
             return ()
@@ -393,11 +369,10 @@ class _CachedPage:
 class PrefixPagePool(PagePool):
     """A `PagePool` whose pages may have several users, and whose free pages keep prefixes of prompts until needed.
 
-    A page is known by the hash of its tokens and all before them.  Pages without a user wait in order of their last
-    use, the end of a prompt before its beginning, and are evicted in that order: with *eviction* ``"block"`` one
-    page at a time, as of vLLM's free queue of blocks; with ``"radix"`` the page's whole node goes with it, all pages
-    that were computed together and that no prompt has branched off from since, as of the leaves of SGLang's radix
-    tree.
+    A page is known by the hash of its tokens and all before them.  Pages without a user are evicted in order of
+    their last use, the end of a prompt before its beginning: with *eviction* ``"block"`` one page at a time (vLLM);
+    with ``"radix"`` all pages that were computed together and that no prompt has branched off from since (the leaves
+    of SGLang's radix tree).
 
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
     With *host*, so many pages that were known last are in host memory, too: `commit` says how many go there, and
@@ -446,10 +421,10 @@ class PrefixPagePool(PagePool):
         return sum(key not in self._idle for key in keys)
 
     def reuse(self, owner: int, count: int, keys: Sequence[int]) -> tuple[Pages, int] | None:
-        """Give *owner* as many pages as `allocate` does, the first of which are cached ones of *keys*.
+        """Give *owner* *count* pages, the first of which are cached ones of *keys*.
 
         Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
-        are too few.  Raise a `ValueError` as `allocate` does, and unless *count* exceeds the number of *keys* found.
+        are too few.  Raise as `allocate` does, and unless *count* exceeds the number of *keys* that are here.
         """
         hits, self.loaded = self.match(keys), 0
         back = _leading(keys[hits:], self._host)
@@ -495,14 +470,11 @@ class PrefixPagePool(PagePool):
         return self._store(keys[begin:])
 
     def joined(self, pages: Pages, more: Pages) -> Pages:
-        """As `PagePool.joined`: new pages come after those that there are."""
+        """Return *pages* and *more*, which come last."""
         return (*pages, *more)
 
     def release(self, owner: int) -> None:
-        """Take the pages of *owner* back, those that are known by a hash to be found again.
-
-        The beginning of a prompt is the last of its pages to be evicted, because more prompts share it.
-        """
+        """Take the pages of *owner* back; those that are known by a hash can be used again."""
         pages = self._taken_back(owner)
         keys = self._keys.pop(owner, [])
         private = [page for key, page in zip(keys, _numbers(pages), strict=False) if key is None]
@@ -518,7 +490,7 @@ class PrefixPagePool(PagePool):
             self._evict()
 
     def take(self, count: int) -> Pages:
-        """As `PagePool.take`, of cached pages without a user if there are too few others."""
+        """Return pages as `PagePool.take` does, cached ones without a user if there are too few others."""
         while self.unused < count:
             self._evict()
         return super().take(count)

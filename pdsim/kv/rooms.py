@@ -11,8 +11,6 @@ from typing import Any, Generic, TypeVar
 from pdsim.core.clock import Clock
 from pdsim.kv.pages import PagePool
 
-__all__ = ["OVER", "Consensus", "ExpiringMap", "QuarantineStall", "Status", "Timers", "advance", "out_of_memory"]
-
 Value = TypeVar("Value")
 
 OVER = 600.0
@@ -40,10 +38,7 @@ class Status(IntEnum):
 
 
 def advance(old: Status, new: Status) -> Status:
-    """Return the status after *old* when *new* is reported.
-
-    FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is
-    the smallest, so that a failed handoff could become a success.)
+    """Return the status after *old* when *new* is reported: FAILED and SUCCESS absorb, and nothing goes back.
 
     >>> advance(Status.TRANSFERRING, Status.WAITING).name, advance(Status.FAILED, Status.SUCCESS).name
     ('TRANSFERRING', 'FAILED')
@@ -57,8 +52,7 @@ class Consensus:
     """The status of one room in a group of *size* ranks, kept by its leader: the least that any of them has.
 
     `succeed` by each rank, or `fail` once and then `settle` by each rank.  SGLang takes that minimum by a collective
-    before each step of the scheduler; here ranks report to the leader, which tells them what to do in one order.
-    Raise a `ValueError` for a *size* below 1, and for a rank that the group does not have.
+    before each step of the scheduler.  Raise a `ValueError` for a rank that the group does not have.
     """
 
     __slots__ = ("_reported", "_size", "status")
@@ -105,7 +99,7 @@ class Timers:
     """A time limit of *seconds* for each of many rooms; *expire* is called with one that reaches it.
 
     All have the same limit, so they expire in the order in which they were added, and one event serves them all.
-    Without a limit (0 seconds) nothing ever expires.  A room is dropped before *expire* is called.
+    Without a limit (0 seconds) nothing ever expires.
     """
 
     def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
@@ -148,8 +142,7 @@ class Timers:
 class ExpiringMap(Generic[Value]):
     """Values by room that are forgotten *seconds* after they were set: what came for a room that may never come.
 
-    Nothing runs for it: what is too old is dropped when the next value is set, at a cost that does not grow with the
-    number of rooms.  Raise a `ValueError` unless *seconds* is positive.
+    What is too old is dropped when the next value is set, at a cost that does not grow with the number of rooms.
     """
 
     def __init__(self, clock: Clock, seconds: float) -> None:
@@ -160,7 +153,7 @@ class ExpiringMap(Generic[Value]):
         self._values: dict[int, tuple[float, Value]] = {}
 
     def __len__(self) -> int:
-        """Return how many are remembered, those included whose time has passed since the last was set."""
+        """Return how many are remembered, some of them too old."""
         return len(self._values)
 
     def __contains__(self, room: int) -> bool:
@@ -176,11 +169,11 @@ class ExpiringMap(Generic[Value]):
             del self._values[oldest]
 
     def get(self, room: int) -> Value | None:
-        """Return what is remembered for *room*; None if nothing is."""
+        """Return what is remembered for *room*, or None."""
         return self._values[room][1] if room in self else None
 
     def pop(self, room: int) -> Value | None:
-        """Return what is remembered for *room* and forget it; None if nothing is."""
+        """Return what is remembered for *room*, or None, and forget it."""
         value = self.get(room)
         self._values.pop(room, None)
         return value
@@ -189,8 +182,8 @@ class ExpiringMap(Generic[Value]):
 class QuarantineStall:
     """For how long nothing but pages in quarantine has been in the way of a queue.
 
-    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever:
-    for *seconds* from when the queue was blocked first.  *wake* is called when they are over.
+    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but only *seconds*
+    from when the queue was blocked first; then *wake* is called.
     """
 
     def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:
