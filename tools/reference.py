@@ -58,7 +58,7 @@ def configuration() -> Iterator[str]:
     """Yield the tables of docs/configuration.md."""
     groups: dict[str, list[str]] = {}
     for cls, names in _classes().items():
-        if rows := [_row(key) for key in keys.rows_of(cls, _joined(names))]:
+        if rows := [_row(key) for key in keys.of(cls, _joined(names), within=False)]:
             groups.setdefault(names[0].partition(".")[0], []).extend(rows)
     for group in sorted(groups):
         yield from (f"### `{group}`" if group else "### Keys without a group", "", *HEAD, *groups[group], "")

@@ -96,17 +96,13 @@ class ExperimentOptions:
         name, known = values.get("name"), plugins.names(plugins.EXPERIMENTS)
         if name not in known:
             raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), known)}")
-        module = plugins.resolve(plugins.EXPERIMENTS, name)
-        classes = (each for each in vars(module).values() if isinstance(each, type))
-        options = next(
-            (c for c in classes if issubclass(c, ExperimentOptions) and vars(c).get("name") == name), None
+        for each in vars(plugins.resolve(plugins.EXPERIMENTS, name)).values():
+            if isinstance(each, type) and issubclass(each, ExperimentOptions) and vars(each).get("name") == name:
+                return each
+        raise ConfigError(
+            f"experiment={name}: {plugins.target(plugins.EXPERIMENTS, name)} declares no options of that name; "
+            f"give it a frozen dataclass that extends pdsim.config.ExperimentOptions, with name: str = {name!r}"
         )
-        if options is None:
-            raise ConfigError(
-                f"experiment={name}: {plugins.target(plugins.EXPERIMENTS, name)} declares no options of that name; "
-                f"give it a frozen dataclass that extends pdsim.config.ExperimentOptions, with name: str = {name!r}"
-            )
-        return options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +189,10 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
                 problems.append(str(error))
         elif required(each):
             missing.append(key)
-    if len(missing) > 1:  # as of a file that is empty
-        problems.append(f"{', '.join(missing)} are missing and have no default; begin with a file that has them")
-    elif missing:
-        problems.append(f"{missing[0]} is missing and has no default; set {missing[0]}=VALUE")
+    if missing:  # several, as of a file that is empty
+        one = f"is missing and has no default; set {missing[0]}=VALUE"
+        several = "are missing and have no default; begin with a file that has them"
+        problems.append(f"{', '.join(missing)} {several if missing[1:] else one}")
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -599,10 +595,8 @@ class _Part:
 
     @cached_property
     def plain(self) -> Any:  # never changed, for others have it, too
-        if self.key != "backend":
-            return plain(self.value)
-        backend, policy = self.value
-        return {**plain(backend), "policy": plain(policy)}
+        own = plain(self.value)
+        return own if self.key != "backend" else {**own[0], "policy": own[1]}
 
     @cached_property
     def yaml(self) -> str:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed configuration that overrides ask for: composed once by Hydra, typed, checked.
+"""The typed configuration that overrides ask for: composed by Hydra, typed, checked.
 
-`compose` does all of it.  The steps can be called one by one: `initialized` tells Hydra where the files are, `raw`
-composes, `plain` resolves interpolations, `load` makes the `Config` and applies all rules.  A sweep composes many
-points within one `initialized`.
-
-A value such as ``hw.nic.rate=400Gbps`` goes to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
-`pdsim.config` refuses the unknown ones in the same words wherever they come from.
+`compose` does all of it; its steps are `initialized`, `raw`, `resolved` and `load`.  ``hw.nic.rate=400Gbps`` goes to
+Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and `pdsim.config` refuses the unknown ones in the same
+words wherever they come from.
 """
 
 from __future__ import annotations
@@ -28,21 +25,9 @@ if TYPE_CHECKING:
     from pdsim.config import Config
 
 __all__ = [
-    "CommandLine",
-    "compose",
-    "composed",
-    "explain",
-    "initialized",
-    "leaves",
-    "load",
-    "places",
-    "plain",
-    "raw",
-    "ready",
-    "resolved",
-    "set_keys",
-    "typed",
-]
+    "CommandLine", "compose", "composed", "explain", "initialized", "leaves", "load", "places", "plain", "raw",
+    "ready", "resolved", "set_keys", "typed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +80,18 @@ def composed(line: CommandLine) -> Config:
 def typed(values: DictConfig) -> Config:
     """Return the typed configuration of *values*, which Hydra composed for an application of one's own.
 
-    The keys ``hydra`` and ``app`` are the application's.  Numbers of machine, backend, model, engine and collective
-    that differ from what these are by name count as set by hand: no calibration replaces them, and they are assumed.
-    Raise a `ConfigError`.
+    The keys ``hydra`` and ``app`` are the application's.  Numbers that differ from what machine, backend, model and
+    others are by name count as set by hand.  Raise a `ConfigError`.
     """
     with _explained():
         own = {key: value for key, value in resolved(values).items() if key not in ("hydra", "app")}
-        names = {group: part.get("name") for group in _NAMED if isinstance(part := own.get(group), Mapping)}
+        groups = ("hw", "backend", "model", "engine", "collective", "experiment")
+        names = {group: part.get("name") for group in groups if isinstance(part := own.get(group), Mapping)}
         chosen = [f"{group}={name}" for group, name in names.items() if name in plugins.options(group)]
         with initialized(line := CommandLine()):
             base = plain(line, chosen)
-        changed = [key for group in _NAMED for key in _changed(base.get(group), own.get(group), group)]
+        changed = [key for group in groups for key in _changed(base.get(group), own.get(group), group)]
         return load(own, [f"{key}=" for key in changed])
-
-
-_NAMED = ("hw", "backend", "model", "engine", "collective", "experiment")
 
 
 def _changed(base: Any, own: Any, at: str) -> list[str]:
@@ -184,8 +166,7 @@ def resolved(values: DictConfig) -> dict[str, Any]:
 def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] = ()) -> Config:
     """Return *values*, which *words* were composed to with *folders* of one's own, typed and checked.
 
-    The keys in *words* matter: a calibration does not replace their values, and quantities need units there.  Raise
-    a `ConfigError` with a line for each mistake.
+    Raise a `ConfigError` with a line for each mistake.
     """
     from pdsim import config as schema
     from pdsim.config import rules
@@ -207,10 +188,9 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
 
 
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
-    """Return *words*, overrides as typed, as Hydra takes them.
+    """Return *words*, overrides as typed, as Hydra takes them; choices of a group may be those of the folders *own*.
 
-    A key gets ``++``; names of files and text in other alphabets get quotes.  The choices of a group may be those of
-    the folders *own*.  Raise a `ConfigError` for an argument that is not an override, with a suggestion.
+    Raise a `ConfigError` for an argument that is not an override, with a suggestion.
     """
     known = {group: plugins.options(group, own) for group in plugins.groups(own)} if own else _installed()
     return [each for word in words for each in _expanded(word, known)]
@@ -274,10 +254,8 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
         return f"++{key}='{value}'" if quoted else f"++{key}={value}"
     if value.startswith("["):
         several = value.strip("[]")
-        raise ConfigError(
-            f"{word} would mix several files into one; choose one, as in {key}={several.partition(',')[0]}, or run "
-            f"each of them with pdsim sweep {key}={several}"
-        )
+        ways = f"choose one, as in {key}={several.partition(',')[0]}, or run each with pdsim sweep {key}={several}"
+        raise ConfigError(f"{word} would mix several files into one; {ways}")
     if not value:
         raise ConfigError(f"{word} chooses nothing; there are {', '.join(known[key])}")
     # Hydra takes a bare 1 or true for a number or a truth value, which are the names of no file to it
@@ -296,10 +274,7 @@ def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal.
-
-    Hydra's texts name its own syntax and files; those that users meet get a line of pdsim, others are shortened.
-    """
+    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
@@ -307,10 +282,10 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _missing(error.missing_cfg_file, error.options)
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its "
-            f"own within those of the shell, as in 'key=\"a, b\"'"
+        needs = (
+            "a value with blanks, commas, brackets, quotes or = needs quotes of its own within those of the shell"
         )
+        return f"{error.override.lstrip('+')}: {needs}, as in 'key=\"a, b\"'"
     if isinstance(error, UnicodeDecodeError):
         return f"a configuration file is not text in UTF-8: {error}; save it as such"
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
@@ -325,7 +300,6 @@ def explain(error: BaseException) -> str | None:
 
 
 def _missing(file: str, known: Sequence[str] | None) -> str:
-    # A file is ``GROUP/NAME``, or the primary configuration.
     group, slash, name = file.rpartition("/")
     if not slash:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"

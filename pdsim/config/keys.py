@@ -18,7 +18,7 @@ from pdsim.core import plugins
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
 
-__all__ = ["Key", "dataclasses_in", "known", "named", "of", "rows_of", "type_of"]
+__all__ = ["Key", "dataclasses_in", "known", "named", "of", "type_of"]
 
 _KINDS = {
     "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
@@ -59,25 +59,19 @@ def named(text: str) -> list[Key]:
     return list(dict.fromkeys(key for key in own if f"{key.name}.".startswith(f"{text}.")))
 
 
-def of(cls: type, at: str = "") -> Iterator[Key]:
-    """Yield the keys of *cls*, a dataclass that stands at the dotted key *at*, and of the dataclasses within it."""
-    own = {key.name: key for key in rows_of(cls, at)}
-    for field in fields(cls):
-        if (key := join(at, field.name)) in own:
-            yield own[key]
-        elif field.name not in _ELSEWHERE:
-            for inner in dataclasses_in(hints_of(cls)[field.name]):
-                yield from of(inner, key)
-
-
-def rows_of(cls: type, at: str = "") -> Iterator[Key]:
-    """Yield the keys of *cls* itself, without those of the dataclasses within it."""
+def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:
+    """Yield the keys of *cls*, a dataclass that stands at the dotted key *at*, and of those *within* it."""
     meanings, hints = _comments(cls), hints_of(cls)
     for field in fields(cls):
-        if field.name not in _ELSEWHERE and not dataclasses_in(hints[field.name]):
+        key, hint = join(at, field.name), hints[field.name]
+        if field.name in _ELSEWHERE:
+            continue
+        if inner := dataclasses_in(hint):
+            for each in inner if within else ():
+                yield from of(each, key)
+        else:
             kind = _kind(field)
-            rule, default = _rule(hints[field.name]), _default(field, kind)
-            yield Key(join(at, field.name), kind, rule, default, meanings.get(field.name, ""))
+            yield Key(key, kind, _rule(hint), _default(field, kind), meanings.get(field.name, ""))
 
 
 def dataclasses_in(kind: Any) -> list[type]:
