@@ -4,20 +4,14 @@
 Fitted are parts of handoffs, and of requests, over `nvlink` on the hosts of `FITTED`.  Left out are the other
 engines there, all of the other hosts, and the times of staged handoffs as a whole.
 
-- A *gather*: from TP 1 to TP 2 a queue has two blocks to send, and gathers the second when the write of the first is
-  over; so it takes from there to the second write.
-- Two *scatters*: from TP 2 to TP 1 both blocks are scattered by one rank, one after the other, between the end of
-  the last write and the first of the next handoff.  Messages between the ranks take the rest, the same for all
-  sizes.
-- A *context switch*: from TP 2 to TP 1 two ranks share the GPU that they gather on, a few large descriptors each,
-  between the write of the metadata and that of rank 0's block.
-- *Waking up*: a *whole* handoff from TP 2 to TP 2 is a message to rank 1, its forward, which takes no time here, its
-  write, the notification, and rank 1's message to its leader.  Beside the write these are two messages, and four
-  times that a program has something to act upon.
-- *Waking the copy engines*: from posting to the end of a write of `serve`, less its bytes and less the same of whole
-  handoffs, which follow one another.
-- *Waking an idle program*: what the median time to first token of `serve` is longer than the model with all of the
-  above says.
+- *gather*: from TP 1 to TP 2, from the end of the first block's write to the second write.
+- *scatter*: from TP 2 to TP 1 one rank scatters two blocks between the end of the last write and the first of the
+  next handoff; messages between the ranks take the rest, the same for all sizes.
+- *switch*: from TP 2 to TP 1 two ranks share the GPU that they gather on, between the write of the metadata and that
+  of rank 0's block.
+- *wake*: a whole handoff from TP 2 to TP 2, less the write of rank 1, is two messages and four wake-ups.
+- *copy wake*: from posting to the end of a write of `serve`, less its bytes and less the same of whole handoffs.
+- *idle wake*: what the median TTFT of `serve` is longer than the model with all of the above says.
 
 Records hold a write a row, in microseconds after the start of its job; requests of further jobs count from `JOB` on.
 The first request of each size warmed up, in each job.
@@ -90,10 +84,7 @@ def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
 
 
 def samples() -> list[CopySample]:
-    """Return what the records say of copies, warm-ups left out.
-
-    One sample for each warm request that has what its kind needs; see the list above for where each begins and ends.
-    """
+    """Return what the records say of copies, one for each warm request that has what its kind needs."""
     rows = []
     for way, kinds in (("1to2 staged", ("gather",)), ("2to1 staged", ("scatter", "switch"))):
         for (host, engine), writes in _requests(way).items():
@@ -102,7 +93,6 @@ def samples() -> list[CopySample]:
 
 
 def _copies(kind: str, writes: Mapping[int, Sequence[Mapping[str, str]]]) -> Iterator[tuple[int, float]]:
-    # The module's docstring says where each kind begins and ends.
     for number in _warm(writes):
         blocks = [row for row in writes[number] if row["path"] == "staged"]
         nbytes = int(blocks[0]["nbytes"])
@@ -145,11 +135,8 @@ def _pieces(kind: str, nbytes: int) -> int:
 def fit_copies(of: Mapping[Key, float], memory_rate: float, launch: float) -> tuple[Copies, float]:
     """Return the `Copies` of least squares of relative errors, and the seconds of messages beside two scatters.
 
-    *memory_rate* is of the GPU's memory, in bytes/s, and *launch* the seconds of a kernel launch, which are known.
-
-    The unknowns are those of `Copies` and one more for the messages.  Bytes and kernel launches are subtracted
-    first: a copy reads and writes each byte.  *of* is as `medians` returns it, seconds by host, engine, kind and
-        bytes.
+    *of* is as `medians` returns it.  Bytes, at *memory_rate* bytes/s, and kernel launches of *launch* seconds are
+    subtracted first: a copy reads and writes each byte.
     """
     rows = []
     for (_, _, kind, nbytes), seconds in of.items():
@@ -163,10 +150,7 @@ def fit_copies(of: Mapping[Key, float], memory_rate: float, launch: float) -> tu
 
 
 def modelled(copies: Copies, between: float, memory_rate: float, launch: float, kind: str, nbytes: int) -> float:
-    """Return the seconds of a sample of *kind* with blocks of *nbytes*.
-
-    The inverse of `fit_copies`: it adds again what that subtracted.
-    """
+    """Return the seconds of a sample of *kind* with blocks of *nbytes*, the inverse of `fit_copies`."""
     count = CALLS[kind]
     each = copies.busy(_pieces(kind, nbytes) // count, kind == "switch") + 2 * nbytes / memory_rate + launch
     return count * each + (between if kind == "scatter" else 0.0)
@@ -219,35 +203,30 @@ def fit_wake(of: Iterable[float], latency: float) -> float:
 
 
 def copy_wakes(rate: float) -> dict[str, list[float]]:
-    """Return by host what each write of `serve` takes longer from posting to its end than blocks of handoffs do.
+    """Return by host what each write of `serve` takes longer, in seconds, than blocks of handoffs do.
 
-    That is less its bytes' time at *rate*, and less the median of the same of blocks.  The first request warms up.
-
-    *rate* is in bytes/s; the result is in seconds, one number for each write of the group's path.
+    That is from posting to the end, less its bytes' time at *rate*, bytes/s, and less the median of the same of
+    blocks.  The first request warms up.
     """
     alone, pausing = (_beyond(way, path, rate) for way, path in (("1to2 staged", "staged"), ("serve", "grouped")))
     return {host: [each - float(np.median(alone[host])) for each in pausing[host]] for host in pausing}
 
 
 def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
-    # Only the fitted engine counts.
     values: dict[str, list[float]] = {}
     for (host, engine), requests in _requests(way).items():
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end
             continue
         rows = [row for number, rows in requests.items() if number % JOB > 1 for row in rows if row["path"] == path]
-        stamps = [
-            (float(row["completed"]) - float(row["posted"])) * 1e-6 - int(row["nbytes"]) / rate for row in rows
-        ]
-        values[host] = stamps
+        times = ((float(row["completed"]) - float(row["posted"])) * 1e-6 for row in rows)
+        values[host] = [time - int(row["nbytes"]) / rate for time, row in zip(times, rows, strict=True)]
     return values
 
 
 def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> float:
-    """Return the seconds with which the time to first token is least far from *measured*, in relative terms.
+    """Return the `Host.idle_wake` of least relative errors of the median *ttft*, which is linear in it.
 
-    *ttft* is the median time to first token on the model as a function of `Host.idle_wake`, linear between 200 us
-    and 1 ms.  The goal is the harmonic mean of *measured*, which has the least sum of relative errors for a line.
+    The goal is the harmonic mean of *measured*, which has the least sum of relative errors for a line.
     """
     low, high = 200e-6, 1000e-6
     short, long = ttft(low), ttft(high)
@@ -303,19 +282,14 @@ def tables() -> list[Table]:
         _row(*key, seconds, modelled(copies, between, rate, LAUNCH, *key[2:]))
         for key, seconds in medians(every).items()
     ]
-    rows += [
-        _row(host, name, "whole", tokens * TOKEN, seconds, MESSAGES * latency + WAKES * wake)
-        for (host, name, tokens), seconds in whole.items()
-    ]
-    rows += [
-        _row(host, FITTED[0], "copy wake", 0, float(np.median(found)), copy_wake) for host, found in woken.items()
-    ]
-    said = {name: served(each) for name, each in configs.items()}
-    rows += [
-        _row(host, name, what.removeprefix("median "), 0, seconds, said[name][what])
-        for (host, name, what), seconds in measured.items()
-        if what.startswith("median ")
-    ]
+    woken_by = MESSAGES * latency + WAKES * wake
+    rows += [_row(*key[:2], "whole", key[2] * TOKEN, seconds, woken_by) for key, seconds in whole.items()]
+    for host, times_of in woken.items():
+        rows.append(_row(host, FITTED[0], "copy wake", 0, float(np.median(times_of)), copy_wake))
+    on_model = {name: served(each) for name, each in configs.items()}
+    for (host, name, what), seconds in measured.items():
+        if what.startswith("median "):
+            rows.append(_row(host, name, what.removeprefix("median "), 0, seconds, on_model[name][what]))
     heads = {"key": "", "us": "", "low us": "95 % interval", "high us": ""}
     phases = ("host", "engine", "what", "tokens", "fitted", "measured us", "modelled us", "error %")
     return [Table("Fitted", heads, numbers), Table("Medians", dict.fromkeys(phases, ""), rows)]
@@ -324,13 +298,5 @@ def tables() -> list[Table]:
 def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: float) -> list[object]:
     known = "in part" if what in ("transfer", "e2e") else "yes"
     fitted_to = known if is_fitted(host, engine) else "no"
-    return [
-        host,
-        engine,
-        what,
-        nbytes // TOKEN or None,
-        fitted_to,
-        real * 1e6,
-        model * 1e6,
-        100 * (model / real - 1),
-    ]
+    error = 100 * (model / real - 1)
+    return [host, engine, what, nbytes // TOKEN or None, fitted_to, real * 1e6, model * 1e6, error]

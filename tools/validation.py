@@ -23,7 +23,7 @@ from pdsim.results.drawing import Figure, Marks, Panel, Scale
 from pdsim.results.record import Table
 from pdsim.validation.agreement import agreement
 from pdsim.validation.sealed import EXPECTED, MEASURED, read
-from pdsim.validation.verdicts import Class, Value, by_class, compare, prediction_table
+from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare, prediction_table
 from tools import live_data
 from tools.live_data import DATA, METRICS
 
@@ -57,20 +57,22 @@ NAMES = {name: name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot
 # --- transfers -----------------------------------------------------------------------------------------------------
 
 
+def _both(folder: Path) -> list[Compared]:
+    expected, measured = read(folder / EXPECTED)["expected"], read(folder / MEASURED)["measured"]
+    return compare([Value(**row) for row in expected], [Value(**row) for row in measured])
+
+
 def reached(folders: Sequence[Path]) -> Iterator[str]:
     """Yield the lines of the errors of every class in *folders*, a column each, and whose predictions they are."""
-    pairs = [(read(folder / EXPECTED), read(folder / MEASURED)) for folder in folders]
+    made = [read(folder / EXPECTED) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
-    for number, (expected, measured) in enumerate(pairs):
-        both = compare(
-            [Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]]
-        )
-        for each in by_class(both, bounds(ValidateOptions()), expected["seed"]):
+    for number, folder in enumerate(folders):
+        for each in by_class(_both(folder), bounds(ValidateOptions()), made[number]["seed"]):
             rows.setdefault(each.name, {})[number] = each
-    names = [f"`{expected['backend']}` on {expected['hw']}" for expected, _ in pairs]
+    names = [f"`{expected['backend']}` on {expected['hw']}" for expected in made]
     columns = {"class": "", "bound %": ""} | dict.fromkeys(names, "")
     cells = [
-        [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(pairs)))]
+        [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(made)))]
         for name, of in rows.items()
     ]
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
@@ -108,21 +110,18 @@ def _bound(each: Class) -> str:
 
 def gains(folders: Sequence[Path]) -> Iterator[str]:
     """Yield the lines about how many times longer what is before each of `CHANGES` takes, in *folders*."""
-    factors: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
-    for folder in folders:
-        expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
-        ours, real = (
-            {row["label"]: row["value"] for row in rows if row["quantity"] == "time"}
-            for rows in (expected["expected"], measured["measured"])
-        )
-        for before, after in CHANGES:
-            for label in real:
-                other = label.replace(before, after)
-                if other != label and other in real and {label, other} <= ours.keys():
-                    key = (f"{before} → {after}", expected["backend"], expected["hw"])
-                    factors.setdefault(key, []).append(tuple(of[label] / of[other] for of in (ours, real)))
-    columns = {"change": "", "backend": "", "hw": "", "points": "", "predicted": "", "measured": ""}
+    factors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     order = [f"{before} → {after}" for before, after in CHANGES]
+    for folder in folders:
+        expected = read(folder / EXPECTED)
+        times = {each.predicted.label: each for each in _both(folder) if each.predicted.quantity == "time"}
+        for change, (before, after) in zip(order, CHANGES, strict=True):
+            for label, one in times.items():
+                other = times.get(label.replace(before, after), one)
+                if other is not one:
+                    both = one.predicted.value / other.predicted.value, one.measured / other.measured
+                    factors.setdefault((change, expected["backend"], expected["hw"]), []).append(both)
+    columns = dict.fromkeys(("change", "backend", "hw", "points", "predicted", "measured"), "")
     rows = [
         [*key, len(of_key), *(_range(values) for values in zip(*of_key, strict=True))]
         for key, of_key in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
@@ -141,24 +140,21 @@ def medians(folders: Sequence[Path]) -> Iterator[str]:
     """Yield a table for each machine in *folders*: the predicted median of each class on each engine."""
     made = [read(folder / EXPECTED) for folder in folders]
     for hw in sorted({expected["hw"] for expected in made}, reverse=True):
+        rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
+        engines = [expected for expected in made if expected["hw"] == hw]
+        for expected in engines:
+            for row in prediction_table([Value(**value) for value in expected["expected"]]).rows:
+                rows.setdefault((row[0], row[1]), {})[expected["backend"]] = list(row)
+        names = [expected["backend"] for expected in engines]
+        cells = []
+        for (group, quantity), values in rows.items():
+            told = [_median(values[name]) if name in values else "-" for name in names]
+            unit = "µs" if quantity == "time" else "GB/s"
+            cells.append([group, unit, max(row[2] for row in values.values()), *told])
+        columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
         yield f"### {hw}"
         yield ""
-        yield from _markdown(_medians([expected for expected in made if expected["hw"] == hw]))
-
-
-def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
-    rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
-    for expected in engines:
-        for row in prediction_table([Value(**value) for value in expected["expected"]]).rows:
-            rows.setdefault((row[0], row[1]), {})[expected["backend"]] = list(row)
-    names = [expected["backend"] for expected in engines]
-    columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
-    cells = []
-    for (group, quantity), values in rows.items():
-        unit = "µs" if quantity == "time" else "GB/s"
-        told = [_median(values[name]) if name in values else "-" for name in names]
-        cells.append([group, unit, max(row[2] for row in values.values()), *told])
-    return Table("Predicted", columns, cells)
+        yield from _markdown(Table("Predicted", columns, cells))
 
 
 def _median(row: Sequence[Any]) -> str:
@@ -244,20 +240,11 @@ def accuracy() -> Figure:
     """Return simulated against measured times of transfers, handoffs and serving, a panel for each engine."""
     panels = []
     for engine in ENGINES:
-        folder, series = STORED / f"{engine}-2xh200", {}
-        values = compare(
-            *(
-                [Value(**row) for row in rows]
-                for rows in (read(folder / EXPECTED)["expected"], read(folder / MEASURED)["measured"])
-            )
-        )
-        for kind, groups in KINDS.items():
-            mine = [
-                each
-                for each in values
-                if each.predicted.quantity == "time" and each.predicted.group.startswith(groups)
-            ]
-            series[kind] = [(each.measured, each.predicted.value, "") for each in mine]
+        times = [each for each in _both(STORED / f"{engine}-2xh200") if each.predicted.quantity == "time"]
+        series = {
+            kind: [(e.measured, e.predicted.value, "") for e in times if e.predicted.group.startswith(groups)]
+            for kind, groups in KINDS.items()
+        }
         panels.append(replace(agreement(series, engine, "s", (8e-6, 2.0)), height=330))
     return Figure("accuracy", "", "", panels, columns=3)
 
