@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,15 @@ _LAUNCHED = 2.0
 """How many times as long as without block scales a product of one row takes that was measured with its launches."""
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
 """Tokens of context at which a decode step's attention is made a line in the context."""
+
+
+class _Attention(NamedTuple):
+    """A key of a table's attention, for so many heads, and how many times as long the model's takes."""
+
+    kind: str
+    key: Key
+    heads: int
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -166,16 +176,17 @@ class Lookup:
         if self.by_heads and self.model.attention == "mla":
             width = self.model.head_dim
             key: Key = ("bfloat16", "bfloat16", width, 0, 0)
-            return self._curve(batch, "prefill", key).times((2 * width + self.model.rope_dim) / (2 * width))
-        return self._curve(batch, *self._attention("prefill"))
+            factor = (2 * width + self.model.rope_dim) / (2 * width)
+            return self._curve(batch, _Attention("prefill", key, self.heads, factor))
+        return self._curve(batch, self._attention("prefill"))
 
-    def _curve(self, batch: int, kind: str, key: Key) -> Curve:
-        parts = math.ceil(batch / self.table.grid(kind).axes["batch"][-1])
-        whole = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=batch / parts)
+    def _curve(self, batch: int, one: _Attention) -> Curve:
+        parts = math.ceil(batch / self.table.grid(one.kind).axes["batch"][-1])
+        whole = self.table.curve(one.kind, one.key, "tokens", growth=2.0, heads=one.heads, batch=batch / parts)
         if batch == 1:
-            return whole
-        alone = self.table.curve(kind, key, "tokens", growth=2.0, heads=self.heads, batch=1)
-        return whole.times(parts, alone.times(batch))
+            return whole.times(one.factor)
+        alone = self.table.curve(one.kind, one.key, "tokens", growth=2.0, heads=one.heads, batch=1)
+        return whole.times(one.factor * parts, alone.times(one.factor * batch))
 
     def decode(self, batch: int) -> tuple[float, float]:
         """Return the seconds of one layer's attention in a step of *batch* sequences, and those a token of context.
@@ -188,14 +199,14 @@ class Lookup:
         return line
 
     def _line(self, batch: int) -> tuple[float, float]:
-        kind, key = self._attention("decode")
+        kind, key, heads, factor = self._attention("decode")
         batches = self.table.grid(kind).axes["batch"]
         parts = math.ceil(batch / batches[-1])
-        sizes, logs, measured = self.table.grid(kind).slice(key, "context", heads=self.heads, batch=batch / parts)
+        sizes, logs, measured = self.table.grid(kind).slice(key, "context", heads=heads, batch=batch / parts)
         known = sizes[measured]
         most = float(known[-1]) if len(known) else float(sizes[0])
         contexts = _CONTEXTS[most >= _CONTEXTS] if most >= 2 * _CONTEXTS[0] else np.array([max(most / 4, 1.0), most])
-        times = parts * np.exp(np.interp(np.log(contexts), np.log(sizes), logs))
+        times = factor * parts * np.exp(np.interp(np.log(contexts), np.log(sizes), logs))
         # least squares of relative errors of constant + slope * context
         rows = np.stack([1.0 / times, contexts / times], axis=1)
         (constant, slope), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
@@ -216,7 +227,7 @@ class Lookup:
             for name in ("mla_gen_pre", "mla_gen_post")
         )
 
-    def _attention(self, side: str) -> tuple[str, Key]:
+    def _attention(self, side: str) -> _Attention:
         model = self.model
         kv = "fp8" if model.kv_bytes == 1 else "bfloat16"
         if model.attention == "mla":
@@ -224,27 +235,43 @@ class Lookup:
             dtype = "fp8_block" if model.dtype_bytes == 1 and self.module else "bfloat16"
             keys = self.table.grid(kind).keys
             tried: list[Key] = [(dtype, kv), (dtype, "bfloat16"), ("bfloat16", kv), ("bfloat16", "bfloat16")]
-            return kind, next((key for key in tried if key in keys), tried[-1])
+            return _Attention(kind, next((key for key in tried if key in keys), tried[-1]), self.heads, 1.0)
         grid = self.table.grid(side)
         kv_heads = 0 if self.kv_heads == self.heads else self.kv_heads
         by = "tokens" if side == "prefill" else "context"
 
-        def unknown(key: Key) -> bool:  # for this number of heads: at most one size was measured
-            return int(grid.slice(key, by, heads=self.heads, batch=1)[2].sum()) < 2
+        def measured(key: Key) -> int:  # the nearest number of heads of which several sizes were measured, or 0
+            known = [
+                int(heads) for heads in (self.heads, *grid.axes["heads"])
+                if grid.slice(key, by, heads=float(heads), batch=1)[2].sum() > 1
+            ]  # fmt: skip
+            return min(known, key=lambda heads: abs(math.log(heads / self.heads)), default=0)
+
+        def far(key: Key, heads: int) -> tuple[float, ...]:
+            apart = [
+                abs(math.log(self.heads / heads)),
+                float((not kv_heads) != (not key[4])),
+                abs(math.log(self.kv_heads / (int(key[4]) or heads))),
+            ]
+            if side == "decode":  # whose time is that of reading the KV heads
+                apart.reverse()
+            return abs(math.log(float(key[2]) / model.head_dim)), float(key[1] != kv), *apart
 
         near = [
-            (unknown(key), abs(math.log(float(key[2]) / model.head_dim)), key[1] != kv,
-             (not kv_heads) != (not key[4]), abs(math.log((float(key[4]) or self.heads) / self.kv_heads)), key)
-            for key in grid.keys if key[0] == "bfloat16" and not key[3]
+            (far(key, heads), heads, key)
+            for key in grid.keys if key[0] == "bfloat16" and not key[3] and (heads := measured(key))
         ]  # fmt: skip
         if not near:
             raise ConfigError(f"compute.kernels.table={self.table.name} has no {side} in bf16; choose another table")
-        key = min(near)[-1]
-        if key[2] != model.head_dim or key[1] != kv or key[4] != kv_heads:
+        _, heads, key = min(near)
+        times = self.kv_heads / (int(key[4]) or heads) if side == "decode" else self.heads / heads
+        factor = times * model.head_dim / float(key[2])
+        if key[2] != model.head_dim or key[1] != kv or key[4] != kv_heads or heads != self.heads:
             warnings.warn(
-                f"{self.table.name}, {side}: heads of {model.head_dim}, {self.kv_heads} KV heads in {kv} count as "
-                f"{key[2]}, {key[4] or self.heads} and {key[1]}, the nearest measured",
+                f"{self.table.name}, {side}: {self.heads} heads of {model.head_dim}, {self.kv_heads} KV heads in "
+                f"{kv} count as {heads} of {key[2]}, {key[4] or heads} and {key[1]}, the nearest measured, "
+                f"times {factor:.2f}",
                 RangeWarning,
                 stacklevel=5,
             )
-        return side, key
+        return _Attention(side, key, heads, factor)

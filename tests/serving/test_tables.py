@@ -183,8 +183,21 @@ def test_experts_of_another_shape_warn_and_scale():
 
 def test_attention_of_another_width_warns():
     model = Llm(**{**vars(DENSE), "head_dim": 24})
-    with pytest.warns(RangeWarning, match="heads of 24, 2 KV heads in bfloat16 count as 16"):
+    with pytest.warns(RangeWarning, match="4 heads of 24, 2 KV heads in bfloat16 count as 4 of 16, .* times 1.50"):
         lookup(model).prefill([(0, 10)])
+
+
+@pytest.mark.parametrize("name", ["h200_vllm", "h200_sglang_table", "h200_trtllm"])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (32, 32), (32, 8)])
+@pytest.mark.filterwarnings("ignore::pdsim.compute.tables.RangeWarning")
+def test_no_shipped_attention_exceeds_the_gpu(name, width, heads, kv_heads):
+    gpu = composed("hw=8xh200").hw.gpu
+    model = Llm(**{**vars(DENSE), "head_dim": width, "heads": heads, "kv_heads": kv_heads})
+    one = Lookup(tables.read(name), model, heads, kv_heads)
+    flops, token = 2.0 * heads * width * 8192**2, 4.0 * kv_heads * width
+    assert 0.2 < flops / one.prefill([(0, 8192)]) / gpu.compute < 1.0
+    assert 0.3 < token / one.decode(16)[1] / gpu.memory_rate < 1.0
 
 
 def test_an_operator_without_a_table_is_refused():
