@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pdsim.core.errors import ConfigError
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError, near
 
 __all__ = ["expanded", "find", "read"]
 
@@ -72,6 +73,10 @@ def find(name: str) -> Path:
 
     Downloading takes huggingface_hub.  Raise a `ConfigError` if neither has the file.
     """
+    import socket  # here, for most runs name no such model
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
     revision = cache / "refs/main"
@@ -79,23 +84,27 @@ def find(name: str) -> Path:
         path = cache / "snapshots" / revision.read_text(encoding="utf-8").strip() / "config.json"
         if path.is_file():
             return path
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         from huggingface_hub import hf_hub_download
+
+        if not getproxies():  # the library itself would try for half a minute
+            socket.getaddrinfo(urlsplit(endpoint).hostname, None)
+        path = Path(hf_hub_download(name, "config.json", cache_dir=cache.parent, endpoint=endpoint))
+        if "quantization_config" not in path.read_text(encoding="utf-8"):
+            with suppress(Exception):  # most models have none
+                hf_hub_download(name, "hf_quant_config.json", cache_dir=cache.parent, endpoint=endpoint)
+        return path
     except ImportError:
-        why = "huggingface_hub is not installed"
-    else:
-        try:
-            folder, endpoint = cache.parent, os.environ.get("HF_ENDPOINT")
-            path = Path(hf_hub_download(name, "config.json", cache_dir=folder, endpoint=endpoint))
-            if "quantization_config" not in path.read_text(encoding="utf-8"):
-                with suppress(Exception):  # most models have none
-                    hf_hub_download(name, "hf_quant_config.json", cache_dir=folder, endpoint=endpoint)
-            return path
-        except Exception as error:  # of many libraries below it
-            why = str(error).strip().split("\n")[0]
+        why = "huggingface_hub is not installed (pip install 'pdsim[hf]')"
+    except socket.gaierror:
+        why = f"{endpoint} is not reachable"
+    except Exception as error:  # of many libraries below it
+        why = str(error).strip().split("\n")[0]
+    shipped = near(name.rpartition("/")[2].lower(), plugins.options("model"), "model={}")
     raise ConfigError(
-        f"model={name}: {cache} has no config.json, and it could not be downloaded: {why}; "
-        "pip install huggingface_hub, or save the file in a folder and set model=./FOLDER"
+        f"model={name}: {cache} has no config.json, and it could not be downloaded: {why}; {shipped}save the file "
+        "in a folder and set model=./FOLDER"
     )
 
 
