@@ -17,14 +17,13 @@ from typing import Annotated, Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegative, NotNegativeInt, PositiveInt, Seconds
-from pdsim.sweep.executors import Measure, Row, lost
+from pdsim.sweep.executors import Measure, Row
 from pdsim.sweep.points import Point
 
 __all__ = ["Ray", "Slurm"]
 
 _ATTEMPTS = 3
-"""How often a chunk is begun whose worker dies: each time one of its points at least is over, or none ever will
-be."""
+"""How often a chunk is begun whose worker dies: each time one of its points at least is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Ray:
                 if attempt < _ATTEMPTS:
                     pending[task.remote(measure, chunk)] = (chunk, attempt + 1)
                     continue
-                yield from (lost(point, why) for point in chunk)
+                yield from (point.row("failed", why) for point in chunk)
             pending |= {task.remote(measure, each): (each, 1) for each in islice(waiting, 1)}
 
 
@@ -132,4 +131,4 @@ def _rows(job: Any, share: Sequence[Point]) -> list[Row]:
         rows: list[Row] = job.result()
         return rows
     last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return [lost(point, f"its job {job.job_id} ended: {last[0]}") for point in share]
+    return [point.row("failed", f"its job {job.job_id} ended: {last[0]}") for point in share]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from json import dumps, loads
@@ -21,30 +21,20 @@ from pdsim.core.errors import ConfigError
 from pdsim.results import schema, terminal
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
+from pdsim.results.store import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    "FINAL",
-    "LEDGER",
-    "POINTS",
-    "Ledger",
-    "locked",
-    "points",
-    "read_ledger",
-    "short",
-    "show",
-    "swept",
-    "table",
+    "FINAL", "LEDGER", "POINTS", "Ledger", "locked", "points", "read_ledger", "short", "show", "swept", "table",
     "write",
-]
+]  # fmt: skip
 
 POINTS = "points.parquet"
 LEDGER = "points.jsonl"
 FINAL = ("ok", "partial", "infeasible")
 """How a point ended that is not run again."""
-_DEFINITION = "definitions"
 
 _ABOUT = (
     Column("point", "string", "", "name of the point: a hash of its configuration"),
@@ -64,32 +54,25 @@ _ABOUT = (
     ),
 )
 
-
-_UNSHOWN = ("folder", "point")
-"""Of `_ABOUT`, for people, who find them in the file."""
 _CHOSEN = ("experiment", "hw", "backend", "target", "seed")
 """Of `_ABOUT`, what may have been swept: it comes first."""
 _FIRST = (
     *("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s"),
     *("transfer_p50_s", "output_tokens_per_s", "bw_gbs"),
 )
-"""Metrics that come before the others where there are any; the table for people has these."""
+"""Metrics that come before the others where there are any; the table for people has these, or the first eight."""
 _LEAST = 8
-"""Metrics that the table for people has if fewer of `_FIRST` were measured."""
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
     """Write *rows*, of `Ledger`, to ``points.parquet`` in *folder* and return its path."""
     import pyarrow.parquet as pq
 
-    path = folder / POINTS
-    temporary = path.with_name(f"{POINTS}.{os.getpid()}.part")
-    with temporary.open("wb") as file:
-        pq.write_table(_arrow([_point(row) for row in rows], definitions), file, compression="zstd")
+    with whole_file(folder / POINTS, "output=") as file:
+        pq.write_table(_arrow(rows, definitions), file, compression="zstd")
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
-    return path
+    return folder / POINTS
 
 
 def points(folder: Path) -> pa.Table:
@@ -101,45 +84,36 @@ def points(folder: Path) -> pa.Table:
     if (folder / POINTS).is_file():
         return schema.read_points(folder / POINTS)
     rows, definitions = read_ledger(folder)
-    return _arrow([_point(row) for row in rows.values()], definitions)
+    return _arrow(list(rows.values()), definitions)
 
 
-def table(folder: Path) -> Table:
-    """Return the table of the sweep in *folder* for people: what was swept, the status, then metrics."""
-    return _table(points(folder), folder)
+def _arrow(rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
+    # The metadata of each column has its unit, its definition and its part.
+    import pyarrow as pa
 
+    fields, arrays = [], []
 
-def _table(table: pa.Table, folder: Path) -> Table:
-    proven = [kind not in (None, "none") for kind in table["evidence"].to_pylist()]
-    parts: dict[bytes, list[tuple[str, str, list[Any]]]] = {b"override": [], b"about": [], b"metric": []}
-    for field in table.schema:
-        part = field.metadata[b"part"]
-        values = table[field.name].to_pylist()
-        if part == b"metric":
-            values = [value if proof else None for value, proof in zip(values, proven, strict=True)]
-        known = values if part != b"about" else [value for value in values if value is not None]
-        shown = field.name == "status" or _varies(known) or (part == b"metric" and len(values) == 1)
-        if shown and field.name not in _UNSHOWN:
-            first = b"override" if field.name in _CHOSEN else part
-            parts[first].append((field.name, field.metadata[b"definition"].decode(), values))
-    parts[b"metric"].sort(key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST))
-    chosen = [*parts[b"override"], *parts[b"about"], *parts[b"metric"]]
-    columns = {name: definition for name, definition, _ in chosen}
-    rows = list(zip(*(values for _, _, values in chosen), strict=True))
-    return Table(f"{table.num_rows} points in {folder}", columns, rows)
+    def add(part: str, column: Column, values: Sequence[Any]) -> None:
+        metadata = {"unit": column.unit, "definition": column.definition, "part": part}
+        fields.append(pa.field(column.name, pa.type_for_alias(column.type), metadata=metadata))
+        arrays.append(pa.array(values, type=fields[-1].type))
 
-
-def _point(row: Mapping[str, Any]) -> dict[str, Any]:
-    point: dict[str, Any] = {column.name: row.get(column.name) for column in _ABOUT}
-    point["overrides"] = dict(_override(f"{key}={value}") for key, value in row["overrides"].items())
-    point["metrics"] = row.get("metrics", {})
-    return point
+    for column in _ABOUT:
+        add("about", column, [row.get(column.name) for row in rows])
+    about = {column.name for column in _ABOUT}
+    overrides = [dict(_override(f"{key}={value}") for key, value in row["overrides"].items()) for row in rows]
+    for key in dict.fromkeys(key for each in overrides for key in each if key not in about):
+        kind, values = _typed([each.get(key) for each in overrides])
+        add("override", Column(key, kind, "", f"override of {key}"), values)
+    metrics = [row.get("metrics", {}) for row in rows]
+    for name in dict.fromkeys(name for each in metrics for name in each):
+        add("metric", Column(name, "float64", "", definitions.get(name, "")), [each.get(name) for each in metrics])
+    return pa.table(arrays, schema=pa.schema(fields, metadata={"pdsim.schema": str(schema.VERSION)}))
 
 
 @cache
 def _override(text: str) -> tuple[str, Any]:
-    # >>> _override("+workload.rate=2"), _override("hw=8xh20")
-    # (('workload.rate', 2), ('hw', '8xh20'))
+    # "+workload.rate=2" is ("workload.rate", 2)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -154,52 +128,41 @@ def _override(text: str) -> tuple[str, Any]:
     return key, parsed["value"]
 
 
-def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
-    # The metadata of each column has its unit, its definition and its part.
-    #
-    # An override with the name of a column of `_ABOUT` is left out: that column has it.
-    import pyarrow as pa
-
-    reserved = {column.name for column in _ABOUT}
-    fields, arrays = [], []
-
-    def add(part: str, column: Column, values: Sequence[Any]) -> None:
-        metadata = {"unit": column.unit, "definition": column.definition, "part": part}
-        fields.append(pa.field(column.name, pa.type_for_alias(column.type), metadata=metadata))
-        arrays.append(pa.array(values, type=fields[-1].type))
-
-    for column in _ABOUT:
-        add("about", column, [point[column.name] for point in points])
-    for key in _keys(points, "overrides"):
-        if key in reserved:
-            continue
-        kind, values = _typed([point["overrides"].get(key) for point in points])
-        add("override", Column(key, kind, "", f"override of {key}"), values)
-    for name in _keys(points, "metrics"):
-        values = [point["metrics"].get(name) for point in points]
-        add("metric", Column(name, "float64", "", definitions.get(name, "")), values)
-    return pa.table(arrays, schema=pa.schema(fields, metadata={"pdsim.schema": str(schema.VERSION)}))
-
-
-def _keys(points: Sequence[dict[str, Any]], part: str) -> list[str]:
-    return list(dict.fromkeys(key for point in points for key in point[part]))
-
-
 def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
-    # >>> _typed([1, None, 2.5]), _typed([True, "auto"])
-    # (('float64', [1.0, None, 2.5]), ('string', ['True', 'auto']))
+    # [1, None, 2.5] are float64, [True, "auto"] texts
     kinds = {type(value) for value in values if value is not None}
-    if kinds <= {bool}:
-        return "bool", list(values)
-    if kinds <= {int}:
-        return "int64", list(values)
-    if kinds <= {int, float}:
-        return "float64", [None if value is None else float(value) for value in values]
-    return "string", [None if value is None else str(value) for value in values]
+    fitting = (("bool", {bool}), ("int64", {int}), ("float64", {int, float}))
+    name = next((name for name, types in fitting if kinds <= types), "string")
+    convert = {"float64": float, "string": str}.get(name)
+    return name, [value if value is None or convert is None else convert(value) for value in values]
 
 
-def _varies(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values)
+# --- for people ----------------------------------------------------------------------------------------------------
+
+
+def table(folder: Path) -> Table:
+    """Return the table of the sweep in *folder* for people: what was swept, the status, then metrics."""
+    return _table(points(folder), folder)
+
+
+def _table(table: pa.Table, folder: Path) -> Table:
+    proven = [kind not in (None, "none") for kind in table["evidence"].to_pylist()]
+    columns: list[tuple[int, str, str, list[Any]]] = []  # place, name, definition, values
+    for field in table.schema:
+        name, part, values = field.name, field.metadata[b"part"], table[field.name].to_pylist()
+        if part == b"metric":
+            values = [value if proof else None for value, proof in zip(values, proven, strict=True)]
+        known = values if part != b"about" else [value for value in values if value is not None]
+        varies = any(value != known[0] for value in known)
+        if name in ("folder", "point") or not (varies or name == "status" or (part, len(values)) == (b"metric", 1)):
+            continue
+        place = 0 if part == b"override" or name in _CHOSEN else 1
+        if part == b"metric":
+            place = 2 + (_FIRST.index(name) if name in _FIRST else len(_FIRST))
+        columns.append((place, name, field.metadata[b"definition"].decode(), values))
+    columns.sort(key=lambda each: each[0])
+    rows = list(zip(*(values for *_, values in columns), strict=True))
+    return Table(f"{table.num_rows} points in {folder}", {name: text for _, name, text, _ in columns}, rows)
 
 
 def swept(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> list[str]:
@@ -230,8 +193,8 @@ def short(keys: Iterable[str]) -> list[str]:
     return names
 
 
-def _brief(whole: Table, metrics: Collection[str]) -> Table:
-    # If no point can be run, all are kept.  Columns that no kept row fills are left out.
+def _brief(whole: Table, metrics: set[str]) -> Table:
+    # Without points that cannot be run, unless all are such; without columns that no row fills.
     names = list(whole.columns)
     at = names.index("status")
     rows = [row for row in whole.rows if row[at] != "infeasible"] or list(whole.rows)
@@ -246,11 +209,11 @@ def _brief(whole: Table, metrics: Collection[str]) -> Table:
 
 def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
     """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
+    table = points(folder)
     if json:
-        rows = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
+        rows = {"points": str(folder / POINTS), "rows": table.to_pylist()}
         (sys.stdout if file is None else file).write(dumps(rows, default=str) + "\n")
         return
-    table = points(folder)
     whole = _table(table, folder)
     metrics = {field.name for field in table.schema if field.metadata[b"part"] == b"metric"}
     brief = whole if verbose else _brief(whole, metrics)
@@ -268,10 +231,9 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
 
 
 class Ledger:
-    """The rows of the sweep in *folder*, by the name of the point; `append` writes one.
+    """The *rows* of the sweep in *folder* by the name of the point, and *definitions* of metrics; `append` adds one.
 
-    *rows* and *definitions* are what the file held when it was opened, and what was appended since.  Half a line at
-    the end is cut off when it is opened.  The caller holds `locked` for as long as the ledger is open.
+    The caller holds `locked` for as long as the ledger is open.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -285,7 +247,7 @@ class Ledger:
         """Write *row*, and those *definitions* of its metrics that no row before had."""
         if new := {name: text for name, text in definitions.items() if name not in self.definitions}:
             self.definitions |= new
-            self._write({_DEFINITION: new})
+            self._write({"definitions": new})
         self.rows[str(row["point"])] = dict(row)
         self._write(row)
 
@@ -312,8 +274,8 @@ def read_ledger(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]
         lines = path.read_bytes().split(b"\n")[:-1]  # what does not end in a newline was never complete
         for line in lines:
             row = loads(line)
-            if _DEFINITION in row:
-                definitions |= row[_DEFINITION]
+            if "definitions" in row:
+                definitions |= row["definitions"]
             else:
                 rows[row["point"]] = row
     except (OSError, ValueError, KeyError, TypeError) as error:

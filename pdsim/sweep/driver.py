@@ -49,7 +49,7 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
     # The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
     for point in points:
         if point.config is None:
-            _keep(book, _refused(point, point.refusal))
+            _keep(book, measure(point))
     left = [each for each in points if book.rows.get(each.name, {}).get("status") not in FINAL]
     begun, before = time.monotonic(), len(points) - len(left)
     if not left:
@@ -83,7 +83,7 @@ def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
     return (value / row["gpus"], str(row["point"])) if value else (0.0, "")
 
 
-# --- one point ---------------------------------------------------------------------------------------------------
+# --- one point -----------------------------------------------------------------------------------------------------
 
 
 def measure(point: Point) -> dict[str, Any]:
@@ -104,25 +104,22 @@ def measure(point: Point) -> dict[str, Any]:
     except ConfigError as error:
         return _refused(point, str(error))
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
+        return point.row("failed", " ".join(f"{type(error).__name__}: {error}".split()))
     return _kept(point, folder)
 
 
 def _refused(point: Point, why: str) -> dict[str, Any]:
     # The lines of *why*, a reason each, are put on one.
-    line = "; ".join(" ".join(each.split()) for each in why.splitlines() if each.strip())
-    about = {"status": "infeasible", "error": line, "metrics": {}, "definitions": {}}
-    return point.about() | about
+    return point.row("infeasible", "; ".join(" ".join(each.split()) for each in why.splitlines() if each.strip()))
 
 
 def _kept(point: Point, folder: Path) -> dict[str, Any]:
     run = store.load(folder)
-    return point.about() | {
-        "status": run["status"],
-        "error": run["error"],
-        "folder": folder.name,
-        "evidence": run["evidence"]["weakest"],
-        "metrics": {name: metric["value"] for name, metric in run["metrics"].items()},
-        "definitions": {name: metric["definition"] for name, metric in run["metrics"].items()},
-    }
+    return point.row(
+        run["status"],
+        run["error"],
+        folder=folder.name,
+        evidence=run["evidence"]["weakest"],
+        metrics={name: metric["value"] for name, metric in run["metrics"].items()},
+        definitions={name: metric["definition"] for name, metric in run["metrics"].items()},
+    )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from pdsim.core.units import NotNegativeInt
 from pdsim.sweep.points import Point
@@ -35,11 +35,7 @@ _ATTEMPTS = 2
 
 
 class Executor(Protocol):
-    """Runs points wherever it does.
-
-    An implementation is stateless between calls of `run`.  `pdsim.sweep.driver` iterates over the generator and
-    closes it; rows arrive in its process, whatever process measured them.
-    """
+    """Runs points wherever it does; stateless between calls of `run`."""
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """Yield ``measure(point)`` of each of *points* as it ends, in any order.
@@ -66,14 +62,6 @@ class Local:
             pool.close()
 
 
-def lost(point: Point, why: str) -> Row:
-    """Return the row of a *point* that ended without one.
-
-    The status is ``failed``, which is not final: the point is run again by the next call of the sweep.
-    """
-    return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
-
-
 @dataclass
 class _Worker:
     """A process of the pool, our end of its pipe, and the point that it works on, None while it waits."""
@@ -84,11 +72,7 @@ class _Worker:
 
 
 class _Pool:
-    """Processes that are given one point at a time, and are replaced when they die.
-
-    Processes are spawned, so that each imports pdsim once and measures many points.  They are started before the
-    first point and end with `close`.
-    """
+    """Processes that are given one point at a time, and are replaced when they die; they end with `close`."""
 
     def __init__(self, measure: Measure, size: int) -> None:
         self._measure = measure
@@ -147,38 +131,23 @@ class _Pool:
     def _replace(self, worker: _Worker, point: Point, left: deque[Point], begun: Mapping[str, int]) -> Row | None:
         worker.process.join()
         worker.pipe.close()
-        how = _ended(worker.process.exitcode)
+        code = worker.process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         fresh = self._started()
         worker.process, worker.pipe = fresh.process, fresh.pipe
         if begun[point.name] < _ATTEMPTS:
             left.appendleft(point)
             return None
-        return lost(point, f"its process {how}, {_ATTEMPTS} times")
-
-
-def _ended(code: int | None) -> str:
-    # >>> _ended(-9), _ended(1)
-    # ('was ended by SIGKILL', 'ended with status 1')
-    if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with status {code}"
+        return point.row("failed", f"its process {how}, {_ATTEMPTS} times")
 
 
 def _work(pipe: Connection, measure: Measure, parent: int) -> None:
-    _die_with(parent)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it dies with its parent
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with suppress(EOFError):
         while True:
             pipe.send(measure(pipe.recv()))
-
-
-def _terminated(*_: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -22,11 +22,7 @@ __all__ = ["Axis", "Point", "axes", "combinations", "name_of"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Keys whose values change together: *values* has one tuple for each step, with a value for each of *keys*.
-
-    >>> Axis(("a", "b"), (("1", "x"), ("2", "y")))  # a and b zipped
-    Axis(keys=('a', 'b'), values=(('1', 'x'), ('2', 'y')))
-    """
+    """Keys whose values change together: *values* has one tuple for each step, with a value for each of *keys*."""
 
     keys: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
@@ -34,25 +30,20 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One configuration of a sweep; *refusal* says why it cannot be run, if it cannot.
-
-    *choice* has the keys of the sweep's axes with the values of this point, as text.
-
-    *words* are the overrides as on the command line.  A point without a *config* has a *refusal*.  It is sent to
-    other processes, so it holds plain data only.
-    """
+    """One configuration of a sweep.  It is sent to other processes, so it holds plain data only."""
 
     name: str
-    words: tuple[str, ...]  # overrides, complete
-    choice: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...]  # overrides, complete, as on the command line
+    choice: Mapping[str, str] = field(default_factory=dict)  # keys of the sweep's axes with this point's values
     config: Config | None = None
     notes: tuple[str, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # why it cannot be run, if it has no config
 
-    def about(self) -> dict[str, Any]:
-        """Return what the sweep's table says of the point however it ends."""
+    def row(self, status: str, error: str, **more: Any) -> dict[str, Any]:
+        """Return what the sweep's table says of the point, which ended with *status*."""
         config, overrides = self.config, dict(word.lstrip("+").partition("=")[::2] for word in self.words)
         about: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
+        about |= {"status": status, "error": error, "metrics": {}, "definitions": {}} | more
         if config is not None:
             gpus = config.parallel.prefill.gpus + config.parallel.decode.gpus if config.hw.gpus else None
             about |= {"experiment": config.experiment.name, "hw": config.hw.name, "gpus": gpus}
@@ -89,11 +80,7 @@ def axes(swept: Mapping[str, Sequence[str]], zipped: Sequence[Sequence[str]]) ->
 
 
 def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:
-    """Yield every combination of the steps of the axes, the last axis changing fastest.
-
-    >>> list(combinations([Axis(("a",), (("1",), ("2",))), Axis(("b",), (("x",),))]))
-    [{'a': '1', 'b': 'x'}, {'a': '2', 'b': 'x'}]
-    """
+    """Yield every combination of the steps of the axes, the last axis changing fastest."""
     for steps in product(*(axis.values for axis in of)):
         yield {
             key: value

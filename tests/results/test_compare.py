@@ -26,41 +26,33 @@ def test_only_what_differs_is_said_of_the_configurations(tmp_path):
     assert as_dict([a, b])["differences"] == {"hw.nic.count": [0, 4], "hw.nic.rate": [0.0, 1e9], "seed": [0, 3]}
 
 
-def test_each_metric_is_also_a_multiple_of_the_first_runs(tmp_path):
-    runs = [kept(tmp_path, rate(value)) for value in (4.0, 2.0, 10.0)]
-    assert as_dict(runs)["metrics"]["bw_gbs"] == {
-        "values": [4.0, 2.0, 10.0],
-        "definition": "bytes over time",
-        "multiples": [0.5, 2.5],
-    }
-    _, metrics = tables(runs)
-    assert list(metrics.columns) == ["metric", "A", "B", "C", "B/A", "C/A", "definition"]
-    assert metrics.rows == [["bw_gbs", 4.0, 2.0, 10.0, 0.5, 2.5, "bytes over time"]]
-
-
-@pytest.mark.parametrize("values", [(0, 2.0), (None, 2.0), (2.0, None)])
-def test_there_is_no_multiple_of_nothing(tmp_path, values):
-    found = as_dict([kept(tmp_path, rate(value)) for value in values])["metrics"]["bw_gbs"]
-    assert (found["values"], found["multiples"]) == (list(values), [None])
+@pytest.mark.parametrize(
+    ("values", "multiples"),
+    [((4.0, 2.0, 10.0), [0.5, 2.5]), ((0, 2.0), [None]), ((None, 2.0), [None]), ((2.0, None), [None])],
+)
+def test_each_metric_is_also_a_multiple_of_the_first_runs(tmp_path, values, multiples):
+    runs = [kept(tmp_path, rate(value)) for value in values]
+    about = {"values": list(values), "definition": "bytes over time", "multiples": multiples}
+    assert as_dict(runs)["metrics"]["bw_gbs"] == about
 
 
 def test_of_a_run_without_evidence_no_number_is_given(tmp_path):
     unproven = {"hw": replace(MACHINE, sources={}), "backend": replace(ENGINE, sources={})}
-    a, b = kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)
-    found = as_dict([a, b])
-    assert found["metrics"]["bw_gbs"]["values"] == [1.0, None]
-    assert found["differences"]["evidence"] == ["assumed", "none"]
+    both = as_dict([kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)])
+    assert both["metrics"]["bw_gbs"]["values"] == [1.0, None]
+    assert both["differences"]["evidence"] == ["assumed", "none"]
 
 
-def test_one_run_several_experiments_and_a_run_that_is_not_over_are_refused(tmp_path):
+def test_what_cannot_be_compared_is_refused(tmp_path):
     a = kept(tmp_path, rate(1.0))
     other = kept(tmp_path, rate(1.0), experiment=serve.ServeOptions())
-    with pytest.raises(ConfigError, match="compare takes 2 to 26 folders of runs, got 1"):
-        tables([a])
-    with pytest.raises(ConfigError, match="transfer and serve are different experiments; compare runs of one"):
-        tables([a, other])
-    with pytest.raises(ConfigError, match="a complete run is needed"):
-        tables([a, Run(make_config(tmp_path)).folder])
+    for folders, why in (
+        ([a], "compare takes 2 to 26 folders of runs, got 1"),
+        ([a, other], "transfer and serve are different experiments; compare runs of one"),
+        ([a, Run(make_config(tmp_path)).folder], "a complete run is needed"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            tables(folders)
 
 
 def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
@@ -69,9 +61,9 @@ def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
     b = kept(tmp_path / "there", rate(0.005, "ttft_p50_s"), rate(None, "ttft_p99_s"), rate(0, "kv_bytes"), hw=faster)
     differences, metrics = tables([a, b])
     shown = {row[0]: row[1:] for row in differences.rows}
-    assert shown["hw.nic.rate"] == ["0 B/s", "50 GB/s"]
-    assert shown["hw.nic.latency"] == ["0 ns", "2 us"]
-    assert {row[0]: row[1:3] for row in metrics.rows} == {
-        "ttft_p50_s": ["2.5 ms", "5 ms"],
-        "kv_bytes": ["64 KiB", "0 B"],
-    }
+    assert (shown["hw.nic.rate"], shown["hw.nic.latency"]) == (["0 B/s", "50 GB/s"], ["0 ns", "2 us"])
+    assert list(metrics.columns) == ["metric", "A", "B", "B/A", "definition"]
+    assert metrics.rows == [
+        ["ttft_p50_s", "2.5 ms", "5 ms", 2.0, "bytes over time"],
+        ["kv_bytes", "64 KiB", "0 B", 0.0, "bytes over time"],
+    ]

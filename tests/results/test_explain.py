@@ -6,7 +6,6 @@ import re
 import pytest
 
 import pdsim
-from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
 from pdsim.results.explain import accounts, causes, difference
 from pdsim.results.store import Run
@@ -19,7 +18,7 @@ def kept(folder, *records):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the folders of two runs that served: of NVLink, and of NIXL with another layout."""
+    """The folders of two runs that served: of NVLink, and of NIXL with another layout."""
     words = {"workload": "poisson", "workload.count": 8, "workload.rate": 2}
     words["output"] = str(tmp_path_factory.mktemp("runs"))
     other = {"backend": "nixl", "parallel.decode.tp": 2}
@@ -27,10 +26,10 @@ def runs(tmp_path_factory):
 
 
 def test_stages_of_transfers_are_their_means(tmp_path):
-    found = causes(kept(tmp_path, record(), record(start=1.0), record(status="PeerLost")))
     stages = {"prep": pytest.approx(1e-6), "post": pytest.approx(2e-6), "tx": pytest.approx(10e-6)}
     size = {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
-    assert found == {"transfer": stages, "size": size}
+    folder = kept(tmp_path, record(), record(start=1.0), record(status="PeerLost"))
+    assert causes(folder) == {"transfer": stages, "size": size}
     with pytest.raises(ConfigError, match="kept no requests and no transfers that ended"):
         causes(kept(tmp_path, record(status="PeerLost")))
 
@@ -53,29 +52,16 @@ def test_the_difference_of_two_runs_is_a_sentence_with_numbers(runs):
     assert [line.partition(" the same time")[0] for line in same] == ["B serves a request in", "B takes"]
 
 
-def test_explain_says_what_a_relief_brings_and_what_makes_two_runs_differ(runs, capsys):
+def test_explain_names_what_helps_and_what_differs(runs, pdsim_says):
     first, second = map(str, runs)
-    assert main(["explain", first]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("mean of requests: ")
-    assert lines[1].startswith("what helps most: forwards take half as long (compute): ")
-    assert re.search(r"^compute .*-\d\d\.\d %.* forwards take half as long$", "\n".join(lines), re.MULTILINE)
-    assert main(["explain", first, "--request", "3", "--fast"]) == 0
-    assert capsys.readouterr().out.startswith("request 3: ")
-    assert main(["explain", first, second]) == 0
-    out = capsys.readouterr().out
+    status, out, _ = pdsim_says("explain", first)
+    assert (status, out.splitlines()[0].partition(": ")[0]) == (0, "mean of requests")
+    assert out.splitlines()[1].startswith("what helps most: forwards take half as long (compute): ")
+    assert re.search(r"^compute .*-\d\d\.\d %.* forwards take half as long$", out, re.MULTILINE)
+    assert pdsim_says("explain", first, "--request", "3", "--fast")[1].startswith("request 3: ")
+    out = pdsim_says("explain", first, second)[1]
     assert "A with backend of B" in out
     assert "A with parallel of B" in out
-    assert main(["explain", first, second, "--fast", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["folders"] == [first, second]
-    assert main(["explain", first, "--request", "many"]) == 2
-    assert main(["explain", first, second, "--request", "1"]) == 2
-
-
-def test_ctrl_c_in_explain_speaks_of_no_run(monkeypatch, capsys, tmp_path):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pdsim.cli.explain.explain_one", interrupted)
-    assert main(["explain", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "pdsim: interrupted; nothing was kept\n"
+    assert json.loads(pdsim_says("explain", first, second, "--fast", "--json")[1])["folders"] == [first, second]
+    assert pdsim_says("explain", first, "--request", "many")[0] == 2
+    assert pdsim_says("explain", first, second, "--request", "1")[0] == 2

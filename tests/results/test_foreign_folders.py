@@ -1,6 +1,5 @@
 """Folders of another kind, of another version and cut short: one line that says what is there and what to do."""
 
-import errno
 import importlib
 import json
 import shutil
@@ -25,8 +24,15 @@ def validation(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
-    return Run(make_config(tmp_path), command=("pdsim", "run")).finish(make_result())
+def refused(capsys):
+    """Return a function that runs a command, which is refused, and returns the one line."""
+
+    def say(*words):
+        assert main([str(word) for word in words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return say
 
 
 def rewritten(file, change):
@@ -36,61 +42,39 @@ def rewritten(file, change):
     file.write_bytes(seal(content))
 
 
-def refused(capsys, *words):
-    assert main([str(word) for word in words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-def older(content):
-    for row in content["measured"]:
-        row["pieces"] = 1
-
-
-def of_text(content):
-    content["measured"][0]["value"] = "fast"
+def stored(folder, tmp_path):
+    return (f"experiment.stored={folder}", "hw=2xh200", "backend=nixl", f"output={tmp_path / 'out'}", "--quiet")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (
-            older,
+            lambda content: [row.update(pieces=1) for row in content["measured"]],
             f"measurements.json has rows with pieces: {NOW} wrote it, this is {NOW}; read it with the version that",
         ),
-        (of_text, "measurements.json has other rows (Expected `float`, got `str` - at `$[0].value`)"),
+        (
+            lambda content: content["measured"][0].update(value="fast"),
+            "measurements.json has other rows (Expected `float`, got `str` - at `$[0].value`)",
+        ),
         (lambda content: content.pop("measured"), "measurements.json has no measured"),
         (lambda content: content.pop("began"), "measurements.json has no began"),
     ],
 )
 @pytest.mark.parametrize("command", ["report", "validate"])
-def test_a_validation_of_another_version_names_the_versions(validation, tmp_path, capsys, command, change, said):
+def test_a_validation_of_another_version_is_named(validation, tmp_path, refused, command, change, said):
     rewritten(validation / "measurements.json", change)
-    stored = (
-        f"experiment.stored={validation}",
-        "hw=2xh200",
-        "backend=nixl",
-        f"output={tmp_path / 'out'}",
-        "--quiet",
-    )
-    line = refused(capsys, command, *(stored if command == "validate" else [validation]))
+    line = refused(command, *(stored(validation, tmp_path) if command == "validate" else [validation]))
     assert line.startswith(f"pdsim: {validation}/")
     assert said in line
 
 
-def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, capsys):
+def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, refused):
     parts = {"kind": "serving", "requests": {}, "predicted": {"load-1": {"ttft_p50": 0.11}}}
     rewritten(validation / "expectations.json", lambda content: (content.clear(), content.update(parts)))
-    served = {"status": "ok", "ttft": 0.1}
-    rewritten(
-        validation / "measurements.json",
-        lambda content: (
-            content.pop("measured"),
-            content.update(runs=[{"load-1": [served]}], servers={"a": "vllm"}),
-        ),
-    )
-    words = ("hw=2xh200", "backend=nixl", "--quiet", f"output={tmp_path / 'out'}")
-    line = refused(capsys, "validate", f"experiment.stored={validation}", *words)
+    runs = {"runs": [{"load-1": [{"status": "ok", "ttft": 0.1}]}], "servers": {"a": "vllm"}}
+    rewritten(validation / "measurements.json", lambda content: (content.pop("measured"), content.update(runs)))
+    line = refused("validate", *stored(validation, tmp_path))
     assert "has no measured, for it is of servers: use validate target=live" in line
     assert main(["report", str(validation), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -99,22 +83,21 @@ def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, caps
 
 
 @pytest.mark.parametrize("command", ["show", "compare", "explain", "timeline"])
-def test_files_of_a_validation_alone_are_no_run(validation, capsys, command):
-    assert f"without its run; see pdsim report {validation}" in refused(capsys, command, validation)
+def test_files_of_a_validation_alone_are_no_run(validation, refused, command):
+    assert f"without its run; see pdsim report {validation}" in refused(command, validation)
 
 
-def test_profile_without_pytorch_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys):
+def test_profile_without_pytorch_writes_nothing(monkeypatch, tmp_path, refused):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "profile needs PyTorch; pip install" in refused(capsys, "profile", "--to", tmp_path / "new", "hw=8xh100")
+    assert "profile needs PyTorch; pip install" in refused("profile", "--to", tmp_path / "new", "hw=8xh100")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch, capsys):
     def full(words):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(28, "No space left on device")
 
-    module = importlib.import_module("pdsim.cli.main")
-    monkeypatch.setitem(module._DO, "run", full)
+    monkeypatch.setitem(importlib.import_module("pdsim.cli.main")._DO, "run", full)
     assert main(["run"]) == 1
     said = "pdsim: OSError: [Errno 28] No space left on device; make room, or name a folder elsewhere\n"
     assert capsys.readouterr().err == said
@@ -129,9 +112,10 @@ def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["report", "timeline", "explain"])
-def test_a_table_under_the_name_of_another_is_refused(run, capsys, command):
+def test_a_table_under_the_name_of_another_is_refused(tmp_path, refused, command):
+    run = Run(make_config(tmp_path), command=("pdsim", "run")).finish(make_result())
     shutil.copy(run / "transfers.parquet", run / "requests.parquet")
-    assert refused(capsys, command, run) == (
+    assert refused(command, run) == (
         f"pdsim: {run / 'requests.parquet'} has no column id: it is the table of something else; "
         "it was changed since, so run it again"
     )

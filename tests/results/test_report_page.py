@@ -15,18 +15,24 @@ from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.report.figures import claims, figures
 from pdsim.results.report.page import Content, page
-from pdsim.sweep import pareto as of_sweep
-from pdsim.validation import agreement as of_validation
+from pdsim.sweep import pareto
+from pdsim.validation import agreement
 from tests.support.browser import CHROMIUM, Browser
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["hw=8xh200", "workload.count=12", "--quiet"]
+PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl", "--quiet"]
+COMMANDS = {
+    "run": ["run", *SMALL, "kv.staging=true", "parallel.decode.tp=2", "samples=50"],
+    "pulled": ["run", *PULLED],
+    "transfer": ["run", "experiment=transfer", "experiment.patterns=[pair]", "--quiet"],
+    "sweep": ["sweep", *SMALL, "workload.rate=2,8", "workload=poisson", "executor.workers=1"],
+}
 FIGURES = {
     "run": {"latency", "phases", "time", "queues", "transfers", "ranks", "utilisation", "use"},
     "pulled": {"latency", "phases", "time", "queues", "transfers", "ranks", "use"},
+    "transfer": {"transfers", "ranks", "use"},
     "sweep": {"pareto", "keys"},
     "validation": {"agreement", "errors"},
-    "transfer": {"transfers", "ranks", "use"},
 }
 READING = re.compile(r'<p class="reading">([^<]+)</p>')
 
@@ -35,29 +41,10 @@ READING = re.compile(r'<p class="reading">([^<]+)</p>')
 def folders(tmp_path_factory):
     """A folder of each kind that there is a report of."""
     output = tmp_path_factory.mktemp("results")
-
-    def made(name, *words):
+    for name, words in COMMANDS.items():
         assert main([*words, f"output={output / name}"]) == 0
-        return next((output / name).iterdir())
-
-    swept = ["workload.rate=2,8", "workload=poisson", "executor.workers=1"]
-    staged = ["kv.staging=true", "parallel.decode.tp=2"]
-    pulled = [
-        "hw=2xh200",
-        "model=qwen3-8b",
-        "parallel=tp1",
-        "workload=smoke",
-        "engine=vllm",
-        "backend=nixl",
-        "--quiet",
-    ]
-    return {
-        "run": made("run", "run", *SMALL, *staged, "samples=50"),
-        "pulled": made("pulled", "run", *pulled),
-        "sweep": made("sweep", "sweep", *SMALL, *swept),
-        "validation": ROOT / "data" / "validation" / "nixl-2xh200",
-        "transfer": made("transfer", "run", "experiment=transfer", "experiment.patterns=[pair]", "--quiet"),
-    }
+    stored = Path(__file__).resolve().parents[2] / "data" / "validation" / "nixl-2xh200"
+    return {name: next((output / name).iterdir()) for name in COMMANDS} | {"validation": stored}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +110,6 @@ def test_text_of_a_run_is_escaped_in_its_page():
 
 
 def test_a_reproduced_report_has_simulated_beside_measured_points():
-
     rows = [("handoff", "toy", "model", "1to2", 4.0, 0.5), ("handoff", "toy", "real", "1to2", 3.0, 0.25)]
     rows += [("handoff", "toy", "model", "8to8", 8.0, 2.0), ("ttft", "toy", "model", "2to1", 5.0, None)]
     heads = ("claim", "machine", "target", "at", "before", "after")
@@ -152,18 +138,15 @@ class TestInChromium:
         assert browser.complaints == []
         assert browser.requests == []
 
-    def test_every_label_of_a_logarithmic_axis_has_its_unit(self, browser, pages):
-        browser.open(pages["run"])
+    def test_logarithmic_axes_have_units_and_the_page_fits_a_phone(self, browser, pages):
+        browser.open(pages["run"], width=390)
+        assert browser.evaluate("document.documentElement.scrollWidth") == 390
         labels = browser.evaluate(
             "[...document.querySelectorAll('.plot')].filter((each) => each._fullLayout.xaxis.type === 'log')"
             ".flatMap((each) => [...each.querySelectorAll('.xtick text')].map((label) => label.textContent))"
         )
         assert len(labels) > 8
         assert {label[-1] for label in labels} == {"s", "B"}
-
-    def test_it_fits_a_phone(self, browser, pages):
-        browser.open(pages["run"], width=390)
-        assert browser.evaluate("document.documentElement.scrollWidth") == 390
 
     def test_the_switch_changes_the_theme_and_what_is_drawn(self, browser, pages):
         shown = "getComputedStyle(document.body).backgroundColor + document.querySelector('.xtick text').style.fill"
@@ -183,20 +166,16 @@ class TestInChromium:
 
 @pytest.mark.slow
 def test_every_figure_is_a_file_the_same_each_time(folders):
-    drawn = [figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
-    drawn += [
-        of_sweep.content(folders["sweep"]).figures,
-        of_validation.figures(of_validation.compared_in(folders["validation"])[2]),
-    ]
-    assert [{figure.name for figure in figures} for figures in drawn] == [
-        FIGURES[name] for name in ("run", "pulled", "transfer", "sweep", "validation")
-    ]
-    for each in drawn:
+    drawn = {name: figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")}
+    drawn["sweep"] = pareto.content(folders["sweep"]).figures
+    drawn["validation"] = agreement.figures(agreement.compared_in(folders["validation"])[2])
+    assert {name: {figure.name for figure in each} for name, each in drawn.items()} == FIGURES
+    for each in drawn.values():
         assert all(image(figure, "svg").startswith(b"<?xml") for figure in each)
         assert image(each[0], "svg") == image(each[0], "svg")
 
 
-def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
+def test_a_page_is_report_html_in_the_folder_unless_named(folders):
     assert main(["report", str(folders["run"])]) == 0
     assert (folders["run"] / "report.html").is_file()
 
@@ -209,18 +188,14 @@ def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
         (("{run}", "--figure", "latencey"), "has no figure 'latencey'; did you mean latency?"),
         (("{run}", "--format", "svg"), "--format is of a figure; name it"),
         (("{run}", "--figure", "latency", "--format", "gif"), "--format must be one of svg, pdf, png, got 'gif'"),
-        (
-            ("{run}", "-o", "/nowhere/at/all.html"),
-            "No such file or directory; name a file that can be written with -o",
-        ),
+        (("{run}", "-o", "/nowhere/all.html"), "No such file or directory; name a file that can be written with -o"),
         (("{run}", "--colour"), "unknown option --colour"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_line(folders, capsys, words, message):
-    assert main(["report", *(word.format(run=folders["run"]) for word in words)]) == 2
-    said = capsys.readouterr().err
+def test_what_cannot_be_drawn_is_refused_in_one_line(folders, pdsim_says, words, message):
+    status, _, said = pdsim_says("report", *(word.format(run=folders["run"]) for word in words))
+    assert (status, said.count("\n")) == (2, 1)
     assert message in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -231,13 +206,11 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(folders, capsys, words, mes
         ("matplotlib", "drawing", ("--figure", "latency")),
     ],
 )
-def test_a_missing_library_says_what_to_install(folders, capsys, monkeypatch, library, module, words):
+def test_a_missing_library_says_what_to_install(folders, pdsim_says, monkeypatch, library, module, words):
     monkeypatch.setattr(f"pdsim.results.{module}.find_spec", lambda name: None if name == library else True)
-    assert main(["report", str(folders["run"]), *words]) == 2
-    assert re.fullmatch(r"pdsim: .*; pip install 'pdsim\[report\]'\n", capsys.readouterr().err)
-
-
-# --- what figures are made of --------------------------------------------------------------------------------------
+    status, _, said = pdsim_says("report", str(folders["run"]), *words)
+    assert status == 2
+    assert re.fullmatch(r"pdsim: .*; pip install 'pdsim\[report\]'\n", said)
 
 
 def test_a_value_that_is_not_finite_is_a_gap():

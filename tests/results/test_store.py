@@ -1,17 +1,23 @@
-"""The folder of a run: complete and named, or plainly marked incomplete."""
+"""The folder of a run: complete and named, or plainly marked incomplete, whatever ended the process."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
 from experiments import transfer
+from pdsim.cli.main import main
 from pdsim.config import as_written, load
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import store
+from pdsim.results.record import Metric
 from pdsim.results.store import FILES, INCOMPLETE, Run
+from pdsim.serving import requests
+from pdsim.serving.router import Router
 from pdsim.transfer.job import Outcome, RankResult
 from tests.support.configs import make_config, make_result
 
@@ -32,7 +38,7 @@ def test_a_run_is_marked_until_all_its_files_are_there(config):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_runs_that_start_together_leave_the_same_bytes_in_own_folders(config):
+def test_runs_that_start_together_leave_the_same_bytes(config):
     runs = [Run(config, command=("pdsim", "run")) for _ in range(3)]
     one, *others = (run.finish(make_result()) for run in runs)
     assert len({one, *others}) == 3
@@ -55,24 +61,19 @@ def test_a_run_that_raises_stays_marked_and_keeps_its_error(config):
 
 def test_failures_make_a_run_partial_and_nan_is_null(config):
     outcome = Outcome({"rank1": RankResult("rank1", error="PeerLost: rank0 is gone")}, seconds=1.0)
-    metric = make_result().summary[0]
-    lost = metric.__class__("x", float("nan"), "a number")
-    result = make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome, summary=[lost])
+    summary = [Metric("x", float("nan"), "a number")]
+    result = make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome, summary=summary)
     about = store.load(Run(config).finish(result))
     assert (about["status"], about["error"]) == ("partial", "rank1: PeerLost: rank0 is gone")
     assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone", "refused": 0}}
     assert about["metrics"]["x"]["value"] is None
 
 
-def configuration(folder: Path) -> Any:
-    """Return what `config.yaml` says, without what it says to Hydra."""
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
-
-
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
     first = load(as_written(make_config(tmp_path, experiment=transfer.TransferOptions())))
-    written = configuration(Run(first).finish(make_result()))
+    folder = Run(first).finish(make_result())
+    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    written = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
     assert load(written) == first
     assert "rate" not in written["backend"]["intra"]  # infinite, as by default
 
@@ -81,17 +82,113 @@ def test_a_changed_file_or_another_version_is_named(config):
     folder = Run(config).finish(make_result())
     summary = folder / "summary.json"
     text = summary.read_text()
-    summary.write_text(text[: len(text) // 2])
-    with pytest.raises(ConfigError, match=r"summary\.json is not JSON: .*; it was changed since, so run it again"):
-        store.load(folder)
-    summary.write_text(text.replace('"schema": 1', '"schema": 99'))
-    with pytest.raises(
-        ConfigError, match=r"summary\.json has schema 99, and pdsim reads 1; run it again, or read it"
+    for changed, why in (
+        (text[: len(text) // 2], r"summary\.json is not JSON: .*; it was changed since, so run it again"),
+        (text.replace('"schema": 1', '"schema": 99'), r"summary\.json has schema 99, and pdsim reads 1; run it"),
     ):
-        store.load(folder)
+        summary.write_text(changed)
+        with pytest.raises(ConfigError, match=why):
+            store.load(folder)
 
 
 def test_a_read_only_folder_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output=.*file: .*; name a folder that can be written to"):
         Run(make_config(tmp_path / "file"))
+
+
+def test_a_run_from_a_kept_configuration_gives_the_same_result(tmp_path, pdsim_says, monkeypatch):
+    def run(*words):
+        status, out, err = pdsim_says("run", *words, "--json")
+        assert status == 0, err
+        return {**json.loads(out), "command": None, "overrides": None}
+
+    monkeypatch.chdir(tmp_path)
+    options = ("experiment.patterns=incast", "experiment.repeat=3", "experiment.size=[4KiB,1MiB]", "hw=2x8xh100")
+    first = run("experiment=transfer", *options, "backend.timeout=7s", "output=kept")
+    again = run("--config-path", str(tmp_path / first["folder"]), "--config-name", "config")
+    assert again["folder"] != first["folder"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]  # Hydra leaves nothing of its own
+    assert again | {"folder": first["folder"]} == first
+
+
+# --- killed --------------------------------------------------------------------------------------------------------
+
+SERVED = ["hw=8xh200", "workload=poisson", "workload.count=60", "workload.rate=20", "workload.input_mean=300"]
+
+
+class Killed(BaseException):
+    """Ends a run in the middle, as nothing that it could handle."""
+
+
+def test_a_killed_run_shows_what_it_had_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(requests, "JOURNAL_BLOCK", 8)
+    assert main(["run", "--quiet", f"output={tmp_path / 'whole'}", *SERVED]) == 0
+    (whole,) = (tmp_path / "whole").iterdir()
+    assert not list(whole.glob("*.journal"))
+    ended = Router._close
+
+    def close(self, *arguments):
+        ended(self, *arguments)
+        if self.generated[0] == 30:
+            raise Killed
+
+    with monkeypatch.context() as context:
+        context.setattr(Router, "_close", close)
+        with pytest.raises(Killed):
+            main(["run", "--quiet", f"output={tmp_path / 'killed'}", *SERVED])
+    (folder,) = (tmp_path / "killed").iterdir()
+    assert folder.name.endswith(INCOMPLETE)
+    assert main(["show", "--json", str(folder)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["failures"] == ["the run ended early: these are 24 of 60 requests, which had ended by then"]
+    assert shown["metrics"]["requests"]["value"] == 24
+    kept, every = (pq.read_table(place / "requests.parquet").to_pylist() for place in (folder, whole))
+    assert [row | {"path": None} for row in kept] == [every[row["id"]] | {"path": None} for row in kept]
+    assert main(["compare", str(folder), str(whole)]) == 0
+
+
+MOMENTS, SAVES, ROWS = 80, 4, 2000
+
+# One process imports everything, then starts the victims: each saves runs without end, until it is killed.
+PROGRAM = f"""
+import os, signal, sys, time
+from pathlib import Path
+from pdsim.results.store import Run
+from tests.support.configs import make_config, make_result, record
+
+config, result = make_config(Path(sys.argv[1]) / "first"), make_result(transfers=[record()] * {ROWS})
+Run(config).finish(result)  # imports what it needs
+begin = time.monotonic()
+Run(config).finish(result)
+step = {SAVES} * (time.monotonic() - begin) / {MOMENTS}  # the kills are spread over so many saves, however slow
+for moment in range({MOMENTS}):
+    output = Path(sys.argv[1]) / str(moment)
+    started, start = os.pipe()
+    victim = os.fork()
+    if not victim:
+        config = make_config(output)
+        os.write(start, b"!")
+        while True:
+            Run(config).finish(result)
+    os.read(started, 1)
+    time.sleep(moment * step)
+    os.kill(victim, signal.SIGKILL)
+    assert os.waitpid(victim, 0)[1] == signal.SIGKILL
+"""
+
+
+@pytest.mark.slow
+def test_sigkill_leaves_complete_folders_or_marked_ones(tmp_path):
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=100)
+    folders = sorted(tmp_path.glob("*/*"))
+    marked = [folder for folder in folders if folder.name.endswith(INCOMPLETE)]
+    whole = [folder for folder in folders if folder not in marked]
+    # without both kinds the kills came too early or too late to show anything
+    assert min(len(marked), len(whole)) >= MOMENTS / 10
+    for folder in whole:
+        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+        assert store.load(folder)["status"] == "ok"
+        assert pq.read_metadata(folder / "transfers.parquet").num_rows == ROWS
+    states = {tuple(sorted(path.name for path in folder.iterdir())) for folder in marked}
+    assert len(states) >= 3, "the kills all came at one stage of a save"

