@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import select
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from heapq import heappop, heappush
 from math import inf
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, Timeout
@@ -49,25 +49,18 @@ def fire(event: Any, value: Any = None, ok: bool = True) -> None:
 
 
 Due = tuple[Any, ...]
-"""Time, priority and number, negated; the clock whose it is; a function, or None, and its argument, or an event."""
-
-NEAR: Final = 16
-"""How many are looked at one by one before the rest is searched by halves; nine of ten are within the last ten."""
+"""Time, priority and number; the clock whose it is; a function, or None, and its argument, or an event."""
 
 
 class EventQueue:
-    """What is due on a clock, or on the clocks of one job, by time, priority and number; and the time that it is.
-
-    It is a sorted list, the next at the end.  Most of what is added is due before most of what is ahead: looking for
-    its place from the end takes a fifth of what a heap of tuples does.
-    """
+    """What is due on a clock, or on the clocks of one job, by time, priority and number; and the time that it is."""
 
     __slots__ = ("_ahead", "now", "number")
 
     def __init__(self) -> None:
         self.now = 0.0  # the time of what was taken last
         self.number = 0  # of what was added last, where things are numbered as they come
-        self._ahead: list[Due] = []  # ascending, so that the next is the last
+        self._ahead: list[Due] = []  # a heap
 
     def add(
         self,
@@ -83,35 +76,21 @@ class EventQueue:
             self.number = number = self.number + 1
         else:
             number = next(numbers)
-        ahead, key = self._ahead, -at
-        due = (key, -priority, -number, clock, function, argument)
-        place = len(ahead)
-        other: float  # said, so that it is compared as one where this is compiled
-        if place > NEAR:
-            other = ahead[place - NEAR][0]
-            if other > key:
-                place = bisect_right(ahead, due, 0, place - NEAR)
-        while place:
-            other = ahead[place - 1][0]
-            if other < key or (other == key and ahead[place - 1] < due):
-                break
-            place -= 1
-        ahead.insert(place, due)
+        heappush(self._ahead, (at, priority, number, clock, function, argument))
 
     def peek(self) -> float:
         """Return the time of what is due next; infinity if there is nothing."""
         if not self._ahead:
             return inf
-        key: float = self._ahead[-1][0]
-        return -key
+        at: float = self._ahead[0][0]
+        return at
 
     def take(self) -> Due:
         """Remove what is due next, and let it be its time.  Raise an `EmptySchedule` if there is nothing."""
         if not self._ahead:
             raise EmptySchedule
-        due = self._ahead.pop()
-        key: float = due[0]
-        self.now = -key
+        due = heappop(self._ahead)
+        self.now = due[0]
         return due
 
 

@@ -8,10 +8,9 @@ goes on.  The end of either side breaks the connection: what is on the way is lo
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Container
-from functools import partial
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,20 +34,20 @@ from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
 from pdsim.transfer import Notification, Peer, Transfer, TransferRecord, WriteSequence, check_sides
 from pdsim.transfer.batch import Batch, Buffer, Region
-from pdsim.transfer.log import Kind, RecordRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdsim.core.clock import Mailbox
     from pdsim.sim.faults import Chance, Observer
     from pdsim.sim.memory import Bytes, Registration, SimBuffer, SimDevice
-    from pdsim.sim.network import Flow, Stages, Times
+    from pdsim.sim.network import Flow
     from pdsim.sim.posting import Posting, SendQueue
+    from pdsim.sim.sequence import Stages, Times
     from pdsim.sim.topology import Site
     from pdsim.transfer import Batches
+    from pdsim.transfer.log import RecordRun
 
-__all__ = ["DETECTION", "Payload", "SeriesRecorder", "SimEndpoint"]
+__all__ = ["DETECTION", "Payload", "SeriesRecorder", "SimEndpoint", "SimTransfer"]
 
 DETECTION = 0.1
 """Seconds from the end of a peer until the other side's engine notices.
@@ -81,41 +80,30 @@ class SimEndpoint:
         self.name = name
         self.engine = f"model:{fabric.engine.name}"
         self.site = site
+        self.recorder = recorder
         self.born = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
         self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
+        self.notifications = self.inbox.mailbox
         self.inbound: dict[str, list[SimEndpoint]] = {}  # by rank: incarnations that connected; until noticed to end
         self.regions = RegionTable(name, device)
+        self.poster = PostingThread(fabric.threads(site))
         self.series: Series | None = None  # writes that are foreseen
-        self.posted = PostedTransfers(fabric.clock, self.engine, recorder, self._time_out)
+        self.moving: dict[int, SimTransfer] = {}  # that are not quiesced, by number
+        self.quarantined = 0  # how many of them have failed
         self._fabric = fabric
         self._hardware: Clock = fabric.clock
         self._chance, self._observer = fabric.chance, fabric.observer
         self._timeout = fabric.engine.timeout
         self._clock = clock
         self._device = device
-        self._poster = PostingThread(fabric.threads(site))
-        self._payload = Payload(fabric.clock, device, fabric.observer, self.posted.moving)
+        self._keep = recorder.transfer
+        self._deadlines = Deadlines(fabric.clock, self.moving, self._time_out)
+        self._payload = Payload(fabric.clock, device, fabric.observer, self.moving)
+        self._number = 0
         self._connections: dict[str, Connection] = {}
         self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all its incarnations
         fabric.endpoints[name] = self
-
-    @property
-    def slowness(self) -> float:
-        """How many times as long as usual posting takes; a fault may set it."""
-        return self._poster.slowness
-
-    @slowness.setter
-    def slowness(self, factor: float) -> None:
-        self._poster.slowness = factor
-
-    @property
-    def notifications(self) -> Mailbox:
-        return self.inbox.mailbox
-
-    @property
-    def quarantined(self) -> int:
-        return self.posted.quarantined
 
     def register(self, buffer: Buffer, name: str) -> Region:
         if self.ended is not None:
@@ -147,7 +135,7 @@ class SimEndpoint:
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
             name = f"{self.name}>{remote.name}"
-            queue = self._fabric.send_queue(name, self._poster, self.site, remote.site)
+            queue = self._fabric.send_queue(name, self.poster, self.site, remote.site)
             connection = self._connections[there.rank] = Connection(self, remote, queue)
             remote.inbound.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
@@ -172,8 +160,7 @@ class SimEndpoint:
         label: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> WriteSequence:
-        foresee = self._foresee
-        return SimWriteSequence(self._clock, self, foresee, peer, batches, notify, label, progress).start()
+        return SimWriteSequence(self._clock, self, peer, batches, notify, label, progress).start()
 
     def quiesced(self, peer: str) -> Event:
         event = self._clock.event()
@@ -195,7 +182,7 @@ class SimEndpoint:
         for posted in self._break():
             error = TransferFailed(f"{self.name} closed its endpoint during the transfer")
             if not posted.transfer.triggered:
-                self.posted.record(posted, error)
+                self._record(posted, error)
                 posted.transfer.fail(error)
             posted.transfer.settled.succeed()
 
@@ -211,7 +198,7 @@ class SimEndpoint:
         assert remote.ended is not None
         if remote.name in self.inbound:
             self._hardware.call_at(remote.ended + DETECTION, self._notice_ends, remote.name)
-        for number, posted in self.posted.moving.items():
+        for number, posted in self.moving.items():
             if posted.connection.remote is remote and posted.posting is not None:
                 posted.connection.send_queue.abort(posted.posting)
                 self._lose(number, posted)
@@ -222,7 +209,9 @@ class SimEndpoint:
         self._cut_series()
         self.ended = self._hardware.now
         self.inbox.close()
-        dropped = self.posted.drop()
+        dropped = list(self.moving.values())
+        self.moving.clear()
+        self.quarantined = 0
         for posted in dropped:
             if posted.posting is not None:
                 posted.connection.send_queue.abort(posted.posting)
@@ -234,7 +223,6 @@ class SimEndpoint:
         return dropped
 
     def _cut_series(self) -> None:
-        # What is complete of them is reported, and the write under way becomes a transfer, which can fail.
         for other in self._fabric.endpoints.values():
             series = other.series
             if series is not None and (other is self or series.peer == self.name):
@@ -250,7 +238,7 @@ class SimEndpoint:
             raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
         return connection
 
-    # --- single transfers ---
+    # --- transfers: the states are those of `pdsim.transfer.Transfer` ---
 
     def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
@@ -266,20 +254,25 @@ class SimEndpoint:
         now = self._hardware.now
         transfer = Transfer(self._clock, batch, label)
         posted = SimTransfer(transfer, connection, write, local, remote, notify, now)
-        number = self.posted.add(posted)
+        number = self._add(posted)
         if connection.remote.ended is not None:  # not noticed before `DETECTION`
             self._lose(number, posted)
         else:
             try:
                 posted.posting = self._post(posted, number)
             except SendQueueFull as error:
-                self.posted.quiesce(number, error)
+                self._quiesce(number, error)
                 transfer.fail(error)
                 transfer.settled.succeed()
                 return transfer
-            transfer.posted = max(now, self._poster.free)
-        self.posted.deadlines.add(now + limit, number)
+            transfer.posted = max(now, self.poster.free)
+        self._deadlines.add(now + limit, number)
         return transfer
+
+    def _add(self, posted: SimTransfer) -> int:
+        self._number += 1
+        self.moving[self._number] = posted
+        return self._number
 
     def _post(self, posted: SimTransfer, number: int) -> Posting:
         batch, queue, label = posted.transfer.batch, posted.connection.send_queue, posted.transfer.label
@@ -304,9 +297,8 @@ class SimEndpoint:
     def _on_complete(self, posting: Posting) -> None:
         # So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
         # and so does a fault that breaks it, after some of its bytes.
-        posted = self.posted.moving[posting.tag]
-        buffers = posted.buffers()
-        error = None
+        posted = self.moving[posting.tag]
+        buffers, error = posted.buffers(), None
         if buffers is None:
             name = f"{posted.remote.owner}/{posted.remote.name}"
             error = TransferFailed(
@@ -316,22 +308,24 @@ class SimEndpoint:
             self._payload.move(posted, *buffers, posted.breaks_after)
             if posted.breaks_after is not None:
                 error = TransferFailed(f"{self.engine} reports an error of {posted.transfer.batch!r}, as asked")
-        record = self.posted.quiesce(posting.tag, error)
+        record = self._quiesce(posting.tag, error)
         if posted.notify and error is None:
             posted.connection.remote.inbox.notify(Notification(self.name, posted.notify))
-        self.posted.conclude(posted, record, error)
+        self._conclude(posted, record, error)
 
     def _time_out(self, number: int) -> None:
-        posted = self.posted.moving[number]
+        posted = self.moving[number]
         if posted.transfer.triggered:
             return
         batch, posting = posted.transfer.batch, posted.posting
         error = TransferTimeout(f"{batch!r} is not complete after {self._hardware.now - posted.submitted:g} s")
         if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
             posted.connection.send_queue.abort(posting)
-            self.posted.fail(number, error)
+            self._conclude(posted, self._quiesce(number, error), error)
         else:
-            self.posted.quarantine(posted, error)
+            self.quarantined += 1
+            self._record(posted, error)
+            fire(posted.transfer, error, ok=False)
 
     def _lose(self, number: int, posted: SimTransfer) -> None:
         clock, remote = self._hardware, posted.connection.remote
@@ -339,202 +333,30 @@ class SimEndpoint:
         clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
 
     def _on_lost(self, number: int) -> None:
-        posted = self.posted.moving.get(number)
+        posted = self.moving.get(number)
         if posted is not None:  # else this endpoint has ended meanwhile
-            self.posted.fail(number, PeerLost(f"{posted.connection.remote.name} is gone"))
+            error = PeerLost(f"{posted.connection.remote.name} is gone")
+            self._conclude(posted, self._quiesce(number, error), error)
 
-    # --- series ---
-
-    def _foresee(
-        self,
-        peer: Peer,
-        batch: Batch,
-        count: int,
-        notify: bytes,
-        label: str,
-        over: Callable[[int, int, Transfer | None], None],
-    ) -> Series | None:
-        # Begin *count* writes like that of *batch*, if their times are known: where memory has no contents, nothing
-        # is left to chance or watched, and this endpoint does nothing else.  *over* is given how many are complete,
-        # their bytes, and the transfer under way if the series was cut.
-        connection = self._connection(peer)
-        own, remote = check_sides(self.name, peer, batch, write=True)
-        local, there = self.regions.local(own), connection.remote
-        watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
-        watched = watched or self._device.holds_bytes
-        if watched or self.posted.moving or self.series or there.ended is not None:
-            return None
-        way = connection.send_queue.foresee(batch.nbytes, len(batch), count)
-        if way is None:
-            return None
-        path, size, steps = way
-        network, nbytes = self._fabric.network, batch.nbytes
-        posted = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
-        report, resume = partial(self._report, posted), partial(self._resume, posted)
-        series = Series(network, steps, there.name, report, resume, lambda n, moving: over(n, n * nbytes, moving))
-        if not series.begin(path, size, self._timeout):
-            posted.release()
-            return None
-        self.series = series
-        if notify and not there.inbox.host_latency.instant:
-            there.inbox.host_latency.expect(series.notifications)
-        return series
-
-    def _report(
-        self, posted: SimTransfer, last: bool, submitted: Times, at: Times, ended: Times, complete: Times
-    ) -> None:
-        # *last* says that no other of it is under way; times are those of `Series`.  The peer's rank is told of
-        # all of them, as one `Notification`, when it has acted upon the last.
-        series, self.series = self.series, None
-        assert series is not None
-        count = self.posted.record_series(posted, submitted, at, complete)
-        inbox, acts = posted.connection.remote.inbox, 0.0
-        if count:
-            posted.connection.send_queue.carried(float(max(ended[-1], at[-1])))
-        if last:
-            posted.release()
-        if posted.notify:
-            if not inbox.host_latency.instant:
-                acts = inbox.host_latency.conclude(series.notifications, count, self._hardware.now)
-            if count:
-                inbox.notify_at(acts, Notification(self.name, posted.notify, count))
-
-    def _resume(self, posted: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
-        # It goes on as if it had been posted by `_start` at its time.
-        batch = posted.transfer.batch
-        posted.submitted = stages[0]
-        number = self.posted.add(posted)
-        way = batch.nbytes, len(batch), stages, flow
-        posted.posting = posted.connection.send_queue.resume(*way, self._on_complete, number)
-        self.posted.deadlines.add(posted.submitted + self._timeout, number)
-        return posted.transfer
-
-
-class Connection:
-    """From the endpoint *owner* to one incarnation of a peer, and the queue of what is posted to it."""
-
-    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, send_queue: SendQueue) -> None:
-        self.owner = owner
-        self.remote = remote
-        self.send_queue = send_queue
-
-
-class SimTransfer:
-    """One transfer from its call until it is quiesced.  Until then it holds the memory on both sides.
-
-    *local* is the poster's own registration, *remote* the region as the peer's address had it, *submitted* in
-    seconds on the job's clock.  A write moves from *local* to *remote*, a read the other way.
-    """
-
-    __slots__ = (
-        *("breaks_after", "connection", "held", "local", "notify", "parts"),
-        *("posting", "remote", "submitted", "transfer", "write"),
-    )
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        connection: Connection,
-        write: bool,
-        local: Registration,
-        remote: Region,
-        notify: bytes,
-        submitted: float,
-    ) -> None:
-        self.transfer = transfer
-        self.connection = connection
-        self.write = write
-        self.local = local
-        self.remote = remote
-        self.notify = notify
-        self.submitted = submitted
-        self.posting: Posting | None = None
-        self.breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
-        self.parts: list[Part] = []  # that are read, or land, before the end
-        there = connection.remote.regions.find(remote)
-        self.held = None if there is None else there.buffer
-        if self.held is not None:
-            self.held.hold()
-        local.unsettled += 1
-        local.buffer.hold()
-
-    def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
-        """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
-        there = self.connection.remote.regions.find(self.remote)
-        if there is None:
-            return None
-        return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)
-
-    def release(self) -> None:
-        self.local.unsettled -= 1
-        self.local.buffer.release()
-        if self.held is not None:
-            self.held.release()
-
-
-class PostedTransfers:
-    """Those of one endpoint, by number: their records, deadlines, and states, which are `pdsim.transfer.Transfer`'s.
-
-    ``time_out(number)`` is called for one that is here at its deadline.
-    """
-
-    def __init__(self, clock: Clock, engine: str, recorder: SeriesRecorder, time_out: Callable[[int], None]) -> None:
-        self.moving: dict[int, SimTransfer] = {}
-        self.quarantined = 0  # how many of them have failed
-        self.deadlines = Deadlines(clock, self.moving, time_out)
-        self._clock = clock
-        self._engine = engine
-        self._recorder = recorder
-        self._keep = recorder.transfer
-        self._number = 0
-        self._kinds: dict[tuple[str, str], Kind] = {}  # of series, by source and target
-
-    def add(self, posted: SimTransfer) -> int:
-        self._number += 1
-        self.moving[self._number] = posted
-        return self._number
-
-    def quarantine(self, posted: SimTransfer, error: TransferError) -> None:
-        """Fail *posted*, whose bytes may still move."""
-        self.quarantined += 1
-        self.record(posted, error)
-        fire(posted.transfer, error, ok=False)
-
-    def quiesce(self, number: int, error: TransferError | None) -> TransferRecord | None:
-        """Let go of the memory of *number*, of which nothing moves any more.
-
-        Return its record: it has completed or, with *error*, failed.  Return None if it was in quarantine.
-        """
+    def _quiesce(self, number: int, error: TransferError | None) -> TransferRecord | None:
+        # Let go of the memory of *number*, of which nothing moves any more.  Return its record: it has completed or,
+        # with *error*, failed.  Return None if it was in quarantine.
         posted = self.moving.pop(number)
         posted.release()
         if not posted.transfer.triggered:
-            return self.record(posted, error)
+            return self._record(posted, error)
         self.quarantined -= 1
         return None
 
-    def conclude(self, posted: SimTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
-        """Tell whoever waits for *posted*, which is quiesced, or for its *record*."""
+    def _conclude(self, posted: SimTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
         posted.transfer.settle(now=True)
         if record is not None:
             fire(posted.transfer, record if error is None else error, ok=error is None)
 
-    def fail(self, number: int, error: TransferError) -> None:
-        """Fail *number*, of which nothing moves any more, and tell whoever waits."""
-        posted = self.moving[number]
-        self.conclude(posted, self.quiesce(number, error), error)
-
-    def drop(self) -> list[SimTransfer]:
-        """Forget all of them, and return them."""
-        dropped = list(self.moving.values())
-        self.moving.clear()
-        self.quarantined = 0
-        return dropped
-
-    def record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
-        """Record that *posted* ends now."""
-        now, posting, batch = self._clock.now, posted.posting, posted.transfer.batch
+    def _record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
+        now, posting, batch = self._hardware.now, posted.posting, posted.transfer.batch
         record = TransferRecord(
-            self._engine,
+            self.engine,
             "write" if posted.write else "read",
             batch.source.owner,
             batch.target.owner,
@@ -551,71 +373,146 @@ class PostedTransfers:
         self._keep(record)
         return record
 
-    def record_series(self, posted: SimTransfer, submitted: Times, at: Times, complete: Times) -> int:
-        """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
-        batch, count = posted.transfer.batch, len(complete)
-        owners = batch.source.owner, batch.target.owner
-        kind = self._kinds.get(owners)
-        if kind is None:
-            kind = self._kinds[owners] = Kind(self._engine, "write", *owners, "ok")
-        run = RecordRun(kind, posted.transfer.label, batch.nbytes, len(batch), count)
-        self._recorder.series(run, submitted, submitted, at, complete, complete)
-        return count
+    # --- series: `pdsim.sim.sequence` ---
+
+    def foresee(
+        self,
+        peer: Peer,
+        batch: Batch,
+        count: int,
+        notify: bytes,
+        label: str,
+        over: Callable[[int, int, Transfer | None], None],
+    ) -> Series | None:
+        """Begin *count* writes like that of *batch*, if their times are known.
+
+        They are where memory has no contents, nothing is left to chance or watched, and this endpoint does nothing
+        else.  *over* is that of `Series`.
+        """
+        connection = self._connection(peer)
+        own, remote = check_sides(self.name, peer, batch, write=True)
+        local, there = self.regions.local(own), connection.remote
+        watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
+        if watched or self._device.holds_bytes or self.moving or self.series or there.ended is not None:
+            return None
+        pace = connection.send_queue.foresee(batch.nbytes, len(batch))
+        if pace is None:
+            return None
+        posted = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
+        series = Series(self, self._fabric.network, posted, count, pace, over)
+        if not series.begin(self._timeout):
+            posted.release()
+            return None
+        self.series = series
+        if notify and not there.inbox.host_latency.instant:
+            there.inbox.host_latency.expect(series.arrivals)
+        return series
+
+    def resume(self, posted: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
+        """Go on with *posted*, a write of a series, as if it had been posted by itself."""
+        batch = posted.transfer.batch
+        posted.submitted = stages[0]
+        number = self._add(posted)
+        queue = posted.connection.send_queue
+        posted.posting = queue.resume(batch.nbytes, len(batch), stages, flow, self._on_complete, number)
+        self._deadlines.add(posted.submitted + self._timeout, number)
+        return posted.transfer
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """From the endpoint *owner* to one incarnation of a peer, and the queue of what is posted to it."""
+
+    owner: SimEndpoint
+    remote: SimEndpoint
+    send_queue: SendQueue
+
+
+@dataclass(eq=False, slots=True)
+class SimTransfer:
+    """One transfer from its call until it is quiesced.  Until then it holds the memory on both sides."""
+
+    transfer: Transfer
+    connection: Connection
+    write: bool  # from *local* to *remote*; a read moves the other way
+    local: Registration  # the poster's own
+    remote: Region  # as the peer's address had it
+    notify: bytes
+    submitted: float  # in seconds on the job's clock
+    posting: Posting | None = None
+    breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
+    parts: list[Part] = field(default_factory=list)  # that are read, or land, before the end
+    held: SimBuffer | None = None
+
+    def __post_init__(self) -> None:
+        there = self.connection.remote.regions.find(self.remote)
+        if there is not None:
+            self.held = there.buffer
+            self.held.hold()
+        self.local.unsettled += 1
+        self.local.buffer.hold()
+
+    def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
+        """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
+        there = self.connection.remote.regions.find(self.remote)
+        if there is None:
+            return None
+        return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)
+
+    def release(self) -> None:
+        self.local.unsettled -= 1
+        self.local.buffer.release()
+        if self.held is not None:
+            self.held.release()
 
 
 class Deadlines:
     """Calls ``expire(number)`` at the deadline of every number that is in *live* then.
 
     Nobody cancels a deadline: a number that is no longer in *live* is forgotten when it comes to the front.  So a
-    transfer costs one append, for most have equal time, one pop, and an event only when it is the first.
+    transfer costs an event only when it is the first.
     """
 
     def __init__(self, clock: Clock, live: Container[int], expire: Callable[[int], None]) -> None:
         self._clock = clock
         self._live = live
         self._expire = expire
-        self._ahead: deque[tuple[float, int]] = deque()
-        self._alarm = Alarm(clock, self._on_alarm)
+        self._ahead: list[tuple[float, int]] = []  # a heap
+        self._alarm: Alarm | None = None
         self._at = inf  # what the alarm is set to
 
     def add(self, at: float, number: int) -> None:
         """Let the deadline of *number* be *at*, in seconds on the clock."""
-        ahead = self._ahead
-        if not ahead or at >= ahead[-1][0]:
-            ahead.append((at, number))
-        else:
-            insort(ahead, (at, number))
+        heappush(self._ahead, (at, number))
         if at < self._at:
-            if self._alarm.armed:  # too late; it will find that it is not the alarm any more
-                self._alarm = Alarm(self._clock, self._on_alarm)
-            self._at = at
-            self._alarm.arm(at)
+            self._arm(at)
+
+    def _arm(self, at: float) -> None:
+        self._at = at
+        self._alarm = Alarm(self._clock, self._on_alarm)
+        self._alarm.arm(at)
 
     def _on_alarm(self, alarm: Alarm) -> None:
         if alarm is not self._alarm:
             return
         now, ahead = self._clock.now, self._ahead
         self._at = -inf  # `add` leaves the alarm alone meanwhile
-        while ahead:
-            at, number = ahead[0]
-            live = number in self._live
-            if at > now and live:
-                break
-            ahead.popleft()
-            if live:
+        while ahead and (ahead[0][0] <= now or ahead[0][1] not in self._live):
+            number = heappop(ahead)[1]
+            if number in self._live:
                 self._expire(number)
-        self._at = ahead[0][0] if ahead else inf
+        self._at = inf
         if ahead:
-            alarm.arm(self._at)
+            self._arm(ahead[0][0])
 
 
+@dataclass(eq=False, slots=True)
 class Part:
     """Those bytes of a transfer that are read at one instant and land at one: the descriptors of *batch*."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.pieces: list[Bytes] | None = None  # what was read, once it was
-        self.landed = False
+    batch: Batch
+    pieces: list[Bytes] | None = None  # what was read, once it was
+    landed: bool = False
 
 
 class Payload:

@@ -7,7 +7,6 @@ receiver that does not read.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sized
 from itertools import count
 from math import inf, nextafter
@@ -20,8 +19,6 @@ from pdsim.sim.faults import Ties
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from simpy.events import Event
 
     from pdsim.hardware.machine import Host
@@ -122,13 +119,6 @@ class SimChannel:
             self._inbox.deliver(message)
 
 
-MANY = 8
-"""How many have to have come before it pays to look for those that leave no trace."""
-
-APART = 1e-9
-"""Seconds between two that come one after the other and not, but for rounding, together."""
-
-
 class ScheduledArrivals:
     """What comes at times that are known, without an event for each."""
 
@@ -181,52 +171,14 @@ class HostLatency:
         return series.acted
 
     def _catch_up(self, now: float) -> None:
-        waiting, many = [], 0
-        for series in self._coming:
-            end, passed = bisect_left(series.times, now, series.passed), series.passed
-            if end > passed:
-                waiting.append((series, end))
-                many += end - passed
-        if many > MANY:
-            self._skip(waiting)
-        if len(waiting) == 1:
-            series, end = waiting[0]
-            while series.passed < end:
-                self._act(series)
-            return
-        while waiting:
+        while True:
             first, at = None, now
-            for series, _ in waiting:
+            for series in self._coming:
                 if series.passed < len(series.times) and series.times[series.passed] < at:
                     first, at = series, series.times[series.passed]
             if first is None:
                 return
             self._act(first)
-
-    def _skip(self, waiting: Sequence[tuple[ScheduledArrivals, int]]) -> None:
-        # *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
-        # as it takes to wake from the cold, on the first.
-        kept, ends, last = inf, [], -inf  # *last*: of those skipped
-        for series, end in waiting:
-            kept = min(kept, series.times[max(end - 2, series.passed)])
-        for series, end in waiting:
-            skipped = bisect_left(series.times, kept, series.passed, end)
-            ends.append((series, skipped))
-            if skipped > series.passed:
-                last = max(last, series.times[skipped - 1])
-        if kept - last < APART or last == -inf:
-            return
-        if self._idle_wake:
-            begun = waiting[0][0]
-            for series, _ in waiting:
-                if series.times[series.passed] < begun.times[begun.passed]:
-                    begun = series
-            pause = begun.times[1] - begun.times[0] if len(begun.times) > 1 else inf
-            if pause > self._idle_after or kept - begun.times[begun.passed] < self._idle_wake + APART:
-                return
-        for series, end in ends:
-            series.passed = end
-        self._last = max(self._last, last + self._wake)
 
     def _act(self, series: ScheduledArrivals) -> None:
         series.acted = self._acts_at(series.times[series.passed])

@@ -81,7 +81,6 @@ class Link:
         self.age = 0  # flows ended since `service` was 0
         self.first_end = inf  # the service at which the next flow ends
         self.eta = inf  # and its time
-        self.queued = inf  # the time of its entry in `Waterfill.ends`
 
     def __repr__(self) -> str:
         return f"<Link {self.name!r} {self.capacity:g} bytes/s>"
@@ -195,7 +194,6 @@ class Path:
         # a cap is a link of the path's own that grows with the number of flows
         self.own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
         self.unlimited = not links and cap == inf
-        self.repeats = len(set(links)) < len(links)
         self.live: tuple[Link, ...] = ()  # the links that can limit this path
         self.rest: tuple[Link, ...] = ()  # and do not; a link that limits it and is passed twice is here once
         self.limit = NOBODY
@@ -296,7 +294,7 @@ class Waterfill:
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, int, Link]] = []
-        """A heap with an entry, not too late, for every link that limits flows: (time, index, link)."""
+        """A heap of (time, index, link): the `Link.eta` of every link that limits flows, and times that were one."""
         self.solves = 0
         """How many times rates were solved; a flow that is alone needs none of it."""
         self.touched = 0
@@ -324,20 +322,14 @@ class Waterfill:
 
     def enter_alone(self, path: Path, now: float) -> bool:
         """Give the first flow of *path* its rate if no link of the path has others; return whether that was so."""
-        live = path.live
-        lowest = inf
-        tightest = None
-        own = path.own
+        live, own, lowest, tightest = path.live, path.own, inf, NOBODY
         for link in live:
             if link.active:
                 return False
-            free = link.free if link is not own else path.cap
-            if path.repeats and link is not own:
-                free /= path.links.count(link)
+            free = path.cap if link is own else link.free / path.links.count(link)
             if free < lowest:
-                lowest = free
-                tightest = link
-        if tightest is None or lowest <= 0.0:
+                lowest, tightest = free, link
+        if not 0.0 < lowest < inf:
             return False
         if own is not None:
             own.free = own.capacity = path.cap
@@ -350,11 +342,11 @@ class Waterfill:
         path.find_rest()
         tightest.bound[path] = None
         tightest.free = tightest.service = 0.0
-        tightest.since = now
+        tightest.since = self._now = now
         tightest.level = tightest.was = lowest
-        tightest.first_end = first = path.ahead[0][0]
+        tightest.first_end = path.ahead[0][0]
         self.touched += 1
-        self._queue(tightest, now + first / lowest)
+        self._announce(tightest)
         return True
 
     def is_alone(self, path: Path) -> bool:
@@ -493,8 +485,6 @@ class Waterfill:
         # A path that another link allows more than *level* is limited here from now on, so that link is opened
         # first and this one comes up again.  A path that gets less than before leaves more to its other links, so
         # those of them that were settled are opened, too.
-        #
-        # Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
         if link.level >= 0.0:
             self._open(link)
             return
@@ -511,7 +501,7 @@ class Waterfill:
         if not fair:
             return
         now = self._now
-        link.service = service = link.service + link.was * (now - link.since)
+        link.service += link.was * (now - link.since)
         link.since = now
         first = inf
         for path in limited:
@@ -533,25 +523,14 @@ class Waterfill:
         link.first_end = first
         self._rising -= len(limited)
         self.touched += len(limited)
-        if first > service and level > 0.0:
-            self._queue(link, now + (first - service) / level)
-        else:
-            self._announce(link)
+        self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        ahead = link.first_end - link.service
-        level = link.level
+        ahead, level, eta = link.first_end - link.service, link.level, inf
         if ahead <= 0.0:
-            self._queue(link, self._now)
+            eta = self._now
         elif level > 0.0:
-            self._queue(link, max(link.since + ahead / level, self._now))
-        else:
-            link.eta = inf
-
-    def _queue(self, link: Link, eta: float) -> None:
-        # An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
-        # heap, however often its rate changes.
-        link.eta = eta
-        if eta < link.queued:
-            link.queued = eta
+            eta = max(link.since + ahead / level, self._now)
+        if link.eta != eta < inf:
             heappush(self.ends, (eta, link.index, link))
+        link.eta = eta

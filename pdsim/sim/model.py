@@ -239,7 +239,7 @@ class _ModelJob:
         name, factor = what
         member = self._live.get(name)
         if member is not None:
-            member.device.slowness = member.endpoint.slowness = factor
+            member.device.slowness = member.endpoint.poster.slowness = factor
 
     def _pause(self, what: tuple[str, float]) -> None:
         name, end = what

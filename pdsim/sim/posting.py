@@ -14,7 +14,6 @@ from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
-from pdsim.sim.network import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from pdsim.hardware.costs import Engine, EngineModel
     from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Chance, Draws, Observer
-    from pdsim.sim.network import Flow, Link, Network, Path, Stages
+    from pdsim.sim.network import Flow, Link, Network, Path
+    from pdsim.sim.sequence import Pace, Stages
     from pdsim.sim.tcp import Streams
     from pdsim.sim.topology import Route, Site, Topology
 
@@ -382,7 +382,6 @@ class SendQueue:
         # what is asked for each transfer; the model is no compiled class
         self._overlap, self._pipelined, self._depth = model.overlap, model.pipelined, model.depth
         self._small, self._fresh = model.small, model.fresh_descriptor
-        self._known: dict[int, float] = {}  # seconds of posting, by descriptors
         self._copier = copier
         self._draws = draws
         self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
@@ -434,10 +433,10 @@ class SendQueue:
             )
         return posting
 
-    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, Steps] | None:
-        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle thread.
+    def foresee(self, nbytes: int, descriptors: int) -> Pace | None:
+        """Return what equal writes take that an idle thread posts one after the other from now on.
 
-        Return None if what they do to each other, or to others, is more than `Steps` says.
+        Return None if what they do to each other, or to others, is more than a `Series` says.
         """
         model, wire, poster, copier, now = self.model, self._outward, self.poster, self._copier, self._clock.now
         simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
@@ -449,7 +448,7 @@ class SendQueue:
         first = now if model.overlap else now + posting
         if copier is not None and (copier.shared or copier.sleeps_before(first, posting + wire.latency)):
             return None
-        return wire.path, size, Steps(count, posting, model.overlap, wire.latency)
+        return wire.path, size, posting, model.overlap, wire.latency
 
     def resume(
         self,
@@ -497,7 +496,7 @@ class SendQueue:
         wire = posting.wire
         narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
         unknown = posting.posted == inf
-        seconds = self._posting(posting.descriptors) if unknown else posting.posted - self._clock.now
+        seconds = self.model.posting(posting.descriptors) if unknown else posting.posted - self._clock.now
         return seconds + posting.nbytes / narrowest + wire.latency + posting.held
 
     def abort(self, posting: Posting) -> None:
@@ -527,27 +526,21 @@ class SendQueue:
         early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
         self._most = max(self._most, descriptors)
         if poster.threads is not None:
-            work = (self._posting(descriptors) - early) * poster.slowness
+            work = (self.model.posting(descriptors) - early) * poster.slowness
             posting.posted = inf
             poster.threads.post(work, self._on_taken, self._on_posted, posting)
             return
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
-        posting.posted = poster.free = start + (self._posting(descriptors) - early) * poster.slowness
+        posting.posted = poster.free = start + (self.model.posting(descriptors) - early) * poster.slowness
         begin = start if self._overlap else posting.posted
         if self._pipelined:
-            begin = start + (self._posting(1) - early) * poster.slowness
+            begin = start + (self.model.posting(1) - early) * poster.slowness
         if begin > now:
             self._clock.call_at(begin, self._begin, posting)
         else:
             self._begin(posting)
-
-    def _posting(self, descriptors: int) -> float:
-        seconds = self._known.get(descriptors)
-        if seconds is None:
-            seconds = self._known[descriptors] = self.model.posting(descriptors)
-        return seconds
 
     def _enter(self, posting: Posting) -> float:
         # Return how much earlier it is posted because it is small and all that its thread has under way are such.
@@ -562,7 +555,7 @@ class SendQueue:
 
     def _on_taken(self, posting: Posting) -> None:
         if self._overlap:
-            first = self._posting(1) * self.poster.slowness if self._pipelined else 0.0
+            first = self.model.posting(1) * self.poster.slowness if self._pipelined else 0.0
             self._clock.call_at(self._clock.now + first, self._begin, posting)
 
     def _on_posted(self, posting: Posting) -> None:

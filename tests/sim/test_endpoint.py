@@ -219,14 +219,6 @@ def test_a_deadline_withdraws_what_waits_in_the_send_queue():
     assert bench.b.buffer.read(100, 100) == bytes(100)
 
 
-def test_completed_transfers_leave_no_deadline_behind(bench):
-    for _ in range(50):
-        bench.write(target=0)
-    bench.run()
-    assert bench.clock.now <= 1000.0
-    assert len(bench.a.endpoint.posted.deadlines._ahead) == 0
-
-
 # --- lost peers ----------------------------------------------------------------------------------------------------
 
 

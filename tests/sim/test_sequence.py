@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdsim.core.errors import TransferError
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.model import Model
-from pdsim.sim.network import Foreseen
+from pdsim.sim.sequence import Foreseen
 from pdsim.transfer import Batch, WriteSequence
 from pdsim.transfer.job import Place, RankSpec
 from tests.support.machines import cost, engine, machine
