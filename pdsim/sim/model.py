@@ -7,8 +7,7 @@ import gc
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,9 +35,7 @@ if TYPE_CHECKING:
     from pdsim.core.clock import Clock
     from pdsim.hardware.costs import Collective, Engine
     from pdsim.hardware.machine import LinkChange, Machine
-    from pdsim.sim.network import Link
     from pdsim.transfer import Spill
-    from pdsim.transfer.group import Group
     from pdsim.transfer.job import SampleRow
 
 __all__ = ["JobJournal", "Model", "Sampling"]
@@ -112,101 +109,82 @@ class JobJournal(Protocol):
 
 
 class _Records:
-    def __init__(
-        self,
-        rank: str = "",
-        journal: JobJournal | None = None,
-        sampling: Sampling | None = None,
-        observer: Observer | None = None,
-    ) -> None:
+    def __init__(self, rank: str = "", model: Model | None = None, sampling: Sampling | None = None) -> None:
+        journal = None if model is None else model.journal
         self.transfers = TransferLog(rank=rank, spill=None if journal is None else journal.transfers)
         self.transfer = self.transfers.append
         self.series = self.transfers.extend_run
         self.spill = None if journal is None else journal.requests
         self._sampling = sampling
-        self._observer = observer
+        self._observer = None if model is None else model.observer
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
         if self._sampling is not None:
-            self._sampling.gauge(kind, name, read)
+            self._sampling.gauges[kind, name] = read
 
     def inspect(self, program: object) -> None:
         if self._observer is not None:
             self._observer.joined(program)
 
 
+@dataclass(eq=False)
 class _Member:
-    """One rank of a job and what is the model's behind it; a rank that starts again is another member."""
+    """What one incarnation of a rank is given, and what is the model's behind it."""
 
-    def __init__(
-        self,
-        clock: RankClock,
-        device: SimDevice,
-        endpoint: SimEndpoint,
-        channel: SimChannel,
-        records: _Records,
-    ) -> None:
-        self.clock = clock
-        self.device = device
-        self.endpoint = endpoint
-        self.channel = channel
-        self.records = records
-
-    def end(self, by_force: bool) -> None:
-        # *by_force* it is killed: nobody is left to be told of its own transfers.
-        self.clock.stop()
-        self.channel.close()
-        if by_force:
-            self.endpoint.kill()
-        else:
-            self.endpoint.close()
-        self.device.close()
+    clock: RankClock
+    device: SimDevice
+    endpoint: SimEndpoint
+    channel: SimChannel
+    records: _Records
 
 
 class _ModelJob:
     def __init__(
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
-        names = [spec.name for spec in specs]
-        ranks_named(names, kill=kill, restart=restart)
-        programs = [_load(spec) for spec in specs]
+        ranks_named([spec.name for spec in specs], kill=kill, restart=restart)
+        self._specs = {spec.name: (spec, _load(spec)) for spec in specs}
+        faults, jitter, gpu = model.faults, model.jitter, model.machine.gpu
+        shuffled = faults is not None and faults.shuffle
         self._model = model
-        self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
-        shuffled = self._chance is not None and model.faults is not None and model.faults.shuffle
+        self._chance = Chance(faults, model.seed) if faults is not None else None
         self._clock = JobClock(self._chance.ties if self._chance is not None and shuffled else None)
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
-        shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
-        jitter = model.jitter
         draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
         ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
         crowded = frozenset(place for place, count in ranks.items() if count > 1)
         sampled = model.samples and not shuffled
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
-        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
-        self._groups: SimGroups | None = None  # made when a rank asks for one
+        shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
+        self._fabric = Fabric(*shared, gpu, draws, crowded)
+        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
-        self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
-        self._live: dict[str, _Member] = {}
+        self._live: dict[str, _Member] = {spec.name: self._member(spec) for spec in specs}
         self._ranks: dict[str, Rank] = {}
-        for spec in specs:
-            self._live[spec.name] = self._member(spec)
         self._results: dict[str, RankResult] = {}
         for name in self._live:
             self._start(name)
         for name, at in kill.items():
-            self._clock.call_at(at, self._kill, name)
+            self._at(at, self._kill, name)
         for name, at in restart.items():
-            self._clock.call_at(at, self._restart, name)
+            self._at(at, self._restart, name)
         if isfinite(model.limit):
-            self._clock.call_at(model.limit, self._overrun, model.limit)
+            self._at(
+                model.limit, self._end_all, "Overrun", f"still run after {model.limit:g} s, the limit of the model"
+            )
         for change in model.machine.link.changes if model.machine.link is not None else ():
-            self._clock.call_at(change.start, self._change, change)
-        if model.faults is not None:
-            self._plan(model.faults)
-        if self._chance is not None and model.faults is not None and isfinite(model.faults.until):
-            self._clock.call_at(model.faults.until, lambda chance: chance.calm(), self._chance)
+            self._at(change.start, self._change, change)
+        if faults is not None:
+            self._plan(faults)
+        if self._chance is not None and faults is not None and isfinite(faults.until):
+            self._at(faults.until, self._chance.calm)
+
+    def _at(self, when: float, function: Callable[..., object], *arguments: Any) -> None:
+        self._clock.call_at(when, lambda _: function(*arguments), None)
+
+    # --- what happens to links and ranks ---
 
     def _change(self, change: LinkChange) -> None:
         assert self._topology.chain is not None
@@ -214,8 +192,8 @@ class _ModelJob:
         end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
         for link in self._network.links:
             if link.name in (f"link{change.hop}.up", f"link{change.hop}.down"):
-                self._clock.call_at(end, self._squeeze, (link, link.nominal))
-                self._squeeze((link, link.nominal * change.share))
+                self._at(end, self._network.set_capacity, link, link.nominal)
+                self._network.set_capacity(link, link.nominal * change.share)
 
     def _plan(self, faults: Faults) -> None:
         links = {link.name: link for link in self._network.links}
@@ -223,72 +201,70 @@ class _ModelJob:
         pauses = {pause.rank: pause.start for pause in faults.pauses}
         ranks_named(tuple(self._specs), **{"faults.slow": slow_ranks, "faults.pauses": pauses})
         for pause in faults.pauses:
-            self._clock.call_at(pause.start, self._pause, (pause.rank, pause.end))
+            self._at(pause.start, self._pause, pause.rank, pause.end)
         for slow in faults.slow:
-            self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
-            self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
+            self._at(slow.start, self._slow, slow.rank, slow.factor)
+            self._at(slow.end, self._slow, slow.rank, 1.0)
         for squeeze in faults.squeezes:
             link = links.get(squeeze.link)
             if link is None:
                 raise ConfigError(f"faults.squeezes name link {squeeze.link!r}; there are {', '.join(links)}")
-            capacity = link.capacity
-            for at, share in ((squeeze.start, squeeze.factor), (squeeze.end, 1.0)):
-                self._clock.call_at(at, self._squeeze, (link, capacity * share))
+            self._at(squeeze.start, self._network.set_capacity, link, link.capacity * squeeze.factor)
+            self._at(squeeze.end, self._network.set_capacity, link, link.capacity)
 
-    def _slow(self, what: tuple[str, float]) -> None:
-        name, factor = what
-        member = self._live.get(name)
-        if member is not None:
-            member.device.slowness = member.endpoint.poster.slowness = factor
+    def _slow(self, name: str, factor: float) -> None:
+        if name in self._live:
+            self._live[name].device.slowness = self._live[name].endpoint.poster.slowness = factor
 
-    def _pause(self, what: tuple[str, float]) -> None:
-        name, end = what
-        member = self._live.get(name)
-        if member is not None:
-            member.clock.pause(end)
+    def _pause(self, name: str, end: float) -> None:
+        if name in self._live:
+            self._live[name].clock.pause(end)
 
-    def _squeeze(self, what: tuple[Link, float]) -> None:
-        self._network.set_capacity(*what)
+    def _kill(self, name: str) -> None:
+        if name in self._live:
+            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
 
     def _restart(self, name: str) -> None:
         if name not in self._live:
             self._live[name] = self._member(self._specs[name][0])
             self._start(name)
 
+    # --- the run ---
+
     def run(self) -> Outcome:
-        with _seldom_collecting():
+        often, *rest = gc.get_threshold()
+        gc.set_threshold(100 * often, *rest)  # with 65,000 transfers under way collections took as long as all else
+        try:
             while self._live:
                 self._turn()
+        finally:
+            gc.set_threshold(often, *rest)
         return self._outcome()
 
     def _turn(self) -> None:
         try:
-            self._clock.turn(STRIDE, self._live, self._on_crash)
+            self._clock.turn(STRIDE, self._live, lambda clock, error: self._fail(clock.name, error))
         except EmptySchedule:
-            self._deadlock()
+            self._end_all("Deadlock", "wait for events that nothing will trigger any more")
         if self._model.progress is not None:
-            self._model.progress(self._clock.now, *self._counted())
-
-    def _counted(self) -> tuple[int, int]:
-        read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
-        return read(), of
+            read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
+            self._model.progress(self._clock.now, read(), of)
 
     def _member(self, spec: RankSpec) -> _Member:
-        fabric, clock = self._fabric, RankClock(self._clock, spec.name)
+        clock, model = RankClock(self._clock, spec.name), self._model
         site = self._topology.site(spec.place)
-        host, link = self._model.machine.host, self._topology.memory(site)
-        gpu = self._model.machine.gpu if site.gpu is not None else None
-        copies = host.copies if gpu is None else gpu.copies
+        host, observer = model.machine.host, model.observer
+        copies = host.copies if site.gpu is None or model.machine.gpu is None else model.machine.gpu.copies
         host_latency = HostLatency(host, self._clock.now)
         traffic = SideTraffic.at(site, clock, self._network, self._topology)
+        link = self._topology.memory(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
-        records = _Records(spec.name, self._model.journal, self._sampling, self._model.observer)
-        hold = self._chance.message if self._chance is not None else None
-        observer = self._model.observer
-        watch = observer.sent if observer is not None else None
         device.watch = observer.copied if observer is not None else None
-        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
-        delay = self._delay if self._model.machine.link is not None else None
+        records = _Records(spec.name, model, self._sampling)
+        endpoint = SimEndpoint(self._fabric, spec.name, clock, device, site, records)
+        hold = self._chance.message if self._chance is not None else None
+        watch = observer.sent if observer is not None else None
+        delay = self._delay if model.machine.link is not None else None
         channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
         return _Member(clock, device, endpoint, channel, records)
 
@@ -304,25 +280,18 @@ class _ModelJob:
             memory = DeviceMemory(site.name, size, tracked=self._model.memory == "tracked")
             self._memories[site.name] = memory
             if self._sampling is not None:
-                self._sampling.memory(memory)
+                self._sampling.gauges["pool", site.name] = lambda: memory.used / memory.capacity
         return memory
 
     def _start(self, name: str) -> None:
-        member, (spec, function) = self._live[name], self._specs[name]
+        member, (spec, function), groups = self._live[name], self._specs[name], self._groups
         peers = tuple(other for other in self._specs if other != name)
-        parts = member.clock, member.device, member.endpoint, member.channel, member.records
-        rank = Rank(name, *parts, peers)
-        if self._model.collective is not None:
-            rank.groups = lambda names: self._group(names, member)
+        rank = Rank(name, member.clock, member.device, member.endpoint, member.channel, member.records, peers)
+        if groups is not None:
+            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
         self._ranks[name] = rank
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
-
-    def _group(self, names: tuple[str, ...], member: _Member) -> Group:
-        if self._groups is None:
-            assert self._model.collective is not None
-            self._groups = SimGroups(self._fabric, self._model.collective)
-        return self._groups.group(names, member.clock, member.device, member.records)
 
     def _on_end(self, name: str, event: Event) -> None:
         if event.ok:
@@ -332,23 +301,28 @@ class _ModelJob:
         assert isinstance(event.value, BaseException)
         self._fail(name, event.value)
 
-    def _on_crash(self, clock: RankClock, error: BaseException) -> None:
-        self._fail(clock.name, error)
-
-    def _kill(self, name: str) -> None:
-        if name in self._live:
-            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
-
     def _fail(self, name: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             raise error  # KeyboardInterrupt and the like are for us
         _log.debug("rank %s ended with an error", name, exc_info=error)
         self._end(name, error=f"{type(error).__name__}: {error}")
 
+    def _end_all(self, kind: str, why: str) -> None:
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"{kind}: {names} {why}")
+
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
-        # A rank that had ended before, and was started again, has the transfers of all its incarnations.
+        # *by_force* it is killed: nobody is left to be told of its own transfers.  A rank that had ended before, and
+        # was started again, has the transfers of all its incarnations.
         member = self._live.pop(name)
-        member.end(by_force)
+        member.clock.stop()
+        member.channel.close()
+        if by_force:
+            member.endpoint.kill()
+        else:
+            member.endpoint.close()
+        member.device.close()
         if self._groups is not None:
             self._groups.end(name)
         before = self._results[name].transfers if name in self._results else ()
@@ -357,16 +331,6 @@ class _ModelJob:
         self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers, refused)
         if self._model.observer is not None:
             self._model.observer.ended(name, error)
-
-    def _overrun(self, limit: float) -> None:
-        names = ", ".join(self._live)
-        for name in tuple(self._live):
-            self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
-
-    def _deadlock(self) -> None:
-        names = ", ".join(self._live)
-        for name in tuple(self._live):
-            self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
 
     def _outcome(self) -> Outcome:
         # The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
@@ -381,17 +345,6 @@ class _ModelJob:
         results = {name: self._results[name] for name in self._specs}
         samples = list(self._sampling.rows()) if self._sampling is not None else []
         return Outcome(results, seconds, links, pools, self._clock.events, samples)
-
-
-@contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    # With 65,000 transfers waiting at once that took as long as all else.
-    often, *rest = gc.get_threshold()
-    gc.set_threshold(100 * often, *rest)
-    try:
-        yield
-    finally:
-        gc.set_threshold(often, *rest)
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:
@@ -410,15 +363,13 @@ def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, 
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {name: part for name, part in value.items() if isinstance(part, Compact)}
-        rest = {name: part for name, part in value.items() if name not in kept}
-        return _crossed(rest) | kept
-    return _crossed(value)
-
-
-def _crossed(value: Any) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=plain))
+    # What would cross to another process; tables stay as they are.
+    kept = (
+        {name: part for name, part in value.items() if isinstance(part, Compact)} if isinstance(value, dict) else {}
+    )
+    rest = {name: part for name, part in value.items() if name not in kept} if kept else value
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(rest, enc_hook=plain))
+    return crossed | kept if kept else crossed
 
 
 FIRST = 1e-4
@@ -429,26 +380,19 @@ class Sampling:
     """Keeps *count* to twice as many instants of a job, evenly spread.
 
     Links are sampled by what they have carried since the start, so a sample is the mean since the one before, also
-    after every second one was dropped; gauges (the share of a memory, a pool of pages, a ring) are read at the
-    instant.
+    after every second one was dropped; *gauges*, by kind and name, are read at the instant.
     """
 
     def __init__(self, clock: Clock, network: Network, count: int) -> None:
+        self.gauges: dict[tuple[str, str], Callable[[], float]] = {}
         self._clock = clock
         self._network = network
         self._most = 2 * count
         self._interval = FIRST
         self._times: list[float] = []
         self._carried: list[list[float]] = []  # by instant, of every link: bytes until then
-        self._gauges: dict[tuple[str, str], Callable[[], float]] = {}
         self._values: dict[tuple[str, str], list[float | None]] = {}
         self._tick(None)
-
-    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
-        self._gauges[kind, name] = read
-
-    def memory(self, memory: DeviceMemory) -> None:
-        self.gauge("pool", memory.name, lambda: memory.used / memory.capacity)
 
     def _tick(self, _: object) -> None:
         # Once nothing else is scheduled it does not come back: its own events must not keep a job alive.
@@ -461,7 +405,7 @@ class Sampling:
             self._clock.call_at(self._clock.now + self._interval, self._tick, None)
 
     def _read(self) -> None:
-        for key, read in self._gauges.items():
+        for key, read in self.gauges.items():
             self._values.setdefault(key, [None] * len(self._times)).append(read())
         self._times.append(self._clock.now)
         self._carried.append(self._network.carried())
@@ -474,19 +418,15 @@ class Sampling:
         if self._clock.now > self._times[-1]:
             self._read()
         for index, link in enumerate(self._network.links):
+            # the share is of the nominal capacity, also while a fault has the link squeezed
             carried = [each[index] if index < len(each) else 0.0 for each in self._carried]
-            if carried[-1] and link.nominal:
-                yield from self._of_link(link.name, link.nominal, carried)
+            before, last = 0.0, 0.0
+            for time, total in zip(self._times, carried, strict=True):
+                if carried[-1] and link.nominal:
+                    share = (total - last) / (link.nominal * (time - before)) if time > before else 0.0
+                    yield "link", link.name, time, max(share, 0.0)
+                before, last = time, total
         for (kind, name), values in self._values.items():
-            missing = len(self._times) - len(values)
-            for time, value in zip(self._times, [*values, *[None] * missing], strict=True):
+            for time, value in zip(self._times, values, strict=False):
                 if value is not None:
                     yield kind, name, time, value
-
-    def _of_link(self, name: str, capacity: float, carried: Iterable[float]) -> Iterator[SampleRow]:
-        # The share is of the nominal *capacity* in bytes/s, also while a fault has the link squeezed.
-        before, last = 0.0, 0.0
-        for time, total in zip(self._times, carried, strict=True):
-            share = (total - last) / (capacity * (time - before)) if time > before else 0.0
-            yield "link", name, time, max(share, 0.0)
-            before, last = time, total
