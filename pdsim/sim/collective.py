@@ -9,7 +9,6 @@ multiprocessors that a collective's kernel takes from computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ from pdsim.transfer.group import SYMMETRIC, check_gather, repeated
 if TYPE_CHECKING:
     from pdsim.hardware.costs import Collective, CollectiveModel
     from pdsim.sim.hosts import RankClock
-    from pdsim.sim.memory import SimDevice, SymmetricPool
+    from pdsim.sim.memory import SimDevice
     from pdsim.sim.network import Flow, Path
     from pdsim.transfer import Buffer, Recorder
 
@@ -57,7 +56,7 @@ class SimGroups:
         core = self._cores.get(names)
         member = None if core is None else core.members.get(clock.name)
         again = member is not None and member.clock is not clock  # a rank that was started again has another clock
-        if core is None or (again and core.broken):
+        if core is None or (again and core.left is not None):
             core = self._cores[names] = _Core(self, names)
         if member is None or again:
             member = core.members[clock.name] = SimGroup(core, clock, device, recorder)
@@ -74,6 +73,8 @@ class SimGroup:
     """One rank's membership: the simulated `pdsim.transfer.group.Group`."""
 
     def __init__(self, core: _Core, clock: RankClock, device: SimDevice, recorder: Recorder) -> None:
+        self.names = core.names
+        self.index = core.names.index(clock.name)
         self.clock = clock
         self.device = device
         self.recorder = recorder
@@ -81,14 +82,6 @@ class SimGroup:
         self.growths = 0
         self.growth_seconds = 0.0
         self._core = core
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._core.names
-
-    @property
-    def index(self) -> int:
-        return self.names.index(self.clock.name)
 
     @property
     def reserved(self) -> int:
@@ -106,46 +99,36 @@ class SimGroup:
     ) -> Event:
         size = source.size if size is None else size
         check_gather(len(self.names), source, target, size, times)
-        one, other = self._own(source), self._own(target)
-        return self._call(size, timeout, label, (one, other), times)
+        buffers = []
+        for buffer in (source, target):
+            if not isinstance(buffer, SimBuffer) or not self.device.owns(buffer):
+                raise RegistrationError(
+                    f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns"
+                )
+            buffers.append(buffer)
+        return self._call(size, timeout, label, buffers, times)
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
         if size <= 0:
             raise ValueError(f"size={size} must be > 0")
-        return self._call(size, timeout, "", None)
+        return self._call(size, timeout, "", [], 1)
 
     def close(self) -> None:
         """Leave the group, which breaks it: the calls of all others fail with `PeerLost` when they notice."""
         self._core.leave(self.clock.name)
 
-    def _own(self, buffer: Buffer) -> SimBuffer:
-        if not isinstance(buffer, SimBuffer) or not self.device.owns(buffer):
-            raise RegistrationError(
-                f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns"
-            )
-        return buffer
-
-    def _call(
-        self,
-        size: int,
-        timeout: float | None,
-        label: str,
-        buffers: tuple[SimBuffer, SimBuffer] | None,
-        times: int = 1,
-    ) -> Event:
-        # *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while
-        # its call is under way.
+    def _call(self, size: int, timeout: float | None, label: str, buffers: list[SimBuffer], times: int) -> Event:
         timeout = times * self._core.library.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = self.clock.event()
-        event.defused = True
-        self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers, times))
+        event.defused = True  # a rank may leave while its call is under way
+        self._core.call(_Request(self, size, event, self.clock.now, timeout, label, buffers, times))
         return event
 
 
 @dataclass(eq=False)
-class _GatherRequest:
+class _Request:
     """One rank's part in a call, from that call to its end."""
 
     member: SimGroup
@@ -154,12 +137,12 @@ class _GatherRequest:
     submitted: float
     timeout: float
     label: str
-    buffers: tuple[SimBuffer, SimBuffer] | None  # source and target; None: it reserves
+    buffers: list[SimBuffer]  # source and target; empty: it reserves
     times: int
 
     @property
     def kind(self) -> str:
-        if self.buffers is None:
+        if not self.buffers:
             return "reserve"
         return "symmetric" if self.buffers[1].pool == SYMMETRIC else "plain"
 
@@ -167,12 +150,8 @@ class _GatherRequest:
     def over(self) -> bool:
         return self.event.triggered or self.member.clock.stopped
 
-    def hold(self) -> None:
-        for buffer in self.buffers or ():
-            buffer.hold()
-
     def release(self) -> None:
-        for buffer in self.buffers or ():
+        for buffer in self.buffers:
             buffer.release()
 
 
@@ -180,7 +159,7 @@ class _GatherRequest:
 class _Call:
     """One collective, by the requests of the ranks that have made it.  Each rank numbers its calls."""
 
-    requests: dict[str, _GatherRequest] = field(default_factory=dict)
+    requests: dict[str, _Request] = field(default_factory=dict)
     flows: list[Flow] = field(default_factory=list)
     left: int = 0  # flows that have not ended
     began: float | None = None  # when all ranks had made it and the one before was over
@@ -188,7 +167,7 @@ class _Call:
     done: bool = False
 
     @property
-    def one(self) -> _GatherRequest:
+    def one(self) -> _Request:
         return next(iter(self.requests.values()))
 
 
@@ -199,47 +178,58 @@ class _Core:
         self.names = names
         self.library = groups.library
         self.members: dict[str, SimGroup] = {}
+        self.left: tuple[str, float] | None = None  # who broke the group, and when
+        self._name = "+".join(names)
         self._fabric = groups.fabric
         self._clock = groups.fabric.clock
         self._calls: dict[int, _Call] = {}  # that are not over, by number
         self._turn = 0  # the number of the call that is served now, or next
         self._ended = -1.0  # when the call before was over
-        self._left: tuple[str, float] | None = None  # who broke the group, and when
         self._ways: dict[tuple[str, bool], tuple[CollectiveModel, tuple[Path, ...]]] = {}
         for kind in ("plain", "symmetric"):  # a machine without a way has no group
             self._way(kind, 1)
 
-    @property
-    def broken(self) -> bool:
-        return self._left is not None
-
     def _way(self, kind: str, times: int) -> tuple[CollectiveModel, tuple[Path, ...]]:
-        # What a gather costs, and the ways of its bytes. Those of a forward's layers are queued on a stream.
+        # What a gather costs, and the ways of its bytes.  Those of a forward's layers are queued on a stream.  A ring has
+        # a flow from every rank to the next at the rate of the model, direct copies one between any two at a share of
+        # it.  Copies through staging buffers pass the target's memory once more each.
         queued = times > 1 or self.library.timing == "device"
-        if (kind, queued) not in self._ways:
-            model = self.library.plain if kind == "plain" else self.library.symmetric
-            model = model.queued() if queued else model
-            self._ways[kind, queued] = model, tuple(self._hops(model))
+        if (kind, queued) in self._ways:
+            return self._ways[kind, queued]
+        model = self.library.plain if kind == "plain" else self.library.symmetric
+        model = model.queued() if queued else model
+        names, topology, ends, paths = self.names, self._fabric.topology, self._fabric.endpoints, []
+        if model.pattern == "ring":
+            pairs = [*zip(names, (*names[1:], names[0]), strict=True)] if len(names) > 1 else []
+        else:
+            pairs = [(one, other) for one in names for other in names if one != other]
+        cap = model.rate if model.pattern == "ring" else model.rate / max(1, len(names) - 1)
+        for one, other in pairs:
+            route = topology.route(model.path, ends[one].site, ends[other].site)
+            copies = (topology.memory(ends[other].site),) * model.copies
+            paths.append(self._fabric.network.path((*route.links, *copies), cap))
+        self._ways[kind, queued] = model, tuple(paths)
         return self._ways[kind, queued]
 
-    def call(self, request: _GatherRequest) -> None:
+    def call(self, request: _Request) -> None:
         member = request.member
-        if self._left is not None:
+        if self.left is not None:
             self._lose(request)
             return
         call = self._calls.setdefault(member.calls, _Call())
         member.calls += 1
         call.requests[member.clock.name] = request
-        request.hold()
+        for buffer in request.buffers:
+            buffer.hold()
         self._clock.call_at(request.submitted + request.timeout, self._expire, request)
         self._advance()
 
     def leave(self, name: str) -> None:
-        # Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays
+        # Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`.  A group stays
         # broken, as those of NCCL do: ranks that go on make a new one.
-        if self._left is not None:
+        if self.left is not None:
             return
-        self._left = name, self._clock.now
+        self.left = name, self._clock.now
         for call in self._calls.values():
             call.done = True
             for flow in call.flows:
@@ -259,35 +249,25 @@ class _Core:
         if call is None or call.began is not None or len(call.requests) < len(self.names):
             return
         call.began = self._clock.now
-        error = self._disagreement(call) or self._start(call)
+        if len({(request.kind, request.size, request.times) for request in call.requests.values()}) > 1:
+            said = ", ".join(f"{name} {r.kind} of {r.size} bytes" for name, r in sorted(call.requests.items()))
+            error: TransferError | None = InvalidBatch(
+                f"the ranks of a group must call alike, got {said}; pad to the longest"
+            )
+        else:
+            error = self._reserve(call) if call.one.kind == "reserve" else self._gather(call)
         if error is not None:
             self._finish(call, error)
 
-    def _disagreement(self, call: _Call) -> TransferError | None:
-        signatures = {(request.kind, request.size, request.times) for request in call.requests.values()}
-        if len(signatures) == 1:
-            return None
-        said = ", ".join(f"{name} {r.kind} of {r.size} bytes" for name, r in sorted(call.requests.items()))
-        return InvalidBatch(f"the ranks of a group must call alike, got {said}; pad to the longest")
-
-    def _start(self, call: _Call) -> TransferError | None:
-        size, kind = call.one.size, call.one.kind
-        if kind == "reserve":
-            error = self._reserve(call)
-            seconds = len(self.names) * self.library.grow_latency + size / self.library.grow_rate
-            if error is None:
-                for request in call.requests.values():
-                    request.member.device.compute(seconds)  # the allocation waits for the device, and it for that
-                self._clock.call_at(self._clock.now + seconds, self._reserved, call)
-            return error
+    def _gather(self, call: _Call) -> TransferError | None:
+        kind, times, now = call.one.kind, call.one.times, self._clock.now
         owners = {request.member.device.symmetric.owner for request in call.requests.values()}
         if kind == "symmetric" and owners != {self}:
             return RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
-        model, _ = self._way(kind, call.one.times)
+        model, _ = self._way(kind, times)
         grown = kind == "symmetric" and call.one.member.growths > 0
-        call.busy = self._clock.now + model.busy(paused=self._clock.now > self._ended, grown=grown)
-        before = call.one.times * model.before(len(self.names), size)
-        self._clock.call_at(self._clock.now + before, self._carry, call)
+        call.busy = now + model.busy(paused=now > self._ended, grown=grown)
+        self._clock.call_at(now + times * model.before(len(self.names), call.one.size), self._carry, call)
         return None
 
     def _carry(self, call: _Call) -> None:
@@ -313,20 +293,17 @@ class _Core:
         if call.busy > self._clock.now:
             self._clock.call_at(call.busy, self._complete, call)
             return
-        self._move(call)
-        self._finish(call)
-
-    def _move(self, call: _Call) -> None:
         size, ranks = call.one.size, len(self.names)
-        pairs = [buffers for name in self.names if (buffers := call.requests[name].buffers) is not None]
         for request in call.requests.values():
-            if request.buffers is None or not request.member.device.holds_bytes or request.over:
+            if not request.member.device.holds_bytes or request.over:
                 continue
             whole = request.buffers[1].touch()
-            for index, (source, target) in enumerate(pairs):
+            for index, name in enumerate(self.names):
+                source, target = call.requests[name].buffers
                 for start, end in repeated(ranks, source, target, size, call.one.times):
                     place = end + index * size
                     whole[place : place + size] = source.contents[start : start + size]
+        self._finish(call)
 
     def _finish(self, call: _Call, error: TransferError | None = None) -> None:
         call.done = True
@@ -347,8 +324,8 @@ class _Core:
 
     def _reserve(self, call: _Call) -> TransferError | None:
         size = call.one.size
-        taken: list[SymmetricPool] = []
-        pools = [request.member.device.symmetric for request in call.requests.values()]
+        members = [request.member for request in call.requests.values()]
+        pools = [member.device.symmetric for member in members]
         if any(pool.owner not in (None, self) for pool in pools):
             return RegistrationError(f"the symmetric pool of a rank of {self._name} belongs to another group")
         if not self.library.grow and any(pool.reserved for pool in pools):
@@ -356,16 +333,19 @@ class _Core:
                 f"the symmetric pool has {format_size(pools[0].reserved)} and may not grow by {format_size(size)} "
                 f"(collective.grow=false); reserve more at the start with collective.pool"
             )
-        for pool in pools:
+        for taken, pool in enumerate(pools):
             try:
                 pool.reserve(size)
             except OutOfMemory as error:
-                for other in taken:
+                for other in pools[:taken]:
                     other.give_back()
                 return error
-            taken.append(pool)
+        seconds = len(self.names) * self.library.grow_latency + size / self.library.grow_rate
         for pool in pools:
             pool.owner = self
+        for member in members:
+            member.device.compute(seconds)  # the allocation waits for the device, and it for that
+        self._clock.call_at(self._clock.now + seconds, self._reserved, call)
         return None
 
     def _reserved(self, call: _Call) -> None:
@@ -380,60 +360,39 @@ class _Core:
 
     # --- how a call fails ---
 
-    def _expire(self, request: _GatherRequest) -> None:
-        if request.over or self._left is not None:
+    def _expire(self, request: _Request) -> None:
+        if request.over or self.left is not None:
             return
-        name = request.member.clock.name
         waiting = sorted(set(self.names) - {n for c in self._calls.values() for n in c.requests})
         late = f"; {', '.join(waiting)} had not called" if waiting else ""
         error = TransferTimeout(f"a collective of {self._name} is not over after {request.timeout:g} s{late}")
         began = next((call.began for call in self._calls.values() if request in call.requests.values()), None)
         self._fail(request, error, began)
-        self.leave(name)
+        self.leave(request.member.clock.name)
 
-    def _lose(self, request: _GatherRequest) -> None:
-        assert self._left is not None
-        self._clock.call_at(max(self._clock.now, self._left[1] + DETECTION), self._on_lost, request)
+    def _lose(self, request: _Request) -> None:
+        assert self.left is not None
+        name, at = self.left
 
-    def _on_lost(self, request: _GatherRequest) -> None:
-        if not request.over:
-            assert self._left is not None
-            self._fail(request, PeerLost(f"{self._left[0]} has left the group {self._name}"), None)
+        def fail(_: None) -> None:
+            if not request.over:
+                self._fail(request, PeerLost(f"{name} has left the group {self._name}"), None)
 
-    def _fail(self, request: _GatherRequest, error: TransferError, began: float | None) -> None:
+        self._clock.call_at(max(self._clock.now, at + DETECTION), fail, None)
+
+    def _fail(self, request: _Request, error: TransferError, began: float | None) -> None:
         self._record(request, began, type(error).__name__)
         request.event.fail(error)
 
-    def _record(self, request: _GatherRequest, began: float | None, status: str) -> TransferRecord:
+    def _record(self, request: _Request, began: float | None, status: str) -> TransferRecord:
         # A collective is prepared when it is submitted and posted when it *began*, which is when the last rank came.
         # ``nbytes`` are those that a rank has at the end, ``descriptors`` the number of ranks.
         now, ranks = self._clock.now, len(self.names)
-        began = now if began is None else began
-        nbytes = request.size * request.times * (1 if request.buffers is None else ranks)
+        nbytes = request.size * request.times * (ranks if request.buffers else 1)
         engine = f"model:{self.library.name}:{request.kind}"
-        operation = "reserve" if request.buffers is None else "all_gather"
-        times = request.submitted, request.submitted, began, now, now
+        operation = "all_gather" if request.buffers else "reserve"
+        times = request.submitted, request.submitted, now if began is None else began, now, now
         name = request.member.clock.name
         record = TransferRecord(engine, operation, self._name, name, nbytes, ranks, *times, status, request.label)
         request.member.recorder.transfer(record)
         return record
-
-    # --- the ways ---
-
-    @property
-    def _name(self) -> str:
-        return "+".join(self.names)
-
-    def _hops(self, model: CollectiveModel) -> Iterator[Path]:
-        # A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two
-        # at a share of it. Copies through staging buffers pass the target's memory once more each.
-        names, topology, ends = self.names, self._fabric.topology, self._fabric.endpoints
-        if model.pattern == "ring":
-            pairs = list(zip(names, (*names[1:], names[0]), strict=True)) if len(names) > 1 else []
-        else:
-            pairs = [(one, other) for one in names for other in names if one != other]
-        cap = model.rate if model.pattern == "ring" else model.rate / max(1, len(names) - 1)
-        for one, other in pairs:
-            route = topology.route(model.path, ends[one].site, ends[other].site)
-            copies = (topology.memory(ends[other].site),) * model.copies
-            yield self._fabric.network.path((*route.links, *copies), cap)
