@@ -190,9 +190,9 @@ class _Core:
             self._way(kind, 1)
 
     def _way(self, kind: str, times: int) -> tuple[CollectiveModel, tuple[Path, ...]]:
-        # What a gather costs, and the ways of its bytes.  Those of a forward's layers are queued on a stream.  A ring has
-        # a flow from every rank to the next at the rate of the model, direct copies one between any two at a share of
-        # it.  Copies through staging buffers pass the target's memory once more each.
+        # What a gather costs, and the ways of its bytes.  Those of a forward's layers are queued on a stream.  A
+        # ring has a flow from every rank to the next at the rate of the model, direct copies one between any two at
+        # a share of it.  Copies through staging buffers pass the target's memory once more each.
         queued = times > 1 or self.library.timing == "device"
         if (kind, queued) in self._ways:
             return self._ways[kind, queued]

@@ -11,8 +11,9 @@ where it is, and counts as used, until the last hold is released.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,25 +57,21 @@ BASE = 1 << 32
 class SimBuffer:
     """A contiguous piece of a `DeviceMemory`."""
 
-    __slots__ = ("_contents", "_freed", "_held", "_memory", "address", "pool", "registered", "size", "touched")
+    __slots__ = ("_contents", "_held", "_memory", "address", "freed", "pool", "registered", "size", "touched")
 
     def __init__(self, memory: DeviceMemory, address: int, size: int, pool: str) -> None:
         self.address = address
         self.size = size
         self.pool = pool
+        self.freed = False
         self.registered = ""  # the region's name, or nothing
         self.touched = False  # whether anything was ever written to it: else it is all zeros
         self._memory = memory
-        self._freed = False
         self._held = 0
         self._contents: npt.NDArray[np.uint8] | None = _zeros(size) if memory.tracked else None
 
     def __repr__(self) -> str:
         return f"<SimBuffer of {self.size} bytes at {self.address:#x} on {self._memory.name}>"
-
-    @property
-    def freed(self) -> bool:
-        return self._freed
 
     @property
     def contents(self) -> npt.NDArray[np.uint8]:
@@ -105,22 +102,23 @@ class SimBuffer:
 
     def release(self) -> None:
         self._held -= 1
-        if self._freed and not self._held:
-            self._memory.reclaim(self)
+        if self.freed:
+            self._reclaim()
 
     def free(self) -> None:
         """Give the memory back as soon as nobody holds it.  Raise a `ValueError` if that was asked before."""
-        if self._freed:
+        if self.freed:
             raise ValueError(f"{self!r} has been freed already; free a buffer once")
-        self._freed = True
+        self.freed = True
+        self._reclaim()
+
+    def _reclaim(self) -> None:
         if not self._held:
+            self._contents = None
             self._memory.reclaim(self)
 
-    def forget(self) -> None:
-        self._contents = None
-
     def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        if self._freed:
+        if self.freed:
             raise ValueError(f"{self!r} has been freed; read and write a buffer before that")
         contents = self.contents
         if offset < 0 or size < 0 or offset + size > self.size:
@@ -129,56 +127,41 @@ class SimBuffer:
 
 
 class DeviceMemory:
-    """The memory of one GPU or host: addresses, handed out first fit, and how much each pool holds.
+    """The memory of one GPU or host: addresses from *base* on, handed out first fit, and what each pool holds."""
 
-    *pools* limits single pools, in bytes; all share the capacity.  Addresses begin at *base*.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        capacity: int,
-        pools: Mapping[str, int] | None = None,
-        tracked: bool = False,
-        base: int = BASE,
-    ) -> None:
-        for pool in pools or ():
-            _check_pool(pool)
+    def __init__(self, name: str, capacity: int, tracked: bool = False, base: int = BASE) -> None:
         self.name = name
         self.capacity = capacity
         self.tracked = tracked
         self.used = 0
         self._copier: object = None
-        self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
-        self._pool_used = dict.fromkeys(POOLS, 0)
-        self._peak = dict.fromkeys(POOLS, 0)
+        self._pools = dict.fromkeys(POOLS, 0)
+        self._peaks = dict.fromkeys(POOLS, 0)
         self._arena = Arena(capacity, base)
         self._buffers: dict[int, SimBuffer] = {}  # by address
 
     def allocate(self, size: int, pool: str) -> SimBuffer:
         """Return *size* zeroed bytes.  The errors of `pdsim.transfer.Device.allocate`."""
-        _check_pool(pool)
-        if size <= 0:
-            raise ValueError(f"size={size} must be > 0")
-        if self._pool_used[pool] + size > self._limit[pool]:
+        if pool not in POOLS:
+            raise ValueError(f"pool={pool!r} must be one of {', '.join(POOLS)}")
+        address = self._arena.take(size)
+        if address is None:
             raise OutOfMemory(
-                f"{format_size(size)} do not fit in pool {pool!r} of {self.name}: "
-                f"{format_size(self._pool_used[pool])} "
-                f"of {format_size(self._limit[pool])} are in use; free some or take less"
+                f"{format_size(size)} do not fit on {self.name}: {format_size(self.used)} of "
+                f"{format_size(self.capacity)} are in use and the largest gap has "
+                f"{format_size(self._arena.largest_gap)}; free some or take less"
             )
-        buffer = SimBuffer(self, self._take(size), size, pool)
-        self._buffers[buffer.address] = buffer
+        buffer = self._buffers[address] = SimBuffer(self, address, size, pool)
         self.used += size
-        self._pool_used[pool] += size
-        self._peak[pool] = max(self._peak[pool], self._pool_used[pool])
+        self._pools[pool] += size
+        self._peaks[pool] = max(self._peaks[pool], self._pools[pool])
         return buffer
 
     def reclaim(self, buffer: SimBuffer) -> None:
         """Make the addresses of *buffer* free, and one gap with the free ones beside them."""
         del self._buffers[buffer.address]
-        buffer.forget()
         self.used -= buffer.size
-        self._pool_used[buffer.pool] -= buffer.size
+        self._pools[buffer.pool] -= buffer.size
         self._arena.give(buffer.address, buffer.size)
 
     def at(self, address: int) -> SimBuffer | None:
@@ -190,22 +173,12 @@ class DeviceMemory:
         return before is not None and before is not copier
 
     def peaks(self) -> dict[str, float]:
-        """Return the most that each pool has held, as a share of what it may hold; pools never used are left out."""
-        return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
-
-    def _take(self, size: int) -> int:
-        address = self._arena.take(size)
-        if address is not None:
-            return address
-        raise OutOfMemory(
-            f"{format_size(size)} do not fit on {self.name}: "
-            f"{format_size(self.used)} of {format_size(self.capacity)} "
-            f"are in use and the largest gap has {format_size(self._arena.largest_gap)}; free some or take less"
-        )
+        """Return the most that each pool has held, as a share of the memory; pools never used are left out."""
+        return {pool: peak / self.capacity for pool, peak in self._peaks.items() if peak}
 
 
 class _Segment(DeviceMemory):
-    """Memory that was reserved in one piece; what it holds is part of it, and it goes when the last of that does."""
+    # memory that was reserved in one piece; what it holds is part of it, and it goes when the last of that does
 
     def __init__(self, memory: DeviceMemory, size: int) -> None:
         self._whole = memory.allocate(size, SYMMETRIC)
@@ -214,12 +187,11 @@ class _Segment(DeviceMemory):
 
     def reclaim(self, buffer: SimBuffer) -> None:
         super().reclaim(buffer)
-        if self._closed and not self.used:
-            self._whole.free()
+        self.close(self._closed)
 
-    def close(self) -> None:
-        self._closed = True
-        if not self.used:
+    def close(self, closed: bool = True) -> None:
+        self._closed = closed
+        if closed and not self.used:
             self._whole.free()
 
 
@@ -247,8 +219,6 @@ class SymmetricPool:
 
     def allocate(self, size: int) -> SimBuffer:
         """Return *size* zeroed bytes.  Raise `OutOfMemory` if no segment has that much in one piece."""
-        if size <= 0:
-            raise ValueError(f"size={size} must be > 0")
         for segment in self._segments:
             with suppress(OutOfMemory):
                 return segment.allocate(size, SYMMETRIC)
@@ -259,8 +229,7 @@ class SymmetricPool:
         )
 
     def at(self, address: int) -> SimBuffer | None:
-        buffers = (segment.at(address) for segment in self._segments)
-        return next((buffer for buffer in buffers if buffer is not None), None)
+        return next((buffer for segment in self._segments if (buffer := segment.at(address)) is not None), None)
 
     def close(self) -> None:
         """Give the segments back, each as soon as nothing holds any of it."""
@@ -317,6 +286,8 @@ class SimDevice:
         return self.memory.used
 
     def allocate(self, size: int, pool: str = "default") -> SimBuffer:
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
         buffer = self.symmetric.allocate(size) if pool == SYMMETRIC else self.memory.allocate(size, pool)
         self._buffers[buffer] = None
         return buffer
@@ -450,18 +421,13 @@ def _zeros(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
-def _check_pool(pool: str) -> None:
-    if pool not in POOLS:
-        raise ValueError(f"pool={pool!r} must be one of {', '.join(POOLS)}")
-
-
+@dataclass(eq=False, slots=True)
 class Registration:
     """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
 
-    def __init__(self, region: Region, buffer: SimBuffer) -> None:
-        self.region = region
-        self.buffer = buffer
-        self.unsettled = 0
+    region: Region
+    buffer: SimBuffer
+    unsettled: int = 0
 
 
 class RegionTable:
@@ -471,9 +437,6 @@ class RegionTable:
         self._owner = owner
         self._device = device
         self._by_name: dict[str, Registration] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def __iter__(self) -> Iterator[Region]:
         return (registration.region for registration in self._by_name.values())

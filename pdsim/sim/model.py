@@ -182,7 +182,10 @@ class _ModelJob:
             self._at(faults.until, self._chance.calm)
 
     def _at(self, when: float, function: Callable[..., object], *arguments: Any) -> None:
-        self._clock.call_at(when, lambda _: function(*arguments), None)
+        def call(_: Any) -> None:
+            function(*arguments)
+
+        self._clock.call_at(when, call, None)
 
     # --- what happens to links and ranks ---
 

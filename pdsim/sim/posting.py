@@ -30,63 +30,48 @@ if TYPE_CHECKING:
 __all__ = ["CopyEngine", "Fabric", "Posting", "PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
 
 
+@dataclass(eq=False, slots=True)
 class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
-    __slots__ = (
-        *("aborted", "at_once", "carried", "descriptors", "done", "flow", "held"),
-        *("least", "left", "nbytes", "posted", "queue", "tag", "wire"),
-    )
+    queue: SendQueue
+    wire: WireStage
+    nbytes: int
+    descriptors: int
+    done: Callable[[Posting], None]
+    tag: Any
+    held: float
+    left: float = 0.0  # bytes for the wire
+    posted: float | None = None  # when posting ends or has ended; None while it waits for room
+    least: float = 0.0  # when its bytes are there at the earliest
+    flow: Flow | None = None
+    aborted: bool = False
+    at_once: bool = False  # done in the call that posts it
+    carried: bool = False  # by the wire, while a thread is still posting it
 
-    def __init__(
-        self,
-        queue: SendQueue,
-        wire: WireStage,
-        nbytes: int,
-        descriptors: int,
-        done: Callable[[Posting], None],
-        tag: Any,
-        held: float,
-    ) -> None:
-        self.queue = queue
-        self.wire = wire
-        self.nbytes = nbytes
-        self.descriptors = descriptors
-        self.done = done
-        self.tag = tag
-        self.held = held
-        self.left = nbytes + descriptors * wire.occupancy  # bytes for the wire
-        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
-        self.least = 0.0  # when its bytes are there at the earliest
-        self.flow: Flow | None = None
-        self.aborted = False
-        self.at_once = False  # done in the call that posts it
-        self.carried = False  # by the wire, while a thread is still posting it
+    def __post_init__(self) -> None:
+        self.left = self.nbytes + self.descriptors * self.wire.occupancy
 
 
+@dataclass(eq=False, slots=True)
 class WireStage:
     """One direction between two endpoints: what a posting thread writes, or what it reads."""
 
-    def __init__(self, path: Path, latency: float, rate: float, occupancy: float) -> None:
-        self.path = path
-        self.latency = latency  # from the end of posting and wire to completion
-        self.rate = rate  # of a transfer that is alone, and no fault on the way
-        self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
-        self.streams: Streams | None = None  # of TCP, where the way takes time
-
-    def tail(self, posting: Posting) -> float:
-        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
-        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
+    path: Path
+    latency: float  # from the end of posting and wire to completion
+    rate: float  # of a transfer that is alone, and no fault on the way
+    occupancy: float  # bytes that each descriptor keeps it from carrying
+    streams: Streams | None = None  # of TCP, where the way takes time
 
 
+@dataclass(eq=False, slots=True)
 class PostingThread:
     """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other."""
 
-    def __init__(self, threads: PostingThreads | None = None) -> None:
-        self.threads = threads  # that share the work; None: there is this one
-        self.free = 0.0  # when it has done everything that it was given
-        self.slowness = 1.0  # how many times as long as usual its work takes
-        self.under_way = 0  # transfers, but those that are done in the call that posts them
+    threads: PostingThreads | None = None  # that share the work; None: there is this one
+    free: float = 0.0  # when it has done everything that it was given
+    slowness: float = 1.0  # how many times as long as usual its work takes
+    under_way: int = 0  # transfers, but those that are done in the call that posts them
 
 
 @dataclass(eq=False, slots=True)
@@ -129,10 +114,8 @@ class PostingShare:
     def _slowness(self) -> dict[PostingThreads, float]:
         own = Counter(work.threads for work in self._busy)
         every = len(self._busy)
-        return {
-            threads: 1.0 + (count - 1) * self._serial + (every - count) * self._between
-            for threads, count in own.items()
-        }
+        serial, between = self._serial, self._between
+        return {one: 1.0 + (count - 1) * serial + (every - count) * between for one, count in own.items()}
 
     def _advance(self) -> None:
         now = self._clock.now
@@ -217,8 +200,8 @@ class CopyEngine:
         if gpu is not None:
             self._idle_after, self._idle_wake, self._slice = gpu.idle_after, gpu.idle_wake, gpu.slice
             self._switch = gpu.process_switch if within else 0.0
-        self._idle = clock.now  # since when, or when it will be awake
-        self._busy: dict[PostingThread, Posting] = {}
+        self.idle = clock.now  # since when, or when it will be awake
+        self.busy: dict[PostingThread, Posting] = {}
         self._waiting: dict[PostingThread, deque[Posting]] = {}
         self._owner: PostingThread | None = None  # of the engine, since `_since`
         self._last: PostingThread | None = None  # who had it before
@@ -231,17 +214,17 @@ class CopyEngine:
     def take(self, posting: Posting) -> None:
         """Call `SendQueue.carry` when the turn of *posting* has come among those of its posting thread."""
         poster = posting.queue.poster
-        if poster in self._busy:
+        if poster in self.busy:
             self._waiting.setdefault(poster, deque()).append(posting)
         else:
             self._begin(posting)
 
     def _begin(self, posting: Posting) -> None:
         now = self._clock.now
-        if not self._busy and now - self._idle > self._idle_after:
-            self._idle = now + self._idle_wake
-        self._busy[posting.queue.poster] = posting
-        at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
+        if not self.busy and now - self.idle > self._idle_after:
+            self.idle = now + self._idle_wake
+        self.busy[posting.queue.poster] = posting
+        at = self.idle if self._draws is None else max(now, self.idle) + self._draws.copy()
         if at > now:
             self._clock.call_at(at, posting.queue.carry, posting)
         else:
@@ -254,24 +237,18 @@ class CopyEngine:
         """
         if not self._idle_wake:
             return False
-        idle = not self._busy and len(self.posters) == 1 and self._idle <= self._clock.now
-        return not (idle and at - self._idle <= self._idle_after and pause < self._idle_after / 2)
-
-    def rests_since(self, at: float) -> None:
-        self._idle = max(self._idle, at)
-
-    def hold(self, posting: Posting) -> None:
-        self._busy[posting.queue.poster] = posting
+        idle = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
+        return not (idle and at - self.idle <= self._idle_after and pause < self._idle_after / 2)
 
     def leave(self, posting: Posting) -> None:
         """Go on to the next of its posting thread, if it was *posting* that was carried."""
         poster = posting.queue.poster
-        if self._busy.get(poster) is not posting:
+        if self.busy.get(poster) is not posting:
             return
-        del self._busy[poster]
+        del self.busy[poster]
         if self._stalled.get(poster) is posting:
             del self._stalled[poster]
-        self._idle = max(self._idle, self._clock.now)
+        self.idle = max(self.idle, self._clock.now)
         waiting, wire, at = self._waiting.get(poster), posting.wire, 0
         while waiting:
             if self._streams:
@@ -480,7 +457,7 @@ class SendQueue:
         if self._copier is not None:
             ended = max(end, posted)
             if flow is not None or ended > now:
-                self._copier.hold(posting)
+                self._copier.busy[self.poster] = posting
             if flow is None and ended > now:
                 self._clock.call_at(ended, self._copier.leave, posting)
         return posting
@@ -488,7 +465,7 @@ class SendQueue:
     def carried(self, at: float) -> None:
         """Take note that the last of a series was carried at *at*, which is past."""
         if self._copier is not None:
-            self._copier.rests_since(at)
+            self._copier.idle = max(self._copier.idle, at)
 
     def seconds(self, posting: Posting) -> float:
         """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
@@ -604,7 +581,9 @@ class SendQueue:
     def _ends(self, posting: Posting) -> None:
         assert posting.posted is not None
         wire, copier = posting.wire, self._copier
-        ready = posting.posted + wire.tail(posting) if self._pipelined else posting.posted
+        ready = posting.posted
+        if self._pipelined:  # and how long the last descriptor takes on the wire, alone
+            ready += (posting.nbytes / posting.descriptors + wire.occupancy) / wire.rate
         now = self._clock.now
         ended = max(max(now, ready), posting.least)
         # rounded, what is saved may be more than the latency

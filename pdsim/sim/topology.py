@@ -62,14 +62,6 @@ class Route:
     chain: HopChain | None = None  # whose round trip the latency is
 
 
-class _GpuLinks:
-    def __init__(self, machine: Machine, network: Network, name: str) -> None:
-        assert machine.gpu is not None
-        self.memory = network.link(f"{name}/memory", machine.gpu.memory_rate)
-        self.pcie_out = network.link(f"{name}/pcie.out", machine.gpu.pcie)
-        self.pcie_in = network.link(f"{name}/pcie.in", machine.gpu.pcie)
-
-
 class _Node:
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         host = machine.host
@@ -77,7 +69,12 @@ class _Node:
         self.tcp_out = network.link(f"{name}/tcp.out", host.tcp_rate)
         self.tcp_in = network.link(f"{name}/tcp.in", host.tcp_rate)
         self.loopback = network.link(f"{name}/tcp.loopback", host.tcp_rate)
-        self.gpus = [_GpuLinks(machine, network, f"{name}/gpu{index}") for index in range(machine.gpus)]
+        self.gpus: list[tuple[Link, Link, Link]] = []  # memory, PCIe out and in
+        for index in range(machine.gpus):
+            assert machine.gpu is not None
+            rates = {"memory": machine.gpu.memory_rate, "pcie.out": machine.gpu.pcie, "pcie.in": machine.gpu.pcie}
+            memory, out, into = (network.link(f"{name}/gpu{index}/{part}", rate) for part, rate in rates.items())
+            self.gpus.append((memory, out, into))
         self.ports = _ports(machine, network, name)
         cards = range(machine.nic.count)
         self.tx = [network.link(f"{name}/nic{card}/tx", machine.nic.rate) for card in cards]
@@ -100,24 +97,20 @@ def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int
     return {}
 
 
-def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-    wire = machine.link
-    if wire is None:
-        return (), ()
-    share, hops = wire.segment / wire.mtu, range(machine.nodes - 1)
-    up = tuple(network.link(f"link{hop}.up", wire.forward(hop) * share) for hop in hops)
-    down = tuple(network.link(f"link{hop}.down", wire.backward(hop) * share) for hop in hops)
-    return up, down
-
-
 class Topology:
     """All links of *machine*, made in *network*, and the ways between its memories."""
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self.machine = machine
         self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
-        self._up, self._down = _chain(machine, network)
-        self.chain = HopChain(machine.link) if machine.link is not None else None
+        self._up: list[Link] = []  # the hops of `machine.link` toward nodes of a higher number, and of a lower
+        self._down: list[Link] = []
+        self.chain: HopChain | None = None
+        if (wire := machine.link) is not None:
+            share, hops = wire.segment / wire.mtu, range(machine.nodes - 1)
+            self.chain = HopChain(wire)
+            self._up = [network.link(f"link{hop}.up", wire.forward(hop) * share) for hop in hops]
+            self._down = [network.link(f"link{hop}.down", wire.backward(hop) * share) for hop in hops]
 
     def site(self, place: Place) -> Site:
         """Return where a rank at *place* lies.
@@ -137,8 +130,7 @@ class Topology:
         return Site(node, gpu, self._card(self._nodes[node], gpu))
 
     def memory(self, site: Site) -> Link:
-        node = self._nodes[site.node]
-        return node.memory if site.gpu is None else node.gpus[site.gpu].memory
+        return self._out(site)[0]
 
     def offload(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
         """Return the links from a GPU's memory at *site* to the memory of its host, and back; none on a host."""
@@ -155,7 +147,7 @@ class Topology:
         node = self._nodes[site.node]
         if site.gpu is None:
             return (), ()
-        memory = node.gpus[site.gpu].memory
+        memory = self.memory(site)
         network: tuple[Link, ...] = ()
         if site.card is not None:
             network = (*self._out(site), node.tx[site.card], node.rx[site.card], *reversed(self._in(site)))
@@ -192,15 +184,14 @@ class Topology:
             )
         node = self._nodes[source.node]
         if source.gpu == target.gpu:
-            return Route((node.gpus[source.gpu].memory,) * 2, 0.0)
+            return Route((self.memory(source),) * 2, 0.0)
         if self.machine.interconnect.kind == "none":
             raise ConfigError(
                 f"nvlink from {source.name} to {target.name}: nothing joins the GPUs of {self.machine.name}; take a "
                 f"backend over rdma, tcp or shm"
             )
         ports = node.ports[source.gpu, target.gpu]
-        links = (node.gpus[source.gpu].memory, *ports, node.gpus[target.gpu].memory)
-        return Route(links, self.machine.interconnect.latency)
+        return Route((self.memory(source), *ports, self.memory(target)), self.machine.interconnect.latency)
 
     def _rdma(self, source: Site, target: Site) -> Route:
         if source.card is None or target.card is None:
@@ -213,7 +204,8 @@ class Topology:
 
     def _tcp(self, source: Site, target: Site) -> Route:
         one, other = self._nodes[source.node], self._nodes[target.node]
-        hops = self._hops(source.node, target.node)
+        here, there = source.node, target.node
+        hops = self._up[here:there] if here < there else self._down[there:here][::-1]
         wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
         links = (*self._from_host(source), *wire, *self._into_host(target))
         return Route(links, 2 * self.delay(source, target), self.chain if hops else None)
@@ -222,11 +214,6 @@ class Topology:
         """Return how many seconds the links between nodes take one way, on top of `Host.tcp_latency`."""
         link = self.machine.link
         return 0.0 if link is None else abs(source.node - target.node) * link.delay
-
-    def _hops(self, source: int, target: int) -> tuple[Link, ...]:
-        if not self._up:
-            return ()
-        return self._up[source:target] if source < target else self._down[target:source][::-1]
 
     def _shm(self, source: Site, target: Site) -> Route:
         if source.node != target.node:
@@ -238,11 +225,11 @@ class Topology:
 
     def _out(self, site: Site) -> tuple[Link, ...]:
         node = self._nodes[site.node]
-        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_out)
+        return (node.memory,) if site.gpu is None else node.gpus[site.gpu][:2]
 
     def _in(self, site: Site) -> tuple[Link, ...]:
         node = self._nodes[site.node]
-        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_in)
+        return (node.memory,) if site.gpu is None else node.gpus[site.gpu][::2]
 
     def _from_host(self, site: Site) -> tuple[Link, ...]:
         if site.gpu is None:
@@ -280,7 +267,7 @@ class SideTraffic:
     """Flows of one rank's GPU that share links with its transfers; no contents move."""
 
     def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
-        self.topology: Topology | None = None  # that `of` finds places in
+        self._topology: Topology | None = None  # that `of` finds places in
         self._clock = clock
         self._network = network
         self._offload = offload
@@ -291,14 +278,13 @@ class SideTraffic:
     def at(cls, site: Site, clock: Clock, network: Network, topology: Topology) -> SideTraffic:
         """Return what the GPU, or host, at *site* puts on the links of *topology*."""
         fabric = cls(clock, network, topology.offload(site), topology.exchange(site))
-        fabric.topology = topology
+        fabric._topology = topology
         return fabric
 
     def of(self, place: Place) -> SideTraffic:
         """Return what another GPU puts there: for a rank that stands for an engine of many."""
-        if self.topology is None:
-            raise ValueError(f"no topology is known that {place} could be in: make the traffic by SideTraffic.at")
-        return SideTraffic.at(self.topology.site(place), self._clock, self._network, self.topology)
+        assert self._topology is not None, "made by SideTraffic.at"
+        return SideTraffic.at(self._topology.site(place), self._clock, self._network, self._topology)
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
         """Move *size* bytes to the host's memory, or *back*, at most at *rate*; on a host without a rate at once."""

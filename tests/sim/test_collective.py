@@ -196,7 +196,7 @@ def test_a_pool_that_may_not_grow_says_so_and_stays():
 def test_a_pool_that_does_not_fit_is_reserved_nowhere():
     for found in values(run(grow, 2, sizes=[4000, 100])):
         assert found["at"][0] == 42.0
-        assert "100 B do not fit in pool 'symmetric' of node0/gpu" in found["at"][1]
+        assert "100 B do not fit on node0/gpu" in found["at"][1]
         assert found["used"] == 4000
 
 
