@@ -438,6 +438,9 @@ class RegionTable:
         self._device = device
         self._by_name: dict[str, Registration] = {}
 
+    def __len__(self) -> int:
+        return len(self._by_name)
+
     def __iter__(self) -> Iterator[Region]:
         return (registration.region for registration in self._by_name.values())
 
