@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdsim.core.clock import Clock
-    from pdsim.sim.endpoint import SimEndpoint, SimTransfer
     from pdsim.sim.links import Flow, Link, Path
-    from pdsim.sim.network import Network
     from pdsim.transfer import Batches, Peer, Transfer
+
+    # their modules import this one
+    Network: TypeAlias = Any
+    SimEndpoint: TypeAlias = Any
+    SimTransfer: TypeAlias = Any
 
 __all__ = ["Foreseen", "Pace", "Series", "SimWriteSequence", "Stages", "Times"]
 
