@@ -20,8 +20,7 @@ from pdsim.serving.block_manager import hit_share, page_keys
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
 from pdsim.sim.model import Model
-from tests.serving.test_engines import QUIET
-from tests.support.serving import GQA, ONE, configured, rows, values
+from tests.support.serving import GQA, ONE, QUIET, configured, rows, values
 
 PREFILL = Cache(prefill=True)
 BOTH = Cache(prefill=True, decode=True)

@@ -3,13 +3,13 @@ and pages, on the model, in exact times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, specs
+from experiments.serve import ServeOptions, job
 from pdsim.core.errors import MessageError
 from pdsim.kv.messages import VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode
 from pdsim.models.parallel import Side
@@ -18,11 +18,10 @@ from pdsim.serving.membership import InstanceRegistry
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
-from pdsim.sim.model import Model
 from pdsim.testing.cases import COLLECTIVE
-from pdsim.transfer.job import Outcome, RankSpec
+from pdsim.transfer.job import RankSpec
 from tests.support.configs import EIGHT
-from tests.support.serving import GQA, ONE, POOL, configured
+from tests.support.serving import GQA, ONE, POOL, Served, configured, simulate
 
 TWO = Side(tp=1, instances=2)
 TP2 = Side(tp=2)
@@ -44,97 +43,43 @@ def _quarantine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeScheduler, "growing", compared)
 
 
-def serve(
-    requests: Sequence[Request],
-    kill: Mapping[str, float] = {},
-    restarts: Mapping[str, float] = {},
-    leaves: Sequence[Sequence[float]] = (),
-    change: Mapping[str, Mapping[str, Any]] = {},
-    prefill: Side = ONE,
-    decode: Side = ONE,
-    **changes: Any,
-) -> Outcome:
-    """Serve *requests*; *change* replaces entries of the job that a rank is given."""
+def serve(requests: Sequence[Request], *arguments: Any, **changes: Any) -> Served:
     options = {"deadline": 0.5} | changes.pop("options", {})
-    config = configured(prefill, decode, GQA, options=options, **changes)
-    what = job(config, ServeOptions(**options))
-    ranks: list[RankSpec] = []
-    for spec in specs(config, what, requests):
-        arguments = dict(spec.arguments)
-        if spec.name == "router":
-            arguments["leaves"] = [list(leave) for leave in leaves]
-        arguments["job"] = {**arguments["job"], **change.get(spec.name, {})}
-        ranks.append(replace(spec, arguments=arguments))
-    model = Model(config.hw, config.backend, memory="tracked", limit=60.0, collective=config.collective)
-    return model.run(ranks, kill, restarts)
-
-
-def rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return what the router says of each request."""
-    names = ("prefill", "decode", "nbytes", "status", "reserved", "noticed", "started", "ended", "arrived")
-    return [dict(zip(names, row, strict=False)) for row in outcome.ranks["router"].value["rows"]]
-
-
-def statuses(outcome: Outcome) -> list[str]:
-    return [row["status"] for row in rows(outcome)]
-
-
-def account(outcome: Outcome, rank: str) -> tuple[int, int, int]:
-    """Return the free, used and quarantined pages of a leader, which are all of them."""
-    value = outcome.ranks[rank].value
-    found = value["free_pages"], value["used_pages"], value["quarantined_pages"]
-    assert sum(found) == value["pages"]
-    return found
-
-
-def at_rest(outcome: Outcome, *ranks: str) -> bool:
-    """Return whether all pages of these leaders are free and nothing is remembered of any room."""
-    clean = [outcome.ranks[rank].value["open_rooms"] == 0 for rank in ranks]
-    return all(clean) and all(account(outcome, rank)[1:] == (0, 0) for rank in ranks)
+    return simulate(requests, *arguments, **({"model": GQA, "memory": "tracked"} | changes), options=options)
 
 
 # --- instances that are lost ---------------------------------------------------------------------------------------
 
 
-def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance():
-    # decode0 is lost while the second request waits there for pages; its prefill instance has not begun it
+@pytest.mark.parametrize(("retries", "last"), [(1, "ok"), (0, "PeerLost")])
+def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance(retries: int, last: str):
+    # decode0 is lost while the last request waits there for pages; its prefill instance has not begun it
     many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
-    sides = {"prefill": ONE, "decode": TWO, "options": {"router": "round_robin"}}
-    outcome = serve(many, {"decode0.0": 0.05}, **sides)
-    assert [row["decode"] for row in rows(outcome)] == ["decode0", "decode1", "decode1"]
-    assert [status.partition(":")[0] for status in statuses(outcome)] == ["PeerLost", "ok", "ok"]
-    assert at_rest(outcome, "prefill0.0", "decode1.0")
-
-
-def test_without_retries_such_a_request_fails_too():
-    many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
-    sides = {"prefill": ONE, "decode": TWO, "options": {"router": "round_robin", "retries": 0}}
-    assert [status.partition(":")[0] for status in statuses(serve(many, {"decode0.0": 0.05}, **sides))] == [
-        "PeerLost",
-        "ok",
-        "PeerLost",
-    ]
+    outcome = serve(many, {"decode0.0": 0.05}, decode=TWO, options={"router": "round_robin", "retries": retries})
+    assert [status.partition(":")[0] for status in outcome.statuses] == ["PeerLost", "ok", last]
+    assert [row["decode"] for row in outcome.rows] == ["decode0", "decode1", "decode1" if retries else "decode0"]
+    assert outcome.at_rest("prefill0.0", "decode1.0")
 
 
 def test_an_instance_ends_as_a_whole():
     outcome = serve([LONG], {"prefill0.1": 0.001}, prefill=Side(tp=2))
-    assert "prefill0 is given up" in outcome.ranks["prefill0.0"].error
-    assert outcome.ranks["decode0.0"].error == ""
+    assert "prefill0 is given up" in outcome.outcome.ranks["prefill0.0"].error
+    assert outcome.outcome.ranks["decode0.0"].error == ""
 
 
+@pytest.mark.parametrize("handoff", ["push", "pull"])
 @pytest.mark.parametrize("instance", ["prefill0", "decode0"])
 @pytest.mark.parametrize("later", [0.01, 0.2, 1.0])
-def test_an_instance_that_starts_again_serves_again(instance: str, later: float):
+def test_an_instance_that_starts_again_serves_again(handoff: str, instance: str, later: float):
     requests = [Request(0.05 * number, 100, 4) for number in range(60)]
-    side = {"prefill": Side(tp=2), "decode": Side(tp=2)}
     ranks = [f"{instance}.{index}" for index in range(2)]
     restarts = {name: 0.5 + later + 0.001 * index for index, name in enumerate(ranks)}
-    outcome = serve(requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, **side)
-    ends = statuses(outcome)
-    assert ends[:9] == ["ok"] * 9
-    assert ends[-10:] == ["ok"] * 10  # served by the new incarnation
-    assert {status.partition(":")[0] for status in ends} <= {"ok", "PeerLost"}
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    engine = ServingEngine(handoff=handoff, recompute=int(handoff == "pull"), memory="grow", lease=30.0)
+    outcome = serve(requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, prefill=TP2, decode=TP2, engine=engine)
+    assert outcome.statuses[:9] == ["ok"] * 9
+    assert outcome.statuses[-10:] == ["ok"] * 10  # served by the new incarnation
+    assert {status.partition(":")[0] for status in outcome.statuses} <= {"ok", "PeerLost"}
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_context_parallel_ranks_gather_again_after_a_restart():
@@ -144,25 +89,25 @@ def test_context_parallel_ranks_gather_again_after_a_restart():
     sides = {"prefill": Side(tp=1, cp=2), "collective": COLLECTIVE}
     outcome = serve(requests, {"prefill0.1": 0.5003}, restarts, **sides)
     lost = ["PeerLost: prefill0.0 was started again"] * 4 + ["PeerLost: no connected instance is left"]
-    assert statuses(outcome) == ["ok"] * 10 + lost + ["ok"] * 5
-    gathers = [row for row in outcome.ranks["prefill0.0"].transfers if row.operation == "all_gather"]
+    assert outcome.statuses == ["ok"] * 10 + lost + ["ok"] * 5
+    gathers = [row for row in outcome.outcome.ranks["prefill0.0"].transfers if row.operation == "all_gather"]
     # each incarnation meets once at its start, then gathers once a request
     assert [row.status for row in gathers] == ["ok"] * 11 + ["PeerLost"] + ["ok"] * 6
     assert gathers[11].completed == pytest.approx(0.5003 + DETECTION, abs=1e-12)
     assert gathers[12].submitted == 0.7
     before, after = gathers[10], gathers[-1]
     assert after.completed - after.submitted == pytest.approx(before.completed - before.submitted, abs=1e-12)
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     requests = [Request(0.05 * number, 100, 4) for number in range(40)]
     outcome = serve(requests, {"prefill0.0": 0.5}, {"prefill0.0": 0.51})
-    lost = [status for status in statuses(outcome) if status != "ok"]
+    lost = [status for status in outcome.statuses if status != "ok"]
     assert set(lost) <= {"PeerLost: prefill0.0 was started again", "PeerLost: no connected instance is left",
                          "PeerLost: no prefill instance is left"}  # fmt: skip
     # connected anew when the decode rank's proof is there, `DETECTION` after the kill
-    again = [row for row in rows(outcome) if row["status"] == "ok" and row["reserved"] > 0.5]
+    again = [row for row in outcome.rows if row["status"] == "ok" and row["reserved"] > 0.5]
     assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
 
 
@@ -173,9 +118,9 @@ def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
     engine = ServingEngine(name="growing", memory="grow", reserved_tokens=512)
     small = {"hw": CRAWLING, "kv": replace(POOL, pool=50 * PAGE), "engine": engine}
     outcome = serve([LONG, Request(0.15, 100, 4)], leaves=[(0, 0.1)], **small)
-    assert statuses(outcome) == ["Aborted: the user left after 0.1 s", "ok"]
-    assert rows(outcome)[1]["reserved"] == pytest.approx(0.15, abs=0.001)  # the write goes on to 0.3 s
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.statuses == ["Aborted: the user left after 0.1 s", "ok"]
+    assert outcome.rows[1]["reserved"] == pytest.approx(0.15, abs=0.001)  # the write goes on to 0.3 s
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_a_preempted_request_does_not_wait_for_quarantine_for_ever():
@@ -183,30 +128,30 @@ def test_a_preempted_request_does_not_wait_for_quarantine_for_ever():
     stalled = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e4))  # 8 pages take 3.4 s
     small = {"hw": stalled, "kv": replace(POOL, pool=8 * PAGE), "engine": engine}
     outcome = serve([Request(0.0, 16, 60), Request(0.0, 100, 4)], leaves=[(1, 0.1)], **small)
-    assert statuses(outcome) == [
+    assert outcome.statuses == [
         "OutOfMemory: 7 of 8 pages are in quarantine", "Aborted: the user left after 0.1 s"
     ]  # fmt: skip
-    assert account(outcome, "decode0.0") == (1, 0, 7)  # the slow write is still under way
+    assert outcome.account("decode0.0") == (1, 0, 7)  # the slow write is still under way
 
 
 def test_a_user_who_leaves_while_tokens_come_makes_room_for_others():
     outcome = serve([Request(0.0, 100, 900), Request(0.0, 900, 4)], leaves=[(0, 0.05)])
-    assert statuses(outcome) == ["Aborted: the user left after 0.05 s", "ok"]
-    assert rows(outcome)[1]["reserved"] == pytest.approx(0.05, abs=0.01)
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.statuses == ["Aborted: the user left after 0.05 s", "ok"]
+    assert outcome.rows[1]["reserved"] == pytest.approx(0.05, abs=0.01)
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_a_room_whose_bytes_take_too_long_fails_at_its_limit_and_its_pages_come_back_when_they_settle():
     outcome = serve([LONG, Request(2.0, 100, 4)], hw=CRAWLING, options={"waiting_timeout": 0.2})
-    assert statuses(outcome) == ["TransferTimeout: not all of it has arrived within 0.2 s"] * 2
-    assert at_rest(outcome, "prefill0.0", "decode0.0") or account(outcome, "decode0.0")[2] == 7
+    assert outcome.statuses == ["TransferTimeout: not all of it has arrived within 0.2 s"] * 2
+    assert outcome.at_rest("prefill0.0", "decode0.0") or outcome.account("decode0.0")[2] == 7
 
 
 def test_a_room_without_pages_at_decode_fails_at_its_limit():
     # the second request finds no pages while the first is decoded
     outcome = serve([Request(0.0, 600, 400), Request(0.0, 600, 4)], options={"bootstrap_timeout": 0.05})
-    assert statuses(outcome) == ["ok", "TransferTimeout: no pages at decode within 0.05 s"]
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.statuses == ["ok", "TransferTimeout: no pages at decode within 0.05 s"]
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -221,18 +166,21 @@ def test_a_room_without_pages_at_decode_fails_at_its_limit():
 )
 def test_a_rank_that_does_not_fit_is_told_both_values_and_the_others_go_on(change: dict[str, Any], words: str):
     outcome = serve([LONG], change={"decode1.0": change}, decode=TWO)
-    assert statuses(outcome) == ["ok"]
-    assert words in outcome.ranks["decode1.0"].error
-    assert "start it with" in outcome.ranks["decode1.0"].error
+    assert outcome.statuses == ["ok"]
+    assert words in outcome.outcome.ranks["decode1.0"].error
+    assert "start it with" in outcome.outcome.ranks["decode1.0"].error
+
+
+def beside(side: Side = ONE, **arguments: Any) -> Served:
+    """Serve a request beside a `stranger` who is given *arguments*."""
+    others = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=arguments)]
+    outcome = serve([LONG], prefill=side, decode=side, others=others)
+    assert outcome.statuses == ["ok"]
+    return outcome
 
 
 def test_a_message_of_another_version_ends_the_one_that_sent_it():
-    ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger")]
-    config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
-    what = job(config, ServeOptions(deadline=0.5))
-    outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
-    assert statuses(outcome) == ["ok"]
-    assert outcome.ranks["stranger"].value == (
+    assert beside().outcome.ranks["stranger"].value == (
         f"schema version 99, but this rank speaks version {VERSION}: run the same pdsim on every rank"
     )
 
@@ -242,26 +190,15 @@ def test_a_message_of_another_version_ends_the_one_that_sent_it():
     "payload", [b"", b"\x08", b"\x08\x93\xa1\x93", encode(Stop()), encode(TransferDone(1, 1))[:-1]], ids=repr
 )
 def test_no_message_of_a_stranger_ends_a_rank(receiver: str, payload: bytes):
-    arguments = {"receiver": receiver, "payload": payload}
-    ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=arguments)]
-    config = configured(TP2, TP2, GQA, options={"deadline": 0.5})
-    what = job(config, ServeOptions(deadline=0.5))
-    outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
-    assert statuses(outcome) == ["ok"]
-    assert {name: rank.error for name, rank in outcome.ranks.items() if rank.error} == {}
-    assert {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} == {receiver: 1}
+    ranks = beside(TP2, receiver=receiver, payload=payload).outcome.ranks
+    assert {name: rank.error for name, rank in ranks.items() if rank.error} == {}
+    assert {name: rank.refused for name, rank in ranks.items() if rank.refused} == {receiver: 1}
 
 
-def test_a_rank_may_not_stop_another_instance_nor_the_router():
+@pytest.mark.parametrize("receiver", ["router", "decode0.0"])
+def test_a_rank_may_not_stop_another_instance_nor_the_router(receiver: str):
     """What `Stop` of a peer's rank did: the run ended in order, with requests that nobody had served."""
-    for receiver in ("router", "decode0.0"):
-        stop = {"receiver": receiver, "payload": encode(Stop())}
-        ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=stop)]
-        config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
-        what = job(config, ServeOptions(deadline=0.5))
-        outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
-        assert statuses(outcome) == ["ok"]
-        assert outcome.ranks["stranger"].value.startswith("Stop ")
+    assert beside(receiver=receiver, payload=encode(Stop())).outcome.ranks["stranger"].value.startswith("Stop ")
 
 
 def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63what") -> Any:

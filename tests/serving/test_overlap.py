@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, specs
+from experiments.serve import ServeOptions, job
 from pdsim.compute.forward import Compute, forward_time
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
@@ -16,12 +16,10 @@ from pdsim.models.parallel import Side
 from pdsim.serving.scheduler_host import PostingHost
 from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
-from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
 from tests.serving.test_cache import served
-from tests.serving.test_engines import QUIET
 from tests.support.configs import ENGINE
-from tests.support.serving import GQA, MLA, ONE, configured
+from tests.support.serving import GQA, MLA, QUIET, simulate
 
 DEEP = replace(GQA, layers=8, context=1 << 17)
 LAYERS = Kv(page_size=64, pool=1 << 26, layerwise=True)
@@ -31,50 +29,36 @@ QUEUE = Policy(queues=1)
 
 def several(
     requests: list[Request], kv: Kv = WHOLE, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any
-) -> tuple[list[list[float]], Outcome]:
-    """Serve *requests* and return the times of each from the start, and the outcome."""
-    sides = [changes.pop(name, default) for name, default in (("prefill", ONE), ("decode", ONE), ("model", DEEP))]
-    settings = {"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk)}
-    config = configured(*sides, **(settings | changes))
-    ranks = specs(config, job(config, ServeOptions()), requests)
-    outcome = Model(config.hw, config.backend, memory=config.memory).run(ranks)
-    rows = outcome.ranks["router"].value["rows"]
-    assert {row[3] for row in rows} == {"ok"}
-    return [row[4:] for row in rows], outcome
+) -> tuple[list[dict[str, Any]], Outcome]:
+    settings = {"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk), "model": DEEP}
+    served = simulate(requests, **(settings | changes))
+    assert set(served.statuses) == {"ok"}
+    return served.rows, served.outcome
 
 
-def run(tokens: int, kv: Kv, *others: Any, **changes: Any) -> tuple[list[float], Outcome]:
-    (times,), outcome = several([Request(0.0, tokens, 2)], kv, *others, **changes)
-    return times, outcome
+def run(tokens: int, kv: Kv, *others: Any, **changes: Any) -> tuple[dict[str, Any], Outcome]:
+    (row,), outcome = several([Request(0.0, tokens, 2)], kv, *others, **changes)
+    return row, outcome
 
 
 @pytest.mark.parametrize("call", [1e-6, 5e-4], ids=["computing takes longer", "writing takes longer"])
 def test_planes_are_written_when_computed_and_the_one_before_is_written(call: float):
     """With T of computing, L layers and w a plane, the last is there at the most of T (l + 1) / L + 2 (L - l) w."""
     backend = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
-    (_, _, started, prefilled, arrived, *_), outcome = run(512, LAYERS, backend=backend)
+    row, outcome = run(512, LAYERS, backend=backend)
+    start = outcome.ranks["router"].value["start"]
     *planes, metadata = outcome.ranks["prefill0.0"].transfers
     assert len(planes) == 16
-    step = (prefilled - started) / 8
+    step = (row["prefilled"] - row["started"]) / 8
     each = planes[0].completed - planes[0].submitted
     assert each == pytest.approx(call + 1e-6 + 512 * 8 * 16 * 2 / QUIET.interconnect.rate, rel=1e-6)
     end = 0.0
     for number, record in enumerate(planes):
-        end = max(end, started + step * (number // 2 + 1)) + each
-        assert record.completed == pytest.approx(end, abs=1e-9)
+        end = max(end, row["started"] + step * (number // 2 + 1)) + each
+        assert record.completed - start == pytest.approx(end, abs=1e-9)
     closed = max(step * (layer + 1) + 2 * (8 - layer) * each for layer in range(8))
-    assert end - started == pytest.approx(closed, abs=1e-9)
-    assert arrived == pytest.approx(end + metadata.completed - metadata.submitted, abs=1e-9)
-
-
-def test_a_handoff_by_layers_is_hidden_but_for_the_last():
-    (*_, prefilled, arrived, _, _, _), whole = run(4096, WHOLE)
-    (*_, by_layer, sooner, _, _, _), layers = run(4096, LAYERS)
-    assert by_layer == prefilled
-    assert sum(record.nbytes for record in layers.ranks["prefill0.0"].transfers) == sum(
-        record.nbytes for record in whole.ranks["prefill0.0"].transfers
-    )
-    assert sooner - by_layer < 0.5 * (arrived - prefilled)
+    assert end - row["started"] == pytest.approx(closed, abs=1e-9)
+    assert row["arrived"] == pytest.approx(end + metadata.completed - metadata.submitted, abs=1e-9)
 
 
 @pytest.mark.parametrize("model", [DEEP, MLA], ids=["gqa", "mla"])
@@ -82,13 +66,10 @@ def test_a_handoff_by_layers_is_hidden_but_for_the_last():
 @pytest.mark.parametrize("policy", [QUEUE, Policy(), Policy(queues=2, call="plane", notify="message")])
 def test_every_byte_arrives_by_layers(model: Any, prefill: int, decode: int, policy: Policy):
     kv = replace(LAYERS, pool=1 << 20, page_size=16)
-    sides = {"prefill": Side(tp=prefill), "decode": Side(tp=decode)}
-    run(100, kv, policy, 32, model=replace(model, context=1 << 17), memory="tracked", **sides)  # compared
-
-
-def test_context_parallel_ranks_write_their_layers():
-    kv = replace(LAYERS, pool=1 << 20, page_size=16, all_cp_ranks=True)
-    run(100, kv, QUEUE, 32, prefill=Side(tp=1, cp=2), memory="tracked")
+    for cp in (1, 2):
+        sides = {"prefill": Side(tp=prefill, cp=cp), "decode": Side(tp=decode)}
+        both = replace(kv, all_cp_ranks=cp > 1)
+        run(100, both, policy, 32, model=replace(model, context=1 << 17), memory="tracked", **sides)  # compared
 
 
 def test_what_cannot_go_by_layers_is_refused():
@@ -121,9 +102,9 @@ def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: b
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_chosen_ahead_holds_what_waited_before(ahead: bool):
     """A prompt that comes while a long one runs joins the rest of that one, or comes a step later."""
-    alone = run(12_000, WHOLE)[0][3]
+    alone = run(12_000, WHOLE)[0]["prefilled"]
     requests = [Request(0.0, 12_000, 2), Request(alone / 4, 64, 2)]
-    long, short = (row[3] for row in several(requests, engine=ServingEngine(ahead=ahead))[0])
+    long, short = (row["prefilled"] for row in several(requests, engine=ServingEngine(ahead=ahead))[0])
     assert (long == alone, short > long) == (ahead, ahead)
     assert short >= long
 
@@ -137,9 +118,9 @@ def test_a_prompt_is_launched_behind_a_forward_if_it_waits(came: float, late: fl
     seen = [record.submitted for record in outcome.ranks["prefill0.0"].transfers]
     assert len(seen) >= 2
     if late:  # the first has been seen to by then
-        assert first[2] < second[1]
+        assert first["started"] < second["noticed"]
     else:  # its end is seen when the second is launched
-        assert min(seen) == pytest.approx(first[1] + 0.04, abs=1e-3)
+        assert min(seen) == pytest.approx(first["noticed"] + 0.04, abs=1e-3)
 
 
 def test_requests_of_a_forward_are_posted_in_turn():
@@ -160,7 +141,8 @@ def test_a_host_is_slower_for_requests_in_quick_succession():
 def test_a_stage_begins_a_chunk_after_the_one_before():
     """Of chunks of 256, 256 and 88 tokens the second stage is idle for the first, and alone with the last."""
     side = Side(tp=1, pp=2)
-    (_, _, started, *_), outcome = run(600, WHOLE, chunk=256, prefill=side)
+    row, outcome = run(600, WHOLE, chunk=256, prefill=side)
+    started = row["started"] + outcome.ranks["router"].value["start"]
     time = forward_time(DEEP, QUIET, Compute(), side)
     first, second, third = (time.prefill([piece]) for piece in ((0, 256), (256, 256), (512, 88)))
     one, two = (sorted({record.submitted for record in outcome.ranks[f"prefill0.{i}"].transfers}) for i in (0, 1))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.serve import ServeOptions, job, specs
+from experiments.serve import ServeOptions, job
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
 from pdsim.serving import rank_process
@@ -23,8 +23,7 @@ from pdsim.serving.policies import (
 )
 from pdsim.serving.settings import Cache, ServingEngine
 from pdsim.serving.workload import Request
-from pdsim.sim.model import Model
-from tests.support.serving import EIGHT, GENERATED, configured, serve, values
+from tests.support.serving import EIGHT, GENERATED, configured, serve, simulate, values
 
 
 @pytest.mark.parametrize("find", [scheduler_of, handoff_of])
@@ -42,12 +41,9 @@ class Greedy(FirstCome):
 
 def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rank_process, "scheduler_of", lambda engine: Greedy())
-    config = configured(options={"deadline": 0.5})
-    what = job(config, ServeOptions(deadline=0.5))
-    outcome = Model(config.hw, config.backend, limit=5.0).run(specs(config, what, [Request(0.0, 600, 2)]))
-    assert "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256" in (
-        outcome.ranks["prefill0.0"].error
-    )
+    ranks = simulate([Request(0.0, 600, 2)], options={"deadline": 0.5}, limit=5.0).outcome.ranks
+    words = "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256"
+    assert words in ranks["prefill0.0"].error
 
 
 def test_the_most_loaded_of_all_is_never_taken_and_the_others_as_often_as_pairs_say():

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from experiments.faults.scenario import attempt, draw
-from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.messages import Abort, Renew, TransferDone
 from pdsim.models.llm import Hybrid, Llm
 from pdsim.models.parallel import Side
@@ -17,32 +16,17 @@ from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.endpoint import DETECTION
-from pdsim.sim.model import Model
-from pdsim.transfer.job import Outcome
-from tests.serving.test_faults import CRAWLING, SLOW, TWO, at_rest, rows, statuses
-from tests.support.serving import GQA, MLA, ONE, configured
+from tests.serving.test_faults import CRAWLING, SLOW, TWO
+from tests.serving.test_faults import serve as serve_with
+from tests.support.serving import GQA, MLA, Served, configured
 
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=0.4, heartbeat=0.1)
 PATIENT = replace(PULL, lease=30.0)
 LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens, which take 0.3 s on `CRAWLING`
 
 
-def serve(
-    requests: Sequence[Request],
-    kill: Mapping[str, float] = {},
-    restarts: Mapping[str, float] = {},
-    leaves: Sequence[Sequence[float]] = (),
-    prefill: Side = ONE,
-    decode: Side = ONE,
-    model: Llm = GQA,
-    engine: ServingEngine = PULL,
-    **changes: Any,
-) -> Outcome:
-    options = {"deadline": 0.5} | changes.pop("options", {})
-    config = replace(configured(prefill, decode, model, options=options, **changes), engine=engine)
-    ranks = specs(config, job(config, ServeOptions(**options)), requests)
-    ranks[0] = replace(ranks[0], arguments={**ranks[0].arguments, "leaves": [list(leave) for leave in leaves]})
-    return Model(config.hw, config.backend, memory="tracked", limit=60.0).run(ranks, kill, restarts)
+def serve(requests: Sequence[Request], *arguments: Any, **changes: Any) -> Served:
+    return serve_with(requests, *arguments, **({"engine": PULL} | changes))
 
 
 # --- contents ------------------------------------------------------------------------------------------------------
@@ -56,9 +40,9 @@ def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: in
     requests = [Request(0.01 * number, 60 + 7 * number, 5) for number in range(12)]
     engine = replace(PULL, packed=True) if order == "packed" else replace(PULL, page_order=order)
     outcome = serve(requests, prefill=Side(tp=prefill), decode=Side(tp=decode), engine=engine)
-    assert statuses(outcome) == ["ok"] * 12  # contents compared
-    assert {record.operation for rank in outcome.ranks.values() for record in rank.transfers} == {"read"}
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.statuses == ["ok"] * 12  # contents compared
+    assert {record.operation for rank in outcome.outcome.ranks.values() for record in rank.transfers} == {"read"}
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 @pytest.mark.parametrize(
@@ -67,25 +51,25 @@ def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: in
     ids=["mla", "sparse index", "window"],
 )
 def test_state_is_pulled_with_the_rest(model: Llm):
-    assert statuses(serve([LONG], model=model)) == ["ok"]
+    assert serve([LONG], model=model).statuses == ["ok"]
 
 
 def test_stages_and_context_parallel_ranks_are_read_each_for_its_part():
-    assert statuses(serve([LONG], prefill=Side(tp=1, pp=2))) == ["ok"]
+    assert serve([LONG], prefill=Side(tp=1, pp=2)).statuses == ["ok"]
     kv = replace(configured().kv, all_cp_ranks=True)
-    assert statuses(serve([LONG], prefill=Side(tp=1, cp=2), kv=kv)) == ["ok"]
+    assert serve([LONG], prefill=Side(tp=1, cp=2), kv=kv).statuses == ["ok"]
 
 
 def test_neighbouring_pages_are_one_descriptor_a_layer_and_plane():
     outcome = serve([LONG])
-    (read,) = outcome.ranks["decode0.0"].transfers
+    (read,) = outcome.outcome.ranks["decode0.0"].transfers
     assert read.descriptors == 2 * GQA.layers
 
 
 def test_prefill_keeps_the_pages_until_they_are_read():
     # the pool of prefill holds one request: the second begins when the first has been read
     requests = [Request(0.0, 600, 2), Request(0.001, 600, 2)]
-    one, two = rows(serve(requests, hw=SLOW))
+    one, two = serve(requests, hw=SLOW).rows
     assert two["started"] == pytest.approx(one["arrived"], abs=1e-3)
 
 
@@ -94,7 +78,7 @@ def test_prefill_keeps_the_pages_until_they_are_read():
 
 def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))  # 1.1 s, the lease is 0.4
-    assert statuses(serve([LONG], hw=crawl, options={"deadline": 5.0})) == ["ok"]
+    assert serve([LONG], hw=crawl, options={"deadline": 5.0}).statuses == ["ok"]
 
 
 @pytest.fixture
@@ -114,10 +98,10 @@ def silent(monkeypatch: pytest.MonkeyPatch):
 def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: list[Any]):
     crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
     outcome = serve([LONG, Request(3.0, 20, 2)], hw=crawl)
-    first, _ = statuses(outcome)
+    first, _ = outcome.statuses
     assert first == "TransferTimeout: the lease of 0.4 s ended without a heartbeat of the reader"
-    assert statuses(outcome)[1] == "ok"
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.statuses[1] == "ok"
+    assert outcome.at_rest("prefill0.0", "decode0.0")
     assert [message.room for message in silent if isinstance(message, Abort) and message.prefill] == [1]
     assert [message.room for message in silent if isinstance(message, TransferDone) and not message.reason] == [2]
 
@@ -130,36 +114,20 @@ def test_pages_of_a_lost_reader_come_back_and_others_are_served():
     outcome = serve(
         requests, {"decode0.0": 0.1}, hw=SLOW, decode=TWO, options={"router": "round_robin"}, engine=PATIENT
     )
-    first, second = rows(outcome)
+    first, second = outcome.rows
     assert first["status"].startswith("PeerLost")
     assert second["status"] == "ok"
     # the silence is noticed by the fourth ping, and the proof is there by then
     assert second["started"] == pytest.approx(0.5 * 4 / 3, abs=1e-2)
-    assert at_rest(outcome, "prefill0.0", "decode1.0")
-
-
-@pytest.mark.parametrize("instance", ["prefill0", "decode0"])
-@pytest.mark.parametrize("later", [0.01, 0.2, 1.0])
-def test_an_instance_that_starts_again_serves_again(instance: str, later: float):
-    requests = [Request(0.05 * number, 100, 4) for number in range(60)]
-    ranks = [f"{instance}.{index}" for index in range(2)]
-    restarts = {name: 0.5 + later + 0.001 * index for index, name in enumerate(ranks)}
-    outcome = serve(
-        requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, prefill=Side(tp=2), decode=Side(tp=2), engine=PATIENT
-    )
-    ends = statuses(outcome)
-    assert ends[:9] == ["ok"] * 9
-    assert ends[-10:] == ["ok"] * 10  # served by the new incarnation
-    assert {status.partition(":")[0] for status in ends} <= {"ok", "PeerLost"}
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.at_rest("prefill0.0", "decode1.0")
 
 
 def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
     outcome = serve([LONG], {"prefill0.0": 0.1}, hw=CRAWLING)
-    (read,) = outcome.ranks["decode0.0"].transfers
+    (read,) = outcome.outcome.ranks["decode0.0"].transfers
     assert read.status == "PeerLost"
     assert read.seen == pytest.approx(0.1 + DETECTION, abs=1e-2)
-    assert at_rest(outcome, "decode0.0")
+    assert outcome.at_rest("decode0.0")
 
 
 @pytest.mark.slow
@@ -180,7 +148,7 @@ def test_what_prefill_has_not_noticed_yet_is_here_all_the_same(end: Mapping[str,
     engine = replace(PATIENT, noticed="prefill", prefill=HostCosts(launch=0.05))
     requests = [Request(0.0, 100, 4), Request(0.001, 100, 4)]  # read at 0.1 s, noticed at 0.2 s
     outcome = serve(requests, end, engine=engine, leaves=leaves)
-    first, second = statuses(outcome)
+    first, second = outcome.statuses
     assert first == ("Aborted: the user left after 0.13 s" if leaves else "ok")
     assert second == ("PeerLost: nothing from prefill0 for 0.5 s" if end else "ok")
-    assert at_rest(outcome, "decode0.0", *(() if end else ("prefill0.0",)))
+    assert outcome.at_rest("decode0.0", *(() if end else ("prefill0.0",)))

@@ -11,7 +11,6 @@ from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 from pdsim.models.parallel import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
-from tests.serving.test_faults import at_rest
 from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 
 
@@ -107,7 +106,7 @@ def test_requests_are_served_by_the_group_of_the_engines_choice():
     assert asked.requests["prefill"] != by_room.requests["prefill"]
     assert asked.requests["nbytes"] == by_room.requests["nbytes"]
     leaders = [f"prefill0d{group}.0" for group in range(4)] + [f"decode0d{group}.0" for group in range(2)]
-    assert at_rest(asked.outcome, *leaders)
+    assert [asked.outcome.ranks[name].value["open_rooms"] for name in leaders] == [0] * 6
 
 
 def test_a_question_that_overtakes_what_prefill_says_costs_another_one():

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import ServeOptions, job, run, specs
+from experiments.serve import run
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.models.parallel import Side
 from pdsim.serving.block_manager import hit_share
-from pdsim.serving.policies import HighestPriority
 from pdsim.serving.requests import Request
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
 from pdsim.sim.model import Model
-from tests.serving.test_engines import QUIET
-from tests.support.serving import LLM, ONE, configured, rows, values
+from tests.support.serving import LLM, QUIET, configured, rows, simulate, values
 
 SESSIONS = Workload(
     arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, shared=600, input_mean=300, output_mean=12
@@ -38,6 +36,7 @@ def test_a_turn_comes_a_think_time_after_the_answer(options: dict[str, str]):
     result = serve(SESSIONS, options)
     requests, table = load(SESSIONS, 0, MODEL.context), rows(result)
     assert values(result)["requests_ok"] == 24
+    assert result.notes[0] == "load: unknown, users wait for their answers"
     assert [row["arrival"] for row in table[:3]] == [0.0, pytest.approx(0.1), pytest.approx(0.2)]
     for request, row in zip(requests, table, strict=True):
         if request.after >= 0:
@@ -84,9 +83,7 @@ def test_a_ramp_brings_as_many_requests_as_its_rate():
     assert times[plain < 5] ** 2 / 20 == pytest.approx(plain[plain < 5])  # the integral of a rate that grows
 
 
-def test_a_closed_loop_has_no_offered_load_and_none_can_be_asked_for():
-    result = serve(SESSIONS)
-    assert result.notes[0] == "load: unknown, users wait for their answers"
+def test_sessions_need_a_number_of_requests():
     with pytest.raises(ConfigError, match=r"set workload\.count=N"):
         load(replace(SESSIONS, count=None), 0, MODEL.context)
 
@@ -94,28 +91,18 @@ def test_a_closed_loop_has_no_offered_load_and_none_can_be_asked_for():
 # --- priorities, shedding, and what a router knows -----------------------------------------------------------------
 
 
-def outcome(requests: list[Request], options: dict[str, Any], **changes: Any) -> list[list[Any]]:
-    config = configured(
-        changes.pop("prefill", ONE), changes.pop("decode", ONE), options=options, hw=QUIET, model=MODEL, **changes
-    )
-    result = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions(**options)), requests))
-    return result.ranks["router"].value["rows"]
-
-
 def test_a_higher_priority_is_computed_first():
     requests = [Request(0.0, 256, 2, priority=int(number == 3)) for number in range(4)]
-    config = configured()
-    engine = replace(config.engine, scheduler="priority")
     scheduler = SchedulerLimits(chunk=256, prefill_batch=1, decode_batch=8)
-    order = [row[6] for row in outcome(requests, {}, engine=engine, scheduler=scheduler)]
+    served = simulate(requests, hw=QUIET, engine=ServingEngine(scheduler="priority"), scheduler=scheduler)
+    order = [row["started"] for row in served.rows]
     assert sorted(range(4), key=order.__getitem__) == [0, 3, 1, 2]  # the first had begun
-    assert HighestPriority().victim  # as SGLang's
 
 
 def test_what_exceeds_the_limit_is_shed_unless_it_has_priority():
     requests = [Request(0.0, 100, 2, priority=int(number == 4)) for number in range(5)]
-    rows = [row[3] for row in outcome(requests, {"shed": 200})]
-    assert rows == ["ok", "ok", *["Shed: 200 tokens outstanding at prefill0"] * 2, "ok"]
+    shed = "Shed: 200 tokens outstanding at prefill0"
+    assert simulate(requests, hw=QUIET, options={"shed": 200}).statuses == ["ok", "ok", shed, shed, "ok"]
 
 
 def test_shed_requests_are_counted_apart_and_users_go_on():
@@ -131,8 +118,6 @@ def test_shed_requests_are_counted_apart_and_users_go_on():
 def test_a_router_that_does_not_know_outputs_takes_those_of_others():
     long, short = Request(0.0, 10, 200), Request(1e-4, 10, 2)
     requests = [long, short, Request(2e-4, 10, 2), Request(3e-4, 10, 2)]
-    two = {"prefill": ONE, "decode": Side(tp=1, instances=2)}
-    known = [row[1] for row in outcome(requests, {}, **two)]
-    unknown = [row[1] for row in outcome(requests, {"output_known": False}, **two)]
-    assert known == ["decode0", "decode1", "decode1", "decode1"]
-    assert unknown == ["decode0", "decode1", "decode0", "decode1"]
+    for known, last in ((True, ["decode1", "decode1"]), (False, ["decode0", "decode1"])):
+        served = simulate(requests, hw=QUIET, decode=Side(tp=1, instances=2), options={"output_known": known})
+        assert [row["decode"] for row in served.rows] == ["decode0", "decode1", *last]

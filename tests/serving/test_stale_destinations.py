@@ -23,8 +23,8 @@ from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from pdsim.transfer import Program
 from pdsim.transfer.job import Outcome, Rank, RankSpec
-from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
-from tests.support.serving import GQA, configured
+from tests.serving.test_faults import SLOW, serve
+from tests.support.serving import GQA, Served, configured
 
 FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps the job going for a while
 
@@ -42,36 +42,36 @@ def again(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
     monkeypatch.setattr(EngineRank, "send", twice)
 
 
-def writes(outcome: Outcome) -> int:
-    return len(outcome.ranks["prefill0.0"].transfers)
+def writes(outcome: Served) -> int:
+    return len(outcome.outcome.ranks["prefill0.0"].transfers)
 
 
 def test_a_room_that_has_its_destination_keeps_it(monkeypatch: pytest.MonkeyPatch):
     plain = serve([FIRST, LATER])
     again(monkeypatch, after=0.0)
     outcome = serve([FIRST, LATER])
-    assert statuses(outcome) == ["ok", "ok"]  # every byte is compared, in the pages that were named first
+    assert outcome.statuses == ["ok", "ok"]  # every byte is compared, in the pages that were named first
     assert writes(outcome) == writes(plain)
-    assert outcome.ranks["prefill0.0"].value["ignored"] == 2
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.outcome.ranks["prefill0.0"].value["ignored"] == 2
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_a_room_that_was_given_up_stays_so(monkeypatch: pytest.MonkeyPatch):
     again(monkeypatch, after=1.0)
     outcome = serve([Request(0.0, 600, 4), LATER], leaves=[[0, 0.01]], hw=SLOW)
-    assert [status.partition(":")[0] for status in statuses(outcome)] == ["Aborted", "ok"]
-    assert outcome.ranks["prefill0.0"].value["ignored"] == 1
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "ok"]
+    assert outcome.outcome.ranks["prefill0.0"].value["ignored"] == 1
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatch):
     plain = serve([FIRST, LATER])
     again(monkeypatch, after=1.0)
     outcome = serve([FIRST, LATER])
-    assert statuses(outcome) == ["ok", "ok"]
+    assert outcome.statuses == ["ok", "ok"]
     assert writes(outcome) == writes(plain)
-    assert account(outcome, "prefill0.0")[1:] == (0, 0)
-    assert at_rest(outcome, "prefill0.0", "decode0.0")
+    assert outcome.account("prefill0.0")[1:] == (0, 0)
+    assert outcome.at_rest("prefill0.0", "decode0.0")
 
 
 # --- messages of incarnations that are over ------------------------------------------------------------------------

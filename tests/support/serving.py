@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.serve import ServeOptions, run
+from experiments.serve import ServeOptions, job, run, specs
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.progress import silent
@@ -15,7 +15,10 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Parallel, Side
 from pdsim.results.record import Result
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.requests import STAMPS, Request
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
+from pdsim.sim.faults import Faults
 from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, RankSpec
 from tests.support.configs import EIGHT, LLM, LOOPBACK, make_config
@@ -28,12 +31,15 @@ __all__ = [
     "MLA",
     "ONE",
     "POOL",
+    "QUIET",
     "Killing",
+    "Served",
     "configured",
     "on_loopback",
     "quarantined",
     "rows",
     "serve",
+    "simulate",
     "values",
 ]
 
@@ -45,6 +51,8 @@ GENERATED = Workload(arrivals="poisson", count=40, rate=200.0, input_mean=300, o
 GQA = replace(LLM, heads=8, kv_heads=8, hidden=128)
 MLA = replace(LLM, attention="mla", latent_dim=72)
 POOL = Kv(page_size=16, pool=1 << 20)
+QUIET = replace(EIGHT, host=replace(EIGHT.host, tcp_latency=0.0, tcp_rate=1e30))
+"""Control messages take no time."""
 
 
 def configured(
@@ -66,6 +74,74 @@ def configured(
         "scheduler": SchedulerLimits(chunk=256, decode_batch=8),
     }
     return make_config(Path("unused"), **(values | changes))
+
+
+class Served(NamedTuple):
+    """What became of requests: *rows* are the router's, with times from when the first could arrive."""
+
+    job: Deployment
+    outcome: Outcome
+    rows: list[dict[str, Any]]
+
+    @property
+    def statuses(self) -> list[str]:
+        """Return how each request ended."""
+        return [row["status"] for row in self.rows]
+
+    def account(self, rank: str) -> tuple[int, int, int]:
+        """Return the free, used and quarantined pages of a leader, which are all of them."""
+        value = self.outcome.ranks[rank].value
+        counts = value["free_pages"], value["used_pages"], value["quarantined_pages"]
+        assert sum(counts) == value["pages"]
+        return counts
+
+    def at_rest(self, *ranks: str) -> bool:
+        """Return whether all pages of these leaders are free and nothing is remembered of any room."""
+        clean = [self.outcome.ranks[rank].value["open_rooms"] == 0 for rank in ranks]
+        return all(clean) and all(self.account(rank)[1:] == (0, 0) for rank in ranks)
+
+
+def simulate(
+    requests: Sequence[Request],
+    kill: Mapping[str, float] = {},
+    restarts: Mapping[str, float] = {},
+    *,
+    leaves: Sequence[Sequence[float]] = (),
+    change: Mapping[str, Mapping[str, Any]] = {},
+    others: Sequence[RankSpec] = (),
+    faults: Faults | None = None,
+    limit: float = 60.0,
+    options: Mapping[str, Any] = {},
+    **changes: Any,
+) -> Served:
+    """Serve *requests* on the model with *changes* of `configured`, beside *others*.
+
+    Ranks end by force when *kill* says and start again when *restarts* says; users *leave*, by number and seconds;
+    *change* replaces entries of the job that a rank is given.
+    """
+    config = configured(options=options, **changes)
+    what = job(config, ServeOptions(**options))
+    ranks: list[RankSpec] = []
+    for spec in specs(config, what, requests):
+        arguments = {**spec.arguments, "job": {**spec.arguments["job"], **change.get(spec.name, {})}}
+        if spec.name == "router":
+            arguments["leaves"] = [list(leave) for leave in leaves]
+        ranks.append(replace(spec, arguments=arguments))
+    model = Model(
+        config.hw,
+        config.backend,
+        memory=config.memory,
+        limit=limit,
+        collective=config.collective,
+        faults=faults,
+    )
+    outcome = model.run([*ranks, *others], kill, restarts)
+    value = outcome.ranks["router"].value
+    table = []
+    for prefill, decode, nbytes, status, *stamps in value["rows"]:
+        times = {name: at and at - value["start"] for name, at in zip(STAMPS, stamps, strict=False)}
+        table.append({"prefill": prefill, "decode": decode, "nbytes": nbytes, "status": status, **times})
+    return Served(what, outcome, table)
 
 
 class Killing:
