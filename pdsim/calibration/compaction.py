@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compact tables of operators (`pdsim.compute.tables`), made of aiconfigurator's, and how far off they are.
+"""aiconfigurator's tables of operators: compact ones made of them, how far off these are, and rows to fit to.
 
 A kind of operator is a grid: rows that differ in what `Kind.columns` names are curves of their own, the sizes of
 `Kind.axes` are interpolated.  Of the sizes of an axis as many are kept as it takes until rows of the sizes that were
-removed are within a bound.  Half of those rows choose what is kept, the other half are *held out*: the errors in a
-table are theirs.
+removed are within a bound.  Half of those rows choose what is kept; the errors in a table are of the other half.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.calibration.kernels import NUMBERS, Row
 from pdsim.compute.tables import Grid, Key
 from pdsim.core.errors import ConfigError
 
-__all__ = ["KINDS", "Kind", "Summary", "compact", "tables_of"]
+__all__ = ["KINDS", "Kind", "Summary", "about", "compact", "published", "tables_of"]
 
 Columns = dict[str, npt.NDArray[Any]]
 Floats = npt.NDArray[np.float64]
@@ -52,6 +53,10 @@ class Kind:
     bound: float = BOUND
     noisy: bool = False  # rows that are far off from all their neighbours are not fitted to
     apart: bool = False  # a grid for each of the first column, each of sizes of its own: "gemm.bfloat16"
+
+    def axis(self, name: str) -> int:
+        """Return which axis of an array of values has the sizes called *name*; the first has the keys."""
+        return 1 + self.axes.index(name)
 
 
 @dataclass(frozen=True)
@@ -264,21 +269,21 @@ def compact(kind: Kind, columns: Columns, version: str = "", seed: int = 0) -> t
     whole = _rising(kind, _smooth(kind, axes, _filled(values)))
     chooses = np.random.default_rng(seed).random(values.shape) < 0.5
     kept = _chosen(kind, axes, values, whole, known & chooses & ~disturbed)
-    thin = whole[np.ix_(range(len(keys)), *kept)]
+    cells = np.ix_(range(len(keys)), *kept)
+    thin = whole[cells]
     errors = _errors(axes, kept, thin, values)
     rest = np.ones(values.shape, bool)
-    rest[np.ix_(range(len(keys)), *kept)] = False
+    rest[cells] = False
     out = known & ~chooses & rest
     out = out if out.any() else known  # nothing was removed
     held, quiet = np.abs(errors[out]), np.abs(errors[out & ~disturbed])
-    names = list(kind.axes)
     grid = Grid(
         kind=kind.name,
         columns=kind.columns,
         keys={key: place for place, key in enumerate(keys)},
-        axes={name: axes[place][kept[place]] for place, name in enumerate(names)},
+        axes={name: sizes[some] for name, sizes, some in zip(kind.axes, axes, kept, strict=True)},
         values=thin.astype(np.float32),
-        measured=known[np.ix_(range(len(keys)), *kept)],
+        measured=known[cells],
     )
     summary = Summary(
         kind.name, version, len(columns["seconds"]), thin.size, int(held.size), float(np.median(held)),
@@ -310,26 +315,21 @@ def _dense(kind: Kind, columns: Columns) -> tuple[list[Key], list[Floats], Float
 
 def _filled(values: Floats) -> Floats:
     # What is filled counts as not measured; it only lets curves end where rows do.
-    filled = values.copy()
     for axis in range(values.ndim - 1, -1, -1):
-        filled = _along(filled, axis)
+        values = np.apply_along_axis(_line, axis, values, axis > 0)
+    return values
+
+
+def _line(line: Floats, grows: bool) -> Floats:
+    there, places = np.flatnonzero(~np.isnan(line)), np.arange(len(line))
+    if len(there) in (0, len(line)):
+        return line
+    filled: Floats = np.interp(places, there, line[there])
+    if grows and len(there) > 1:
+        slope = max(0.0, line[there[-1]] - line[there[-2]]) / (there[-1] - there[-2])
+        beyond = places > there[-1]
+        filled[beyond] = line[there[-1]] + slope * (places[beyond] - there[-1])
     return filled
-
-
-def _along(values: Floats, axis: int) -> Floats:
-    lines = np.moveaxis(values, axis, -1).copy()
-    flat = lines.reshape(-1, lines.shape[-1])
-    places = np.arange(flat.shape[1])
-    gaps = np.isnan(flat)
-    for row in np.flatnonzero(gaps.any(1) & ~gaps.all(1)):
-        there = places[~gaps[row]]
-        line = flat[row]
-        line[gaps[row]] = np.interp(places[gaps[row]], there, line[there])
-        if axis and len(there) > 1:
-            slope = max(0.0, line[there[-1]] - line[there[-2]]) / (there[-1] - there[-2])
-            beyond = places > there[-1]
-            line[beyond] = line[there[-1]] + slope * (places[beyond] - there[-1])
-    return np.moveaxis(flat.reshape(lines.shape), -1, axis)
 
 
 def _around(axes: Sequence[Floats], values: Floats) -> Floats:
@@ -351,76 +351,72 @@ def _smooth(kind: Kind, axes: Sequence[Floats], values: Floats) -> Floats:
     if kind.noisy:
         middle = _around(axes, values)
         values = np.where(np.abs(values - middle) > DISTURBED, middle, values)
-    lines = np.moveaxis(values, 1 + kind.axes.index(kind.monotone[-1]), -1).copy()
+    axis = kind.axis(kind.monotone[-1])
+    lines = np.moveaxis(values, axis, -1).copy()
     if lines.shape[-1] > 2:
-        middle = lines[..., 1:-1]
-        around = np.maximum(lines[..., :-2], lines[..., 2:])
-        lines[..., 1:-1] = np.where(middle > around + SPIKE, 0.5 * (lines[..., :-2] + lines[..., 2:]), middle)
+        middle, left, right = lines[..., 1:-1], lines[..., :-2], lines[..., 2:]
+        lines[..., 1:-1] = np.where(middle > np.maximum(left, right) + SPIKE, 0.5 * (left + right), middle)
         first = lines[..., 0]
         lines[..., 0] = np.where(first > lines[..., 1] + SPIKE, lines[..., 1], first)
-    return np.moveaxis(lines, -1, 1 + kind.axes.index(kind.monotone[-1]))
+    return np.moveaxis(lines, -1, axis)
 
 
 def _rising(kind: Kind, values: Floats) -> Floats:
-    rising = values
-    for _ in range(2 if len(kind.monotone) > 1 else 1):
-        for name in kind.monotone:
-            rising = np.moveaxis(_isotonic(np.moveaxis(rising, 1 + kind.axes.index(name), -1)), -1,
-                                 1 + kind.axes.index(name))  # fmt: skip
-    for name in kind.monotone:  # one axis may have undone a little of the other
-        axis = 1 + kind.axes.index(name)
-        above = np.maximum.accumulate(rising, axis)
-        below = np.flip(np.minimum.accumulate(np.flip(rising, axis), axis), axis)
-        rising = 0.5 * (above + below)
-    return rising
+    axes = [kind.axis(name) for name in kind.monotone]
+    for axis in axes * len(axes):
+        values = np.apply_along_axis(_isotonic, axis, values)
+    for axis in axes:  # one axis may have undone a little of the other
+        above = np.maximum.accumulate(values, axis)
+        below = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
+        values = 0.5 * (above + below)
+    return values
 
 
-def _isotonic(values: Floats) -> Floats:
-    lines = values.reshape(-1, values.shape[-1]).copy()
-    for row in np.flatnonzero((np.diff(lines, axis=1) < 0.0).any(1)):
-        blocks: list[tuple[float, int]] = []
-        for value in lines[row].tolist():
-            mean, count = value, 1
-            while blocks and blocks[-1][0] > mean:
-                last, some = blocks.pop()
-                mean, count = (last * some + mean * count) / (some + count), some + count
-            blocks.append((mean, count))
-        lines[row] = np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
-    return lines.reshape(values.shape)
+def _isotonic(line: Floats) -> Floats:
+    if not (np.diff(line) < 0.0).any():
+        return line
+    blocks: list[tuple[float, int]] = []
+    for value in line.tolist():
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            last, some = blocks.pop()
+            mean, count = (last * some + mean * count) / (some + count), some + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
-def _chosen(kind: Kind, axes: Sequence[Floats], values: Floats, whole: Floats, chooses: npt.NDArray[np.bool_]
-            ) -> list[list[int]]:  # fmt: skip
+def _chosen(
+    kind: Kind, axes: Sequence[Floats], values: Floats, whole: Floats, chooses: npt.NDArray[np.bool_]
+) -> list[list[int]]:
     # Rows of all sizes are off from *whole* already where they are noisy or fall; no choice is better than that.
     kept = [sorted({0, len(sizes) - 1}) for sizes in axes]
     noise = np.abs(np.expm1(whole - values))
-    for _ in range(sum(map(len, axes))):
-        errors = np.abs(_errors(axes, kept, whole[np.ix_(range(len(values)), *kept)], values))
-        errors[~chooses] = np.nan
-        errors[np.ix_(range(len(values)), *kept)] = np.nan
-        inside = [np.setdiff1d(np.arange(len(sizes)), some) for sizes, some in zip(axes, kept, strict=True)]
+    while True:
+        cells = np.ix_(range(len(values)), *kept)
+        errors = np.abs(_errors(axes, kept, whole[cells], values))
+        errors[~chooses] = errors[cells] = np.nan
         removed = np.isfinite(errors)
         if not removed.any():
-            break
+            return kept
         if np.quantile(errors[removed], 0.95) <= max(kind.bound, 1.1 * float(np.quantile(noise[removed], 0.95))):
-            break
-        best: tuple[float, int, int] | None = None
-        for axis, places in enumerate(inside):
-            others = tuple(each for each in range(errors.ndim) if each != axis + 1)
+            return kept
+        best = 0.0, 0, 0
+        for axis, sizes in enumerate(axes):
+            places = np.setdiff1d(np.arange(len(sizes)), kept[axis])
             if not len(places):
                 continue
+            others = tuple(each for each in range(errors.ndim) if each != axis + 1)
             excess = np.nansum(np.maximum(errors - kind.bound / 2, 0.0), axis=others)
             # an axis is worth what it saves for the values that one more size of it costs
             costs = np.prod([len(some) for other, some in enumerate(kept) if other != axis])
             spread = np.array([np.sum(excess[_gap(kept[axis], place)]) for place in places])
             worth = (excess[places] + 0.5 * spread) / costs
             at = int(np.argmax(worth))
-            if best is None or worth[at] > best[0]:
+            if worth[at] > best[0]:
                 best = float(worth[at]), axis, int(places[at])
-        if best is None or best[0] <= 0.0:
-            break
+        if best[0] <= 0.0:
+            return kept
         kept[best[1]] = sorted({*kept[best[1]], best[2]})
-    return kept
 
 
 def _gap(kept: Sequence[int], place: int) -> slice:
@@ -431,10 +427,8 @@ def _gap(kept: Sequence[int], place: int) -> slice:
 def _errors(axes: Sequence[Floats], kept: Sequence[Sequence[int]], thin: Floats, values: Floats) -> Floats:
     dense = thin
     for axis, (sizes, some) in enumerate(zip(axes, kept, strict=True)):
-        weights = np.zeros((len(sizes), len(some)))
         logs = np.log(sizes)
-        for place in range(len(some)):
-            weights[:, place] = np.interp(logs, logs[list(some)], np.eye(len(some))[place])
+        weights = np.array([np.interp(logs, logs[list(some)], unit) for unit in np.eye(len(some))]).T
         dense = np.moveaxis(np.tensordot(dense, weights, (axis + 1, 1)), -1, axis + 1)
     errors: Floats = np.expm1(dense - values)
     return errors
@@ -451,3 +445,98 @@ def about(source: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, 
         for one in summaries
     }  # fmt: skip
     return {**source, "kinds": kinds}
+
+
+# --- rows to fit to ------------------------------------------------------------------------------------------------
+
+_NARROWEST, _WIDEST = 512, 30_000  # of matrices
+_LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tables are of DeepSeek-V3's
+
+
+def published(folder: Path, engine: str, version: str) -> Iterator[Row]:
+    """Yield the rows of the tables of *folder*, of a GPU, for `kernels.fit`: *engine* and *version* as measured.
+
+    They are in bf16, products and experts also in FP8 with scales of blocks; a row's least and most are its median.
+    Raise a `ConfigError` if there is no table of GEMMs.
+    """
+    paths = {kind.name: folder / kind.files[0].format(engine=engine, version=version) for kind in KINDS}
+    if not paths["gemm"].is_file():
+        raise ConfigError(f"{paths['gemm']} is not a file; name a folder of systems/data of aiconfigurator-core")
+    for name, make in (
+        ("gemm", _gemm_row), ("prefill", _prefill_row), ("decode", _decode_row),
+        ("mla_prefill", partial(_prefill_row, latent=True)), ("mla_decode", partial(_decode_row, latent=True)),
+        ("moe", _experts_row), ("allreduce", _allreduce_row),
+    ):  # fmt: skip
+        table = _columns(paths[name]) if paths[name].is_file() else {}
+        for values in zip(*table.values(), strict=True):
+            given = dict(zip(table, values, strict=True))
+            if (sizes := make(given)) is not None:
+                seconds = float(given["latency"]) * 1e-3
+                yield {**_EMPTY, **sizes, "seconds": seconds, "low": seconds, "high": seconds}
+
+
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(NUMBERS, 0), "kernel": "", "mode": "graph", "dtype": "bf16", "model": ""
+}  # fmt: skip
+TUNED = ("128x192", "128x384", "128x768", "512x128", "512x256")
+"""Experts, and their width, for which SGLang has tiles found on an H200 in bf16: others take its default.
+
+Its folder fused_moe_triton/configs has a file for each, such as E=128,N=192,device_name=NVIDIA_H200.json.
+"""
+_DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8"}
+
+
+def _gemm_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    m, n, k = (int(row[name]) for name in ("m", "n", "k"))
+    usual = min(n, k) >= _NARROWEST and max(n, k) <= _WIDEST and (m < 16 or m % 16 == 0)
+    if row["gemm_dtype"] not in _DTYPES or not usual:
+        return None
+    return {"operator": "gemm", "dtype": _DTYPES[row["gemm_dtype"]], "tokens": m, "n": n, "k": k}
+
+
+def _in_bf16(row: dict[str, Any]) -> bool:
+    types = [row[name] for name in ("attn_dtype", "mla_dtype", "kv_cache_dtype") if name in row]
+    return all(each == "bfloat16" for each in types)
+
+
+def _heads(row: dict[str, Any], latent: bool) -> dict[str, Any]:
+    if latent:
+        return {"heads": int(row["num_heads"]), "kv_heads": 1, "k": _LATENT, "value_dim": _RANK}
+    heads = {"heads": int(row["num_heads"]), "kv_heads": int(row["num_key_value_heads"])}
+    return heads | dict.fromkeys(("head_dim", "value_dim"), int(row["head_dim"]))
+
+
+def _prefill_row(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
+    if not _in_bf16(row) or row["batch_size"] != 1 or row["isl"] < 128 or (not latent and row["step"]):
+        return None
+    # The tables do not say which kernel of latent attention they have, but counted as expanded they reach 185 TFLOPS
+    # and as absorbed 620, as other attention does.
+    kernel = {"operator": "mla_prefill", "kernel": "absorbed"} if latent else {"operator": "prefill"}
+    return {**_heads(row, latent), **kernel, "tokens": int(row["isl"])}
+
+
+def _decode_row(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
+    if not _in_bf16(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
+        return None
+    sizes = {"batch": int(row["batch_size"]), "context": int(row["step"]) + 1}
+    return {**_heads(row, latent), "operator": "mla_decode" if latent else "decode", **sizes}
+
+
+def _experts_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    if row["moe_dtype"] not in _DTYPES or row["distribution"] != "balanced" or row["moe_ep_size"] != 1:
+        return None
+    tokens, per, count = (int(row[name]) for name in ("num_tokens", "topk", "num_experts"))
+    width = int(row["inter_size"]) // int(row["moe_tp_size"])
+    if width < 64 or count < 64:
+        return None
+    sizes = {"tokens": tokens, "per_token": per, "experts": count, "hit": min(count, tokens * per), "width": width}
+    kernel = "tuned" if row["moe_dtype"] == "bfloat16" and f"{count}x{width}" in TUNED else ""
+    sizes |= {"n": int(row["hidden_size"])}
+    return {**sizes, "operator": "experts", "kernel": kernel, "dtype": _DTYPES[row["moe_dtype"]]}
+
+
+def _allreduce_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    if not str(row["backend"]).endswith("graph") or row["message_size"] < 1024:
+        return None
+    size = {"tokens": int(row["message_size"]) // 1024, "n": 1024}
+    return {**size, "operator": "allreduce", "gpus": int(row["num_gpus"])}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit `Kernels` to measured operators, and say how far off they are where they were not fitted.
 
-A row is one measured point, as `pdsim profile` writes them and `published` makes them of the tables of others: the
-operator, its sizes as integers (0 where one has no meaning), and seconds (median, least and most).  ``round`` is 0
-but for repetitions, which only tell how stable the GPU was.
+A row is one measured point, of `pdsim profile` or of `compaction.published`: the operator, its sizes as integers (0
+where one has no meaning), and seconds (median, least and most).  ``round`` is 0 but for repetitions, which only tell
+how stable the GPU was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,16 @@ import numpy as np
 from pdsim.calibration.robust import SHARE, Space, robust_fit
 from pdsim.compute.forward import OperatorForward
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key
-from pdsim.compute.operators import Operators
 from pdsim.compute.row_work import Row, merged, operator_of, work
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Llm
 
 __all__ = [
-    "OPERATORS", "TUNED", "Errors", "KernelFit", "Row", "fit", "fit_roof", "forward_of", "layer_launch", "published",
+    "NUMBERS", "OPERATORS", "Errors", "KernelFit", "Row", "fit", "fit_roof", "forward_of", "layer_launch",
     "row_seconds", "rows_of", "split",
 ]  # fmt: skip
 
-_NUMBERS = (
+NUMBERS = (
     *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim"),
     *("experts", "hit", "per_token", "width", "gpus", "round", "repeats"),
 )
@@ -68,7 +66,7 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
     for number, text in enumerate(texts, 1):
         try:
             row: dict[str, Any] = dict(text)
-            row |= {name: int(text.get(name) or 0) for name in _NUMBERS}
+            row |= {name: int(text.get(name) or 0) for name in NUMBERS}
             row |= {name: float(text[name]) for name in ("seconds", "low", "high")}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -375,96 +373,3 @@ def _errors(what: str, ratios: Sequence[float]) -> Errors:
     apart = np.array(ratios) - 1.0
     figures = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
     return Errors(what, len(ratios), *(float(value) for value in figures))
-
-
-# --- rows of published tables --------------------------------------------------------------------------------------
-
-_NARROWEST, _WIDEST = 512, 30_000  # of matrices
-_LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tables are of DeepSeek-V3's
-
-
-def published(operators: Operators) -> Iterator[Row]:
-    """Yield rows of aiconfigurator's *operators* in bf16, and in FP8 with scales of blocks of products and experts.
-
-    Latencies there are milliseconds, one number a point, so a row's least and most are its median.
-    """
-    for name, make in (
-        ("gemm", _gemm), ("prefill", _prefill), ("decode", _decode),
-        ("prefill_mla", partial(_prefill, latent=True)), ("decode_mla", partial(_decode, latent=True)),
-        ("moe", _experts), ("allreduce", _allreduce),
-    ):  # fmt: skip
-        table = operators.tables.get(name)
-        if table is None:
-            continue
-        for values in zip(*table.values(), strict=True):
-            given = dict(zip(table, values, strict=True))
-            if (sizes := make(given)) is not None:
-                seconds = float(given["latency"]) * 1e-3
-                yield {**_EMPTY, **sizes, "seconds": seconds, "low": seconds, "high": seconds}
-
-
-_EMPTY: dict[str, Any] = {
-    **dict.fromkeys(_NUMBERS, 0), "kernel": "", "mode": "graph", "dtype": "bf16", "model": ""
-}  # fmt: skip
-TUNED = ("128x192", "128x384", "128x768", "512x128", "512x256")
-"""Experts, and their width, for which SGLang has tiles found on an H200 in bf16: others take its default.
-
-Its folder fused_moe_triton/configs has a file for each, such as E=128,N=192,device_name=NVIDIA_H200.json.
-"""
-_DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8"}
-
-
-def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
-    m, n, k = (int(row[name]) for name in ("m", "n", "k"))
-    usual = min(n, k) >= _NARROWEST and max(n, k) <= _WIDEST and (m < 16 or m % 16 == 0)
-    if row["gemm_dtype"] not in _DTYPES or not usual:
-        return None
-    return {"operator": "gemm", "dtype": _DTYPES[row["gemm_dtype"]], "tokens": m, "n": n, "k": k}
-
-
-def _in_bf16(row: dict[str, Any]) -> bool:
-    types = [row[name] for name in ("attn_dtype", "mla_dtype", "kv_cache_dtype") if name in row]
-    return all(each == "bfloat16" for each in types)
-
-
-def _heads(row: dict[str, Any], latent: bool) -> dict[str, Any]:
-    if latent:
-        return {"heads": int(row["num_heads"]), "kv_heads": 1, "k": _LATENT, "value_dim": _RANK}
-    heads = {"heads": int(row["num_heads"]), "kv_heads": int(row["num_key_value_heads"])}
-    return heads | dict.fromkeys(("head_dim", "value_dim"), int(row["head_dim"]))
-
-
-def _prefill(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
-    if not _in_bf16(row) or row["batch_size"] != 1 or row["isl"] < 128 or (not latent and row["step"]):
-        return None
-    # The tables do not say which kernel of latent attention they have, but counted as expanded they reach 185 TFLOPS
-    # and as absorbed 620, as other attention does.
-    kernel = {"operator": "mla_prefill", "kernel": "absorbed"} if latent else {"operator": "prefill"}
-    return {**_heads(row, latent), **kernel, "tokens": int(row["isl"])}
-
-
-def _decode(row: dict[str, Any], latent: bool = False) -> dict[str, Any] | None:
-    if not _in_bf16(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
-        return None
-    sizes = {"batch": int(row["batch_size"]), "context": int(row["step"]) + 1}
-    return {**_heads(row, latent), "operator": "mla_decode" if latent else "decode", **sizes}
-
-
-def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
-    if row["moe_dtype"] not in _DTYPES or row["distribution"] != "balanced" or row["moe_ep_size"] != 1:
-        return None
-    tokens, per, count = (int(row[name]) for name in ("num_tokens", "topk", "num_experts"))
-    width = int(row["inter_size"]) // int(row["moe_tp_size"])
-    if width < 64 or count < 64:
-        return None
-    sizes = {"tokens": tokens, "per_token": per, "experts": count, "hit": min(count, tokens * per), "width": width}
-    kernel = "tuned" if row["moe_dtype"] == "bfloat16" and f"{count}x{width}" in TUNED else ""
-    sizes |= {"n": int(row["hidden_size"])}
-    return {**sizes, "operator": "experts", "kernel": kernel, "dtype": _DTYPES[row["moe_dtype"]]}
-
-
-def _allreduce(row: dict[str, Any]) -> dict[str, Any] | None:
-    if not str(row["backend"]).endswith("graph") or row["message_size"] < 1024:
-        return None
-    size = {"tokens": int(row["message_size"]) // 1024, "n": 1024}
-    return {**size, "operator": "allreduce", "gpus": int(row["num_gpus"])}

@@ -183,9 +183,9 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 
 def _from_tables(source: Path, tables: tuple[str, str], config: Config, path: Path) -> int:
     # Nothing is known of whole forwards then, so the fit holds for every model whose operators are in the tables.
-    from pdsim.compute import operators
+    from pdsim.calibration import compaction
 
-    rows = list(fits.published(operators.read(source, *tables)))
+    rows = list(compaction.published(source, *tables))
     title = f"published: aiconfigurator's tables of {source.name}, {' '.join(tables)}, {len(rows)} rows"
     return _fitted(config, path, rows, title)
 

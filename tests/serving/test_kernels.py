@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from backends.profiling.inventory import Subject, plan
+from pdsim.calibration import compaction
 from pdsim.calibration import kernels as fit
 from pdsim.calibration.kernels import fit_roof, row_seconds
 from pdsim.cli.profile import read
 from pdsim.compute.forward import OperatorForward, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
-from pdsim.compute.operators import Operators
 from pdsim.compute.shapes import layer_shape, products
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
@@ -186,7 +188,7 @@ def test_a_shape_that_was_measured_is_corrected():
     assert own.gemm(4, 64, 96, False) == plain.gemm(4, 64, 96, False)
 
 
-def test_published_tables_are_rows():
+def test_published_tables_are_rows(tmp_path):
     gemm = {"gemm_dtype": "bfloat16", "m": 16, "n": 512, "k": 1024, "latency": 2.0}
     moe = {
         "moe_dtype": "fp8_block",
@@ -196,14 +198,16 @@ def test_published_tables_are_rows():
         "inter_size": 512,
         "latency": 1.0,
     }
-    moe |= {"moe_tp_size": 8, "moe_ep_size": 1, "hidden_size": 64, "distribution": "balanced"}
-    tables = {
-        "gemm": {key: np.array([value, value]) for key, value in gemm.items()},
-        "moe": {key: np.array([value]) for key, value in moe.items()},
-    }
-    first, _, experts = fit.published(Operators(tables))
+    moe |= {"moe_tp_size": 8, "moe_ep_size": 1, "hidden_size": 64, "distribution": "balanced", "latency": 1.0}
+    for name, rows in (("gemm", [gemm, gemm]), ("moe", [moe])):
+        path = tmp_path / name / "vllm" / "1.0" / f"{name}_perf.parquet"
+        path.parent.mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    first, _, experts = compaction.published(tmp_path, "vllm", "1.0")
     assert (first["operator"], first["tokens"], first["n"], first["seconds"]) == ("gemm", 16, 512, 2e-3)
     assert (experts["hit"], experts["width"], experts["dtype"]) == (8, 64, "fp8")
+    with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
+        list(compaction.published(tmp_path, "vllm", "2.0"))
 
 
 def test_the_shipped_profile_says_what_was_measured():
