@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experiments of several jobs share: jobs that cannot be started, and outcomes of all of them as one."""
+"""What experiments of several jobs share: starts that fail, outcomes of all of them as one, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pdsim.config import Config
 from pdsim.core.errors import BackendUnavailable, TransferError
+from pdsim.results.record import Table, percentile
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
-__all__ = ["attempt", "ended_by", "merged", "unverified"]
+__all__ = ["Columns", "attempt", "ended_by", "merged", "microseconds", "tabulated", "unverified"]
+
+Row = TypeVar("Row")
+Columns = Mapping[str, tuple[str, Callable[[Row], Any]]]
+"""Definition and value of each heading."""
 
 
 def attempt(target: Target, ranks: Sequence[RankSpec], name: str, *, first: bool) -> Outcome:
@@ -44,6 +49,18 @@ def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
 
     seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
     return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
+
+
+def microseconds(seconds: Sequence[float], q: float) -> float | None:
+    """Return percentile *q* of *seconds* in us, or None if there are too few."""
+    value = percentile(seconds, q)
+    return None if value is None else value * 1e6
+
+
+def tabulated(title: str, columns: Columns[Row], rows: Iterable[Row]) -> Table:
+    """Return the table of *rows* with a cell for each of *columns*."""
+    cells = [[of(row) for _, of in columns.values()] for row in rows]
+    return Table(title, {heading: definition for heading, (definition, _) in columns.items()}, cells)
 
 
 def unverified(config: Config) -> list[str]:

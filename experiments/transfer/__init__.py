@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.jobs import attempt, ended_by, merged, unverified
-from experiments.transfer.exchange import Task, area_bytes, region_bytes
-from experiments.transfer.points import TransferPoint, names, places, read, shortage, shuffled
+from experiments.transfer.points import TransferPoint, names, places, read, region_bytes, shortage, shuffled
 from experiments.transfer.rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size
 from pdsim.results.record import Result
-from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
 __all__ = ["TransferOptions", "check", "run"]
-
-JOBS = 2
-"""How many jobs a run may start: the second for what a lost rank kept the first from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +112,19 @@ def check(config: Config) -> Iterator[str]:
             f"experiment.placement=[{','.join(str(index % gpus) for index in range(ranks))}]"
         )
     else:
-        yield from _memory(config, options, points)
+        where = places(hw, _ranks(options, points), placement)
+        needs = {name: region_bytes(name, points, options.ranks) for name in where}
+        short, line = shortage(hw, where, needs, here=config.target == "real")
+        if short:
 
+            def need(point: TransferPoint) -> int:
+                return point.area * sum(rank in flow for flow in point.flows(options.ranks) for rank in short)
 
-def _memory(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> Iterator[str]:
-    tasks = [point.task(options.ranks) for point in points]
-    where = _places(config, options, points)
-    needs = {name: region_bytes(name, tasks) for name in where}
-    short, line = shortage(config.hw, where, needs, here=config.target == "real")
-    if not short:
-        return
-
-    def need(task: Task) -> int:
-        return area_bytes(task) * sum(rank in flow for flow in task["flows"] for rank in short)
-
-    worst = max(range(len(points)), key=lambda index: need(tasks[index]))
-    yield (
-        f"{points[worst].label} needs {line}: each end of a flow holds blocks x size x concurrency bytes, twice "
-        "that if scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
-    )
+            yield (
+                f"{max(points, key=need).label} needs {line}: each end of a flow holds blocks x size x concurrency "
+                "bytes, twice that if scattered; lower experiment.blocks, experiment.size, experiment.concurrency "
+                "or experiment.ranks"
+            )
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
@@ -154,13 +144,13 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed
     rows: dict[TransferPoint, TransferRow] = {}
     outcomes: dict[str, Outcome] = {}
-    for job in ("", "job 2")[:JOBS]:
+    for job in ("", "job 2"):  # the second for what a lost rank kept the first from
         if not left:
             break
         progress(len(rows) / len(listed), f"{len(left)} points", 1.0)
         outcome = attempt(target, _specs(config, options, left), "job", first=not outcomes)
         ranks = {
-            name: replace(rank, error=rank.error or _said(rank)["error"]) for name, rank in outcome.ranks.items()
+            name: replace(rank, error=rank.error or _value(rank)["error"]) for name, rank in outcome.ranks.items()
         }
         outcomes[job] = replace(outcome, ranks=ranks)
         new = _rows(left, outcomes[job], options)
@@ -168,70 +158,59 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         left = left[len(new) :]
     progress(1.0, "")
     rows |= {point: TransferRow(point, point.flows(options.ranks), (), "not run") for point in left}
-    return _result(config, options, [rows[point] for point in listed], outcomes)
-
-
-def _said(rank: RankResult) -> dict[str, Any]:
-    # A rank that died returned nothing, and so has ended no point.
-    return rank.value or {"points": [], "error": ""}
-
-
-def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOptions) -> list[TransferRow]:
-    done = max((_said(rank)["points"] for rank in outcome.ranks.values()), key=len)
-    status = ended_by(outcome) or "ok"
-    records: dict[str, list[Any]] = {point.label: [] for point in points}
-    for record in (record for rank in outcome.ranks.values() for record in rank.transfers):
-        records.get(record.label, []).append(record)
-    rows = []
-    for point, values in zip(points, [*done, {}], strict=False):
-        verified = values.get("verified") if options.verify else None
-        wrong = verified is not None and verified < values["slots"]
-        ended = "corrupt" if wrong else "ok" if values else status
-        flows = point.flows(options.ranks)
-        rows.append(TransferRow(point, flows, records[point.label], ended, values.get("slots", 0), verified))
-    return rows
-
-
-def _result(
-    config: Config, options: TransferOptions, rows: Sequence[TransferRow], outcomes: dict[str, Outcome]
-) -> Result:
-    whole = merged(outcomes)
-    lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
+    ordered, whole = [rows[point] for point in listed], merged(outcomes)
+    lost = [row.point.label for row in ordered if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
     failures += [f"{label} was not completed" for label in lost]
     failures += [
-        f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in rows if row.wrong
+        f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in ordered if row.wrong
     ]
-    if left := sum(row.status == "not run" for row in rows):
-        failures.append(
-            f"{left} points were not run: a rank was lost in {len(outcomes)} jobs, and no third is started"
-        )
+    if left:
+        failures.append(f"{len(left)} points were not run: a rank was lost in 2 jobs, and no third is started")
     return Result(
-        summary=metrics(rows),
-        tables=tables(rows),
-        transfers=[record for row in rows for record in row.records],
+        summary=metrics(ordered),
+        tables=tables(ordered),
+        transfers=[record for row in ordered for record in row.records],
         failures=failures,
         notes=unverified(config) if options.verify else [],
         outcome=whole,
     )
 
 
+def _value(rank: RankResult) -> dict[str, Any]:
+    # A rank that died returned nothing, and so has ended no point.
+    return rank.value or {"points": [], "error": ""}
+
+
+def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOptions) -> list[TransferRow]:
+    # Those that were completed, and the one that an error ended.
+    done = max((_value(rank)["points"] for rank in outcome.ranks.values()), key=len)
+    status = ended_by(outcome) or "ok"
+    records: dict[str, list[Any]] = {point.label: [] for point in points}
+    for record in (record for rank in outcome.ranks.values() for record in rank.transfers):
+        records.get(record.label, []).append(record)
+    rows = []
+    for point, values in zip(points, [*done, {}], strict=False):
+        slots, verified = values.get("slots", 0), values.get("verified") if options.verify else None
+        wrong = verified is not None and verified < slots
+        ended = "corrupt" if wrong else "ok" if values else status
+        rows.append(TransferRow(point, point.flows(options.ranks), records[point.label], ended, slots, verified))
+    return rows
+
+
 def _ranks(options: TransferOptions, points: Sequence[TransferPoint]) -> list[str]:
     return names([flow for point in points for flow in point.flows(options.ranks)])
 
 
-def _places(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> dict[str, Place]:
-    return places(config.hw, _ranks(options, points), options.placement)
-
-
 def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> list[RankSpec]:
     arguments = {
-        "points": [point.task(options.ranks) for point in points],
+        "points": [list(point) for point in points],
+        "ranks": options.ranks,
         "warmup": options.warmup,
         "verify": options.verify,
         "pause": options.pause if config.target == "model" else 0.0,
         "seed": config.seed,
         "timeout": config.backend.timeout,
     }
-    program = "experiments.transfer.exchange:exchange"
-    return [RankSpec(name, program, where, arguments) for name, where in _places(config, options, points).items()]
+    where = places(config.hw, _ranks(options, points), options.placement)
+    return [RankSpec(name, "experiments.transfer.exchange:exchange", at, arguments) for name, at in where.items()]

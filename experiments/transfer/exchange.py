@@ -11,61 +11,35 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from experiments.transfer.points import TransferPoint, region_bytes
 from pdsim.core.clock import Clock
 from pdsim.core.errors import PeerLost, TransferError
 from pdsim.core.units import Seconds
 from pdsim.transfer import Batch, Buffer, Message, Peer, Program, Region, Transfer
 from pdsim.transfer.job import Rank
 
-__all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
+__all__ = ["exchange"]
 
 Ints = npt.NDArray[np.int64]
-Flow = Sequence[str]  # the rank that the bytes come from, the rank that they go to
 Post = Callable[..., Transfer]
-_Waves = Sequence[Sequence[Post]]  # what is posted together, one after the other
+Waves = Sequence[Sequence[Post]]  # of a loop: what is posted together, one wave after the other
+Pause = Callable[[], Seconds]
 _Loop = Generator[Any, Any, TransferError | None]
 
 WARMUP = "warmup"
 """The label of transfers that are not measured."""
 
-SCHEDULES = ("free", "rounds", "serial")
-"""How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
-or one transfer at a time, flow by flow."""
-
-
-class Task(TypedDict):
-    """One point, the same for all ranks: `experiments.transfer.points.TransferPoint` as plain data."""
-
-    label: str  # of its measured transfers
-    flows: Sequence[Flow]
-    blocks: int
-    size: int  # bytes of a block
-    concurrency: int
-    repeat: int
-    read: bool  # the sink posts, not the source
-    scattered: bool
-    schedule: str  # of `SCHEDULES`
-
-
-def area_bytes(task: Task) -> int:
-    """Return the bytes that one flow takes on either side: a slot for each transfer in flight."""
-    return task["concurrency"] * task["blocks"] * task["size"] * (2 if task["scattered"] else 1)
-
-
-def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
-    """Return the bytes that *rank* registers: enough for whichever of *tasks* takes most of it."""
-    return max(1, *(area_bytes(task) * sum(rank in flow for flow in task["flows"]) for task in tasks))
-
 
 def exchange(
     rank: Rank,
     *,
-    points: Sequence[Task],
+    points: Sequence[Sequence[Any]],
+    ranks: int,
     warmup: int,
     verify: bool,
     seed: int,
@@ -74,43 +48,43 @@ def exchange(
 ) -> Program:
     """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
 
-    In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in
-    flight until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two:
-    a process that has slept needs several transfers until it is as fast as it can be.  Between two of them a loop
-    waits for *pause*, by half of it more or less, drawn from *seed*: what a real program's one thread takes, so the
-    pauses of a rank follow each other.
+    Points are fields of `TransferPoint`, among *ranks* ranks where a pattern has no count of its own.  In each, the
+    initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight until
+    ``repeat`` are done, after *warmup* that are labelled `WARMUP`: a process that has slept needs several until it
+    is as fast as it can be.  Between two of them a loop waits for *pause*, by half of it more or less, drawn from
+    *seed*: what a real program's one thread takes, so the pauses of a rank follow each other.
 
     All ranks begin each point together, those without a flow in it too, over one region that is registered once.
-    *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing
-    was checked.
+    *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent, None if unchecked.
 
-    An error ends the list before the point that met it, and is returned, so that what was before it is kept:
-    `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
+    An error ends the list before the point that met it, and is returned: `PeerLost` if a rank is not heard of for
+    *timeout* seconds, and whatever a transfer fails with.
     """
+    tasks = [TransferPoint(*point) for point in points]
     barrier = Barrier(rank, timeout)
     rank.clock.process(barrier.tick())
-    buffer = rank.device.allocate(region_bytes(rank.name, points))
+    buffer = rank.device.allocate(region_bytes(rank.name, tasks, ranks))
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
-    pauses = _Pauses(rank.clock, pause, seed, rank.name) if pause else None
+    pauses = _pauses(rank.clock, pause, seed, rank.name) if pause else None
     if rank.name == min(rank.name, *rank.peers):  # one is enough
-        rank.counts(lambda: len(done), len(points))
+        rank.counts(lambda: len(done), len(tasks))
     try:
         addresses = yield from barrier.wait("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
-        for number, task in enumerate(points):
-            plan = _Plan(task, seed)
+        for number, task in enumerate(tasks):
+            plan = _Plan(task, ranks, seed, rank.name)
             check = verify and rank.device.holds_bytes
-            posts = _posts(rank, task, plan, region, peers)
+            loops = plan.loops(rank, region, peers)
             if check:
-                plan.fill(rank.name, buffer)
+                plan.fill(buffer)
             rank.clock.settle()
             yield from barrier.start(f"{number} begins")
-            loops = [_flow(rank.clock, task, waves, warmup, timeout, pauses) for waves in _waves(task, posts)]
-            if error := (yield from _all(rank.clock, loops)):  # when all that were started have ended
+            flows = [_flow(rank.clock, task, waves, warmup, timeout, pauses) for waves in loops]
+            if error := (yield from _all(rank.clock, flows)):  # when all that were started have ended
                 raise error
             yield from barrier.wait(f"{number} has ended")
-            slots, checked, right = plan.received(rank.name, buffer, warmup, check)
+            slots, checked, right = plan.received(buffer, warmup, check)
             others = yield from barrier.wait(f"{number} is checked", b"%d %d %d" % (slots, checked, right))
             every = [(slots, checked, right), *(tuple(map(int, text.split())) for text in others.values())]
             slots, checked, right = (sum(counts) for counts in zip(*every, strict=True))
@@ -123,36 +97,14 @@ def exchange(
     return {"points": done, "error": ""}
 
 
-def _posts(rank: Rank, task: Task, plan: _Plan, region: Region, peers: Mapping[str, Peer]) -> list[list[Post]]:
-    # For each flow that *rank* initiates, what posts a transfer of each of its slots.
-    reads = task["read"]
-    start = rank.endpoint.read if reads else rank.endpoint.write
-    posts: list[list[Post]] = []
-    for index, flow in enumerate(task["flows"]):
-        if flow[reads] == rank.name:
-            peer = peers[flow[not reads]]
-            there = peer.regions["blocks"]
-            ends = (there, region) if reads else (region, there)
-            slots = range(task["concurrency"])
-            posts.append([partial(start, peer, plan.batch(index, slot, *ends)) for slot in slots])
-    return posts
-
-
-def _waves(task: Task, posts: Sequence[Sequence[Post]]) -> list[list[_Waves]]:
-    if task["schedule"] == "free":
-        return [[[[post]] for post in slots] for slots in posts]
-    every = [post for slots in posts for post in slots]
-    return [[[[post] for post in every] if task["schedule"] == "serial" else [every]]]
-
-
 def _flow(
-    clock: Clock, task: Task, loops: Sequence[_Waves], warmup: int, timeout: float, pauses: _Pauses | None
+    clock: Clock, task: TransferPoint, loops: Sequence[Waves], warmup: int, timeout: float, pause: Pause | None
 ) -> _Loop:
-    for label, count in ((WARMUP, warmup), (task["label"], task["repeat"])):
+    for label, count in ((WARMUP, warmup), (task.label, task.repeat)):
         # the slots of a flow share its budget: a slow transfer does not hold up the others
-        budget = iter(range(count if task["schedule"] == "free" else -(-count // task["concurrency"])))
+        budget = iter(range(count if task.schedule.startswith("free") else -(-count // task.concurrency)))
         start = {"timeout": timeout, "label": label}
-        if error := (yield from _all(clock, [_loop(clock, waves, budget, start, pauses) for waves in loops])):
+        if error := (yield from _all(clock, [_loop(clock, waves, budget, start, pause) for waves in loops])):
             return error
     return None
 
@@ -165,94 +117,104 @@ def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
     return first
 
 
-class _Pauses:
-    """What a rank's program does between two transfers: one thread's work, so one pause comes after the other."""
-
-    def __init__(self, clock: Clock, mean: Seconds, seed: int, rank: str) -> None:
-        self._clock = clock
-        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
-        self._drawn = (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
-        self._free = 0.0
-
-    def next(self) -> Seconds:
-        now = self._clock.now
-        self._free = max(now, self._free) + next(self._drawn)
-        return self._free - now
-
-
-def _loop(
-    clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str, Any], pauses: _Pauses | None
-) -> _Loop:
+def _loop(clock: Clock, waves: Waves, budget: Iterator[int], start: Mapping[str, Any], pause: Pause | None) -> _Loop:
     try:
         for _ in budget:
             clock.settle()
             for wave in waves:
                 for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
                     yield transfer
-                if pauses is not None:
-                    yield clock.timeout(pauses.next())
+                if pause is not None:
+                    yield clock.timeout(pause())
     except TransferError as error:
         return error
     return None
 
 
+def _pauses(clock: Clock, mean: Seconds, seed: int, rank: str) -> Pause:
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
+    drawn = (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
+    free = 0.0
+
+    def following() -> Seconds:
+        nonlocal free
+        free = max(clock.now, free) + next(drawn)
+        return free - clock.now
+
+    return following
+
+
 class _Plan:
-    """Where the blocks of every flow lie in each rank's one buffer, and what they hold.
+    """Where the blocks of every flow lie in the buffer of each rank, and what they hold; as *rank* sees it.
 
     Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of
     the flows. A slot has one place for each block, or two if they are scattered, of which half stay zero.
     """
 
-    def __init__(self, task: Task, seed: int) -> None:
-        self.task, self.flows, self.size = task, task["flows"], task["size"]
-        self._point, self._seed = zlib.crc32(task["label"].encode()), seed
-        blocks, scattered = task["blocks"], task["scattered"]
+    def __init__(self, task: TransferPoint, ranks: int, seed: int, rank: str) -> None:
+        self.task, self.flows, self.size, self.rank = task, task.flows(ranks), task.size, rank
+        self._point, self._seed = zlib.crc32(task.label.encode()), seed
+        self._free, blocks, scattered = task.schedule.startswith("free"), task.blocks, task.layout == "scattered"
         self._places = blocks * (2 if scattered else 1)  # block-sized places of a slot
         order = np.random.Generator(np.random.PCG64([seed, 0]))
         every: Ints = np.arange(blocks, dtype=np.int64)
         self._from = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
         self._to = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
 
-    def batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
+    def loops(self, rank: Rank, region: Region, peers: Mapping[str, Peer]) -> list[list[Waves]]:
+        """Return the loops that run side by side, for each flow or, in waves, for all of them."""
+        reads = self.task.operation == "read"
+        start = rank.endpoint.read if reads else rank.endpoint.write
+        posts: list[list[Post]] = []
+        for index, flow in enumerate(self.flows):
+            if flow[reads] == self.rank:
+                peer = peers[flow[not reads]]
+                ends = (peer.regions["blocks"], region) if reads else (region, peer.regions["blocks"])
+                slots = range(self.task.concurrency)
+                posts.append([partial(start, peer, self._batch(index, slot, *ends)) for slot in slots])
+        if self._free:
+            return [[[[post]] for post in slots] for slots in posts]
+        every = [post for slots in posts for post in slots]
+        return [[[[post] for post in every] if self.task.schedule.startswith("serial") else [every]]]
+
+    def _batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
         source_offset = self._at(index, slot, self.flows[index][0]) + self._from * self.size
         target_offset = self._at(index, slot, self.flows[index][1]) + self._to * self.size
         return Batch(source, target, source_offset, target_offset, np.full(len(self._from), self.size))
 
-    def fill(self, rank: str, buffer: Buffer) -> None:
+    def fill(self, buffer: Buffer) -> None:
+        """Write what the slots send, and zeros where scattered blocks leave places."""
         for index, (source, sink) in enumerate(self.flows):
-            for slot in range(self.task["concurrency"]):
-                if source == rank:
-                    buffer.write(self._at(index, slot, rank), self._content(index, slot).tobytes())
-                elif sink == rank and self.task["scattered"]:  # otherwise every byte is written
-                    buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
+            for slot in range(self.task.concurrency):
+                if source == self.rank:
+                    buffer.write(self._at(index, slot), self._content(index, slot).tobytes())
+                elif sink == self.rank and self.task.layout == "scattered":  # otherwise every byte is written
+                    buffer.write(self._at(index, slot), bytes(self._places * self.size))
 
-    def received(self, rank: str, buffer: Buffer, warmup: int, check: bool) -> tuple[int, int, int]:
-        # How many slots of *rank* transfers arrived in, were checked, and are right.
-        flows = [index for index, flow in enumerate(self.flows) if flow[1] == rank]
-        used = self.task["concurrency"]
-        if self.task["schedule"] == "free":  # a flow of fewer transfers than slots leaves the last slots unused
-            used = min(used, max(warmup, self.task["repeat"]))
-        slots = [(index, slot) for index in flows for slot in range(used)]
-        if not check:
-            return len(slots), 0, 0
-        return len(slots), len(slots), sum(self._is_right(*each, buffer) for each in slots)
+    def received(self, buffer: Buffer, warmup: int, check: bool) -> tuple[int, int, int]:
+        """Return in how many slots transfers arrived, how many were checked, and how many are right."""
+        used = self.task.concurrency
+        if self._free:  # a flow of fewer transfers than slots leaves the last slots unused
+            used = min(used, max(warmup, self.task.repeat))
+        slots = [
+            (index, slot) for index, flow in enumerate(self.flows) if flow[1] == self.rank for slot in range(used)
+        ]
+        return len(slots), len(slots) * check, sum(self._is_right(*each, buffer) for each in slots) if check else 0
 
     def _is_right(self, index: int, slot: int, buffer: Buffer) -> bool:
         expected = np.zeros((self._places, self.size), dtype=np.uint8)
         expected[self._to] = self._content(index, slot)[self._from]
-        content = buffer.read(self._at(index, slot, self.flows[index][1]), self._places * self.size)
+        content = buffer.read(self._at(index, slot), self._places * self.size)
         return zlib.crc32(content) == zlib.crc32(expected.tobytes())
 
-    def _at(self, index: int, slot: int, rank: str) -> int:
-        before = sum(rank in flow for flow in self.flows[:index])
-        return (before * self.task["concurrency"] + slot) * self._places * self.size
+    def _at(self, index: int, slot: int, rank: str = "") -> int:
+        before = sum((rank or self.rank) in flow for flow in self.flows[:index])
+        return (before * self.task.concurrency + slot) * self._places * self.size
 
     def _content(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
         generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, self._point]))
         return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)
 
-
-# --- barrier -------------------------------------------------------------------------------------------------------
 
 _SLACK = 2e-3
 """Seconds from the last arrival to a common start: more than a message between processes of one machine takes."""
@@ -296,10 +258,10 @@ class Barrier:
         return arrived
 
     def start(self, stage: str) -> Generator[Any, Any, None]:
-        """Wait as `wait` does, and then for one instant that all ranks agree on: they share the clock of the job.
+        """Wait as `wait` does, and then for one instant that all ranks agree on, on the job's shared clock.
 
-        What tells a rank that all have arrived comes at a different time to each, and short transfers would be over
-        at one before another begins.
+        The last arrival is heard at a different time by each rank, and short transfers would be over at one before
+        another begins.
         """
         now = self._rank.clock.now
         others = yield from self.wait(stage, repr(now).encode())

@@ -5,26 +5,50 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.transfer.exchange import SCHEDULES, Task
 from pdsim.core.units import format_size, parse_size
 from pdsim.hardware.machine import Machine
 from pdsim.transfer.job import Place
 
-__all__ = ["PATTERNS", "Flow", "TransferPoint", "flows", "names", "places", "read", "shortage", "shuffled", "write"]
+__all__ = [
+    "Flow",
+    "TransferPoint",
+    "flows",
+    "names",
+    "places",
+    "read",
+    "region_bytes",
+    "shortage",
+    "shuffled",
+    "write",
+]
 
 Flow = tuple[str, str]  # the rank that the bytes come from, the rank that they go to
+SCHEDULES = ("free", "rounds", "serial")
+"""How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
+or one transfer at a time, flow by flow."""
 ROTATED = "-rotated"
+NUMBERS = ("blocks", "size", "concurrency", "repeat")
 CHOICES = {
     "operation": ("write", "read"),
     "layout": ("contiguous", "scattered"),
     "schedule": (*SCHEDULES, *(f"{name}{ROTATED}" for name in SCHEDULES)),
 }
+PATTERNS = {
+    "pair": "",
+    **dict.fromkeys(("pairs", "bidirectional", "incast", "fanout"), r"|[1-9]\d*"),
+    "cross": r"|[1-9]\d*(x[1-9]\d*)?",
+    "alltoall": r"|[2-9]|[1-9]\d+",
+}
+"""Names of patterns, ``name`` or ``name:count``, with the form of their counts: disjoint pairs, in one direction or
+both; sources to one sink; one source to so many sinks; ``cross:2x3``, two sources each to three sinks; ranks each to
+every other."""
 
 
 class TransferPoint(NamedTuple):
@@ -52,48 +76,45 @@ class TransferPoint(NamedTuple):
 
     def check(self) -> None:
         """Raise a `ValueError` that names the option and the value that cannot be."""
-        _check_pattern(self.pattern)
-        for name, least in (("blocks", 1), ("size", 1), ("concurrency", 1), ("repeat", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
+        name, _, count = self.pattern.partition(":")
+        if name not in PATTERNS:
+            raise ValueError(f"experiment.patterns must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
+        if not re.fullmatch(PATTERNS[name], count) or self.pattern.endswith(":"):
+            example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
+            raise ValueError(
+                f"experiment.patterns: {self.pattern!r} has a count that it cannot have; write {example}"
+            )
+        for option, least in (("blocks", 1), ("size", 1), ("concurrency", 1), ("repeat", 0)):
+            if getattr(self, option) < least:
+                raise ValueError(f"experiment.{option} must be >= {least}, got {getattr(self, option)}")
+        for option, allowed in CHOICES.items():
+            if getattr(self, option) not in allowed:
                 raise ValueError(
-                    f"experiment.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                    f"experiment.{option} must be one of {', '.join(allowed)}, got {getattr(self, option)!r}"
                 )
 
     def flows(self, ranks: int) -> list[Flow]:
         """Return the flows of the point, in the order in which a source posts them."""
         return flows(self.pattern, ranks, self.schedule.endswith(ROTATED))
 
-    def task(self, ranks: int) -> Task:
-        """Return the point as ranks are sent it."""
-        return Task(
-            label=self.label,
-            flows=[list(flow) for flow in self.flows(ranks)],
-            blocks=self.blocks,
-            size=self.size,
-            concurrency=self.concurrency,
-            repeat=self.repeat,
-            read=self.operation == "read",
-            scattered=self.layout == "scattered",
-            schedule=self.schedule.removesuffix(ROTATED),
-        )
+    @property
+    def area(self) -> int:
+        """Bytes that one flow takes on either side: a slot for each transfer in flight."""
+        return self.concurrency * self.blocks * self.size * (2 if self.layout == "scattered" else 1)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-NUMBERS = ("blocks", "size", "concurrency", "repeat")
-COLUMNS = TransferPoint._fields
-"""The columns of a file of points; those with a default may be left out, others are ignored."""
+def region_bytes(rank: str, points: Sequence[TransferPoint], ranks: int) -> int:
+    """Return the bytes that *rank* of *ranks* registers: enough for whichever of *points* takes most of it."""
+    return max(1, *(point.area * sum(rank in flow for flow in point.flows(ranks)) for point in points))
 
 
 def read(path: Path) -> list[TransferPoint]:
-    """Return the points of the CSV file *path*, whose first line names its columns: see `COLUMNS`.
+    """Return the points of the CSV file *path*, with the fields of `TransferPoint` as columns, others ignored.
 
     Lines that begin with ``#`` are comments; sizes may have units, ``64KiB``.  Raise a `ValueError` with the number
     of the row if it cannot be read, lacks a column, or holds what cannot be.
     """
+    columns = TransferPoint._fields
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -101,7 +122,7 @@ def read(path: Path) -> list[TransferPoint]:
         raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
     points = []
     for number, row in enumerate(rows, 1):
-        words = {name: text for name, text in row.items() if name in COLUMNS and text}
+        words = {name: text for name, text in row.items() if name in columns and text}
         try:
             sizes = {name: parse_size(words[name]) for name in words if name in NUMBERS}
             points.append(TransferPoint(**words | sizes))  # type: ignore[arg-type]
@@ -109,37 +130,19 @@ def read(path: Path) -> list[TransferPoint]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"experiment.points={path}, row {number}: {error}") from error
     if not points:
-        raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(COLUMNS)}")
+        raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(columns)}")
     return points
 
 
 def write(path: Path, points: Sequence[TransferPoint]) -> None:
     """Write *points* to the CSV file *path*, as `read` takes it."""
-    lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
+    lines = [",".join(TransferPoint._fields), *(",".join(map(str, point)) for point in points)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def shuffled(points: Sequence[TransferPoint], seed: int) -> list[TransferPoint]:
     """Return *points* in an order drawn from *seed*, so that a drift of the machine is no trend of the points."""
-    order: Iterable[int] = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(points))
-    return [points[index] for index in order]
-
-
-# --- patterns ------------------------------------------------------------------------------------------------------
-
-PATTERNS = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross", "alltoall")
-"""``name`` or ``name:count``: *count* disjoint pairs, in one direction or both; *count* sources to one sink; one
-source to *count* sinks; ``cross:2x3``, two sources each to three sinks; *count* ranks each to every other."""
-
-
-def _check_pattern(pattern: str) -> None:
-    name, _, count = pattern.partition(":")
-    if name not in PATTERNS:
-        raise ValueError(f"experiment.patterns must be one of {', '.join(PATTERNS)}, got {pattern!r}")
-    form = {"pair": r"", "cross": r"|[1-9]\d*(x[1-9]\d*)?", "alltoall": r"|[2-9]|[1-9]\d+"}.get(name, r"|[1-9]\d*")
-    if not re.fullmatch(form, count) or pattern.endswith(":"):
-        example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
-        raise ValueError(f"experiment.patterns: {pattern!r} has a count that it cannot have; write {example}")
+    return [points[index] for index in np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(points))]
 
 
 def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
@@ -153,31 +156,24 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
     >>> flows("cross:2x2", ranks=4, rotate=True)
     [('rank0', 'rank2'), ('rank0', 'rank3'), ('rank1', 'rank3'), ('rank1', 'rank2')]
     """
-
-    def numbered(first: int, count: int) -> list[str]:
-        return [f"rank{first + index}" for index in range(count)]
-
     name, _, text = pattern.partition(":")
-    counts = [int(part) for part in text.split("x")] if text else []
+    usual = {"pair": 1, "bidirectional": 1, "pairs": ranks // 2, "cross": ranks // 2, "alltoall": ranks}
+    counts = [int(part) for part in text.split("x")] if text else [usual.get(name, ranks - 1)]
+    count, other = counts[0], counts[-1]
     if name in ("pair", "pairs", "bidirectional"):
-        count = counts[0] if counts else ranks // 2 if name == "pairs" else 1
         pairs = [(f"rank{2 * index}", f"rank{2 * index + 1}") for index in range(count)]
-        ways = 2 if name == "bidirectional" else 1
-        return [flow for one, other in pairs for flow in [(one, other), (other, one)][:ways]]
-    if name == "cross":
-        count, other = (counts[0], counts[-1]) if counts else (ranks // 2, ranks // 2)
-        sources, sinks = numbered(0, count), numbered(count, other)
-    else:
-        count = counts[0] if counts else ranks - (name != "alltoall")
-        one, all_of_them = numbered(0, 1), numbered(1, count)
-        everyone = numbered(0, count)
-        sources, sinks = {
-            "incast": (all_of_them, one), "fanout": (one, all_of_them), "alltoall": (everyone, everyone),
-        }[name]  # fmt: skip
+        return [flow for one, two in pairs for flow in [(one, two), (two, one)][: 1 + (name == "bidirectional")]]
+    sources, sinks = {
+        "cross": (range(count), range(count, count + other)),
+        "incast": (range(1, 1 + count), range(1)),
+        "fanout": (range(1), range(1, 1 + count)),
+        "alltoall": (range(count), range(count)),
+    }[name]
     pairs = []
     for index, source in enumerate(sources):
         first = index % len(sinks) if rotate else 0
-        pairs += [(source, sink) for sink in [*sinks[first:], *sinks[:first]] if sink != source]
+        ordered = [*sinks[first:], *sinks[:first]]
+        pairs += [(f"rank{source}", f"rank{sink}") for sink in ordered if sink != source]
     return pairs
 
 
@@ -211,10 +207,10 @@ def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], 
     With *here* the ranks are processes of this machine, and what its host has free counts too.  Ranks at one place
     share its memory; only the place that needs most is looked at.
     """
-    totals: dict[Place, int] = {}
+    totals: Counter[Place] = Counter()
     for name, place in where.items():
-        totals[place] = totals.get(place, 0) + needs[name]
-    place, need = max(totals.items(), key=lambda item: item[1])
+        totals[place] += needs[name]
+    ((place, need),) = totals.most_common(1)
     room, what = hw.host.memory, f"the host of node {place.node}"
     if place.gpu is not None and hw.gpu is not None:
         room, what = hw.gpu.memory, f"GPU {place.gpu} of node {place.node}"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
-from experiments.transfer.exchange import region_bytes
-from experiments.transfer.points import TransferPoint, names, places, read, shortage, write
+from experiments.transfer.points import TransferPoint, names, places, read, region_bytes, shortage, write
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.progress import ShowProgress, silent
@@ -213,7 +212,7 @@ def _fitting(
     needs: dict[str, int] = {}
     kept = set()
     for point in sorted(points, key=lambda point: point.blocks * point.size * len(point.flows(HOSTED))):
-        own = {name: region_bytes(name, [point.task(HOSTED)]) for name in names(point.flows(HOSTED))}
+        own = {name: region_bytes(name, [point], HOSTED) for name in names(point.flows(HOSTED))}
         wanted = needs | {name: max(need, needs.get(name, 0)) for name, need in own.items()}
         where = places(config.hw, sorted(wanted, key=lambda name: int(name.removeprefix("rank"))), design.placement)
         if not shortage(config.hw, where, wanted, here=config.target == "real")[0]:
