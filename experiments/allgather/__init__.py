@@ -2,9 +2,8 @@
 """Gather over groups of ranks: plain and symmetric memory, equal and padded pieces, pools reserved or grown.
 
 The points of one number of ranks are one job; those whose pool grows are another.  Padded pieces are what context
-parallelism gathers: sequences split in a zigzag over the ranks, each rank padded to the longest.  Times are of the
-group: an all-gather begins when the last rank calls and is over when the last rank sees its end.  Bandwidths have
-the names and the definitions of nccl-tests.
+parallelism gathers: sequences split in a zigzag over the ranks, each rank padded to the longest.  An all-gather
+begins when the last rank calls and is over when the last rank sees its end.  Bandwidths are those of nccl-tests.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from experiments.jobs import ended_by, merged, unverified
+from experiments.jobs import Columns, ended_by, merged, microseconds, tabulated, unverified
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Size, format_size
 from pdsim.kv.allgather import MEMORIES, zigzag
-from pdsim.results.record import Metric, Result, Table, percentile
+from pdsim.results.record import Metric, Result, percentile
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.group import SYMMETRIC
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
@@ -59,13 +58,12 @@ class AllgatherOptions(ExperimentOptions):
         jobs = []
         for ranks, reserved in product(self.ranks, (True, False) if self.growth else (True,)):
             pools = self.pools if reserved else [pool for pool in self.pools if pool != "default"]
-            equal = [GatherPoint(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
-            padded = [
-                GatherPoint(ranks, zigzag(batch, ranks).longest * self.row, pool, tuple(batch), reserved)
-                for batch, pool in product(self.batches, pools)
+            padded = [(zigzag(batch, ranks).longest * self.row, tuple(batch)) for batch in self.batches]
+            pieces = [*((size, ()) for size in self.size), *padded]
+            points = [
+                GatherPoint(ranks, size, pool, batch, reserved) for (size, batch), pool in product(pieces, pools)
             ]
-            if equal or padded:
-                jobs.append(equal + padded)
+            jobs += [points] if points else []
         return jobs
 
 
@@ -75,19 +73,19 @@ def check(config: Config) -> Iterator[str]:
     Memory is checked for the point that needs most of it: a source, a target and the reserved pool on one rank.
     """
     options, hw = AllgatherOptions.of(config), config.hw
-    gpus = hw.gpus * hw.nodes
+    gpus, most = hw.gpus * hw.nodes, max(options.ranks)
     if config.collective is None:
         yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
         return
     problem = plugins.missing(plugins.COLLECTIVES, config.collective.implementation)
     if config.target == "real" and problem:
         yield f"collective={config.collective.name} {problem}"
-    if gpus and max(options.ranks) > gpus:
+    if gpus and most > gpus:
         yield (
-            f"experiment.ranks={max(options.ranks)}: each takes a GPU and hw={hw.name} has {gpus}; set "
+            f"experiment.ranks={most}: each takes a GPU and hw={hw.name} has {gpus}; set "
             f"experiment.ranks={gpus} or less, or take a larger machine"
         )
-    room = hw.gpu.memory if hw.gpu is not None else hw.host.memory // max(options.ranks)
+    room = hw.gpu.memory if hw.gpu is not None else hw.host.memory // most
     need = max((point.ranks + 1) * point.size for job in options.jobs() for point in job)
     if config.collective.pool + 2 * need > room:
         yield (
@@ -97,35 +95,27 @@ def check(config: Config) -> Iterator[str]:
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Run every job and return the rows of its points.
-
-    Raises:
-        ConfigError: `check` finds something.
-    """
+    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds something."""
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
     assert config.collective is not None
     options = AllgatherOptions.of(config)
     jobs = options.jobs()
-    gathers: list[GatherRow] = []
+    rows: list[GatherRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, points in enumerate(jobs):
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
         progress(number / len(jobs), name, (number + 1) / len(jobs))
         outcomes[name] = target.run(_specs(config, options, points))
         device = config.collective.timing == "device"
-        gathers += [_row(point, at, options.row, outcomes[name], device) for at, point in enumerate(points)]
+        rows += [_row(point, at, options.row, outcomes[name], device) for at, point in enumerate(points)]
     progress(1.0, "")
     whole = merged(outcomes)
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
-    failures += [
-        f"{row.point.label}: {row.checked - row.right} pieces are wrong"
-        for row in gathers
-        if row.right < row.checked
-    ]
+    failures += [f"{row.point.label}: {row.checked - row.right} pieces are wrong" for row in rows if row.wrong]
     return Result(
-        summary=_metrics(gathers),
-        tables=[_table(gathers)],
+        summary=_metrics(rows),
+        tables=[tabulated("All-gathers", _COLUMNS, rows)],
         transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
         failures=failures,
         notes=unverified(config) if options.verify else [],
@@ -146,13 +136,9 @@ def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint])
         "warmup": options.warmup,
         "verify": options.verify,
     }
-    program = "experiments.allgather.timed_gathers:measure"
-    gpus = config.hw.gpus
+    program, gpus = "experiments.allgather.timed_gathers:measure", config.hw.gpus
     places = [Place(index // gpus, index % gpus) if gpus else Place() for index in range(len(names))]
     return [RankSpec(name, program, where, arguments) for name, where in zip(names, places, strict=True)]
-
-
-# --- rows ----------------------------------------------------------------------------------------------------------
 
 
 class GatherPoint(NamedTuple):
@@ -173,41 +159,42 @@ class GatherPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRow:
-    """What one point gave: times of each all-gather, contents that were checked, growth of pools.
-
-    *seconds* and *wire* have one number for each measured all-gather.  *engine* names library and
-    kind of memory.  *growths* and *growth_seconds* are those of the rank with the most: growing is
-    collective, and all wait for it.  *status* is "ok", "corrupt", or the class of the error that
-    ended the job.
-    """
+    """What one point gave."""
 
     point: GatherPoint
     row: int  # bytes of a token
     seconds: Sequence[float]  # of each all-gather, from the call of the last rank to its being seen by the last
     wire: Sequence[float]  # of each, from being begun to its end, of the rank that waited least
-    engine: str
     checked: int
     right: int
-    growths: int
+    growths: int  # of the rank with the most: growing is collective, and all wait for it
     growth_seconds: float  # of the rank that waited longest
-    status: str
+    error: str  # class of the error that ended the job
 
     @property
-    def payload(self) -> int:
-        """Bytes that each rank has in the end, padding not counted."""
-        return sum(self.point.batch) * self.row if self.point.batch else self.point.ranks * self.point.size
+    def wrong(self) -> bool:
+        """Whether contents differ from what was sent."""
+        return self.right < self.checked
+
+    @property
+    def status(self) -> str:
+        """``"ok"``, ``"corrupt"``, or the class of the error that ended the job."""
+        return self.error or ("corrupt" if self.wrong else "ok")
+
+    def rate(self, nbytes: int) -> float | None:
+        """Return GB/s: *nbytes* over the median time."""
+        median = percentile(self.seconds, 50.0)
+        return nbytes / median / 1e9 if median else None
 
     @property
     def algorithmic(self) -> float | None:
-        """GB/s: `payload` over the median time."""
-        median = percentile(self.seconds, 50.0)
-        return self.payload / median / 1e9 if median else None
+        """GB/s of the bytes that each rank has in the end, padding not counted."""
+        return self.rate(sum(self.point.batch) * self.row or self.point.ranks * self.point.size)
 
     @property
     def bus(self) -> float | None:
         """GB/s that each rank's port carried each way: as nccl-tests, padding counted."""
-        median, point = percentile(self.seconds, 50.0), self.point
-        return point.size * (point.ranks - 1) / median / 1e9 if median else None
+        return self.rate(self.point.size * (self.point.ranks - 1))
 
 
 def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, device: bool) -> GatherRow:
@@ -222,73 +209,54 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, device: bo
         row=row,
         seconds=[_seconds(each, device) for each in together],
         wire=[min(record.completed - record.posted for record in each) for each in together],
-        engine=together[0][0].engine if together else "",
         checked=checked,
         right=right,
         growths=max((one["growths"] for one in points), default=0),
         growth_seconds=max((one["growth_seconds"] for one in points), default=0.0),
-        status=ended_by(outcome) or ("corrupt" if right < checked else "ok"),
+        error=ended_by(outcome),
     )
 
 
 def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
-    # With *device* their times are the device's, and those of the rank that did not wait for others
-    # count.
-    if device:  # of the rank that did not wait for others
+    if device:  # times are the device's: of the rank that did not wait for others
         return min(record.seen - record.submitted for record in each)
     return max(record.seen for record in each) - max(record.submitted for record in each)
 
 
-def _table(gathers: Sequence[GatherRow]) -> Table:
-    columns = {
-        "ranks": "ranks of the group",
-        "piece": "bytes that each rank gives, padding included",
-        "batch": "tokens of the sequences that were split in a zigzag and padded; -: equal pieces",
-        "pool": "symmetric: targets are registered with all ranks (both: sources, too); default: plain memory",
-        "med us": "median time of an all-gather, from the last rank's call until the last rank sees the end",
-        "q1": "first quartile of that",
-        "q3": "third quartile of that",
-        "wire us": "median time from begin to end on the rank that waited least, without host time",
-        "alg GB/s": "algorithmic bandwidth: bytes that each rank has in the end (padding not counted) / median time",
-        "bus GB/s": "bus bandwidth: bytes that each rank's port carries each way / median time, as in nccl-tests",
-        "growths": "times that the symmetric pool grew during the point",
-        "growth ms": "longest stall of a rank by growth",
-        "verified": "pieces or tokens with the right contents / those checked, on all ranks",
-        "status": "ok, corrupt, or the error that ended the job",
-    }
-    return Table("All-gathers", columns, [_cells(row) for row in gathers])
+_MED = "median time of an all-gather, from the last rank's call until the last rank sees the end"
+_BATCH = "tokens of the sequences that were split in a zigzag and padded; -: equal pieces"
+_POOL = "symmetric: targets are registered with all ranks (both: sources, too); default: plain memory"
+_ALG = "algorithmic bandwidth: bytes that each rank has in the end (padding not counted) / median time"
+_BUS = "bus bandwidth: bytes that each rank's port carries each way / median time, as in nccl-tests"
+_VERIFIED = "pieces or tokens with the right contents / those checked, on all ranks"
+_COLUMNS: Columns[GatherRow] = {
+    "ranks": ("ranks of the group", lambda row: row.point.ranks),
+    "piece": ("bytes that each rank gives, padding included", lambda row: format_size(row.point.size)),
+    "batch": (_BATCH, lambda row: "+".join(map(str, row.point.batch)) or "-"),
+    "pool": (_POOL, lambda row: row.point.pool + ("" if row.point.reserved else ", grown")),
+    "med us": (_MED, lambda row: microseconds(row.seconds, 50.0)),
+    "q1": ("first quartile of that", lambda row: microseconds(row.seconds, 25.0)),
+    "q3": ("third quartile of that", lambda row: microseconds(row.seconds, 75.0)),
+    "wire us": (
+        "median time from begin to end on the rank that waited least, without host time",
+        lambda row: microseconds(row.wire, 50.0),
+    ),
+    "alg GB/s": (_ALG, lambda row: row.algorithmic),
+    "bus GB/s": (_BUS, lambda row: row.bus),
+    "growths": ("times that the symmetric pool grew during the point", lambda row: row.growths),
+    "growth ms": ("longest stall of a rank by growth", lambda row: row.growth_seconds * 1e3),
+    "verified": (_VERIFIED, lambda row: f"{row.right}/{row.checked}" if row.checked else "-"),
+    "status": ("ok, corrupt, or the error that ended the job", lambda row: row.status),
+}
 
 
-def _cells(row: GatherRow) -> list[Any]:
-    times = [_us(row.seconds, q) for q in (50.0, 25.0, 75.0)]
+def _metrics(rows: Sequence[GatherRow]) -> list[Metric]:
     return [
-        row.point.ranks,
-        format_size(row.point.size),
-        "+".join(map(str, row.point.batch)) or "-",
-        row.point.pool if row.point.reserved else f"{row.point.pool}, grown",
-        *times,
-        _us(row.wire, 50.0),
-        row.algorithmic,
-        row.bus,
-        row.growths,
-        row.growth_seconds * 1e3,
-        f"{row.right}/{row.checked}" if row.checked else "-",
-        row.status,
-    ]
-
-
-def _us(seconds: Sequence[float], q: float) -> float | None:
-    value = percentile(seconds, q)
-    return None if value is None else value * 1e6
-
-
-def _metrics(gathers: Sequence[GatherRow]) -> list[Metric]:
-    return [
-        Metric("points", len(gathers), "points that were run"),
-        Metric("points_failed", sum(row.status != "ok" for row in gathers), "points whose status is not ok"),
-        Metric("gathers", sum(len(row.seconds) for row in gathers), "measured all-gathers"),
-        Metric("checked", sum(row.checked for row in gathers), "pieces and tokens whose contents were checked"),
-        Metric("right", sum(row.right for row in gathers), "of them, those with the right contents"),
-        Metric("growths", sum(row.growths for row in gathers), "growths of symmetric pools at run time"),
-        Metric("growth_s", sum(row.growth_seconds for row in gathers), "for how long ranks were stalled by them"),
+        Metric("points", len(rows), "points that were run"),
+        Metric("points_failed", sum(row.status != "ok" for row in rows), "points whose status is not ok"),
+        Metric("gathers", sum(len(row.seconds) for row in rows), "measured all-gathers"),
+        Metric("checked", sum(row.checked for row in rows), "pieces and tokens whose contents were checked"),
+        Metric("right", sum(row.right for row in rows), "of them, those with the right contents"),
+        Metric("growths", sum(row.growths for row in rows), "growths of symmetric pools at run time"),
+        Metric("growth_s", sum(row.growth_seconds for row in rows), "for how long ranks were stalled by them"),
     ]

@@ -8,20 +8,20 @@ transfer, no batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
-from experiments.jobs import attempt, merged
+from experiments.jobs import Columns, attempt, merged, microseconds, tabulated, unverified
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
 from pdsim.models.parallel import Parallel, Side
-from pdsim.results.record import Metric, Result, Table, percentile
+from pdsim.results.record import Metric, Result, percentile
 from pdsim.serving.deployment import ROUTER, index_of
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
@@ -64,6 +64,11 @@ class HandoffOptions(ExperimentOptions):
                 raise ValueError(f"experiment.tp must be of pairs such as 1to2, got {text!r}")
         if not self.tokens:
             raise ValueError("experiment.tokens must have a value, got none")
+
+    @property
+    def warm(self) -> int:
+        """How many of `requests` are not measured: the first."""
+        return len(self.tokens) * self.warmup
 
     def ways(self) -> list[Way]:
         """Return the ways to hand over; ranks that keep equal heads have no second path."""
@@ -116,28 +121,36 @@ def check(config: Config) -> Iterator[str]:
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over in every way and return the times.
 
-    Raises:
-        ConfigError: `check` finds something.
-        BackendUnavailable: The engine does not work here at all.
+    Raise a `ConfigError` if `check` finds something, a `BackendUnavailable` if the engine does not work here at all.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     options = HandoffOptions.of(config)
-    handoffs: list[HandoffRow] = []
+    rows: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
         progress(number / len(options.ways()), way.label, (number + 1) / len(options.ways()))
         outcomes[way.label] = attempt(target, specs(config, options, way), ROUTER, first=not outcomes)
-        handoffs += _rows(options, way, outcomes[way.label])
+        rows += _rows(options, way, outcomes[way.label])
     progress(1.0, "")
+    failures = [
+        f"{label} {name}: {rank.error}"
+        for label, outcome in outcomes.items()
+        for name, rank in outcome.ranks.items()
+        if rank.error
+    ]
+    failures += [f"{row.way} {row.tokens} tokens: {row.status}" for row in rows if row.status != "ok"]
     return Result(
-        summary=_metrics(handoffs),
-        tables=_tables(handoffs),
+        summary=_metrics(rows),
+        tables=[
+            tabulated("Handoffs", {**_WHO, **_WHOLE}, rows),
+            tabulated("Stages of a handoff", {**_WHO, **_STAGES}, rows),
+        ],
         transfers=[
             record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers
         ],
-        failures=list(_failures(handoffs, outcomes)),
-        notes=_notes(config, options),
+        failures=failures,
+        notes=unverified(config) or [f"contents of the first {options.warm} requests of each job were compared"],
         outcome=merged(outcomes),
     )
 
@@ -151,15 +164,13 @@ def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
     what = serve.job(own, serve.ServeOptions(deadline=options.deadline))
     serve.check_fits(what, options.requests())
     if options.placement == "packed":
-        return _with_router(serve.specs(own, what, options.requests()))
-    hosts = replace(own, hw=replace(own.hw, gpus=0, gpu=None))  # where they would be with no GPU to call their own
-    ranks = serve.specs(hosts, what, options.requests())
-    return _with_router([replace(rank, place=_side(rank.name, config.hw.gpus)) for rank in ranks])
-
-
-def _with_router(ranks: Sequence[RankSpec]) -> list[RankSpec]:
-    program = "experiments.handoff.one_by_one:program"
-    return [replace(rank, program=program) if rank.name == ROUTER else rank for rank in ranks]
+        ranks = serve.specs(own, what, options.requests())
+    else:  # on hosts, which any number of ranks fits, and then moved
+        hosts = replace(own, hw=replace(own.hw, gpus=0, gpu=None))
+        ranks = serve.specs(hosts, what, options.requests())
+        ranks = [replace(rank, place=_side(rank.name, config.hw.gpus)) for rank in ranks]
+    router, *others = ranks
+    return [replace(router, program="experiments.handoff.one_by_one:program"), *others]
 
 
 def _side(rank: str, gpus: int) -> Place:
@@ -179,7 +190,7 @@ def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
         pool=config.kv.pool or 2 * largest,
         staging=way.path == "staged",
         staging_ring=min(config.kv.staging_ring, 4 * largest),  # with one request under way, more is never used
-        checked=_warm(options) if options.verify else 0,
+        checked=options.warm if options.verify else 0,
     )
     return replace(
         config,
@@ -189,24 +200,6 @@ def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
         compute=replace(config.compute, scale=0.0),
     )
 
-
-def _warm(options: HandoffOptions) -> int:
-    return len(options.tokens) * options.warmup
-
-
-def _failures(handoffs: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    for label, outcome in outcomes.items():
-        yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
-    yield from (f"{row.way} {row.tokens} tokens: {row.status}" for row in handoffs if row.status != "ok")
-
-
-def _notes(config: Config, options: HandoffOptions) -> list[str]:
-    if config.target == "model" and config.memory == "timing":
-        return ["no bytes were compared: the model keeps sizes only; set memory=tracked to check contents"]
-    return [f"contents of the first {_warm(options)} requests of each job, its warm-up, were compared"]
-
-
-# --- rows ----------------------------------------------------------------------------------------------------------
 
 STAGES = {
     "handoff": "from the end of the prefill forward to success at decode: KV and metadata on all ranks",
@@ -250,8 +243,8 @@ def _rows(options: HandoffOptions, way: Way, outcome: Outcome) -> Iterator[Hando
         ends = {number: value["rows"][number] for number in mine}
         errors = [str(end[3]) for end in ends.values() if end[3] != "ok"]
         times: dict[str, list[float]] = {stage: [] for stage in STAGES}
-        for number in (number for number in mine if number >= _warm(options) and ends[number][3] == "ok"):
-            for stage, seconds in _stages(ends[number][4:], records[number]):
+        for number in (number for number in mine if number >= options.warm and ends[number][3] == "ok"):
+            for stage, seconds in _stages(ends[number][4:], records[number]).items():
                 times[stage].append(seconds)
         last = records.get(mine[-1], [])
         paths = {record.label.rpartition("/")[2] for record in last}
@@ -260,54 +253,48 @@ def _rows(options: HandoffOptions, way: Way, outcome: Outcome) -> Iterator[Hando
         yield HandoffRow(way.label, tokens, nbytes, descriptors, times, path, errors[0] if errors else "ok")
 
 
-def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
-    reserved, noticed, started, _, arrived = (float(stamp) for stamp in stamps[:5])  # type: ignore[arg-type]
+def _stages(stamps: Sequence[Any], records: Sequence[TransferRecord]) -> dict[str, float]:
+    reserved, noticed, started, _, arrived = map(float, stamps[:5])
     first = min(record.submitted for record in records)
     last = min(arrived, max(record.seen for record in records))  # the target may be told before the source
-    yield from (("handoff", arrived - started), ("reserve", noticed - reserved), ("plan", first - started))
-    yield from (("wire", last - first), ("finish", arrived - last))
-
-
-def _tables(handoffs: Sequence[HandoffRow]) -> tuple[Table, ...]:
-    who = {
-        "way": "ranks of prefill to ranks of decode, and the path between other heads",
-        "tokens": "of the request",
+    return {
+        "handoff": arrived - started,
+        "reserve": noticed - reserved,
+        "plan": first - started,
+        "wire": last - first,
+        "finish": arrived - last,
     }
-    whole = who | {
-        "path": "path of the KV",
-        "bytes": "KV and metadata",
-        "descriptors": "of all writes",
-        "n": "handoffs measured",
-        "p25 us": f"first quartile of the time {STAGES['handoff']}",
-        "p50": "median of that",
-        "p75": "third quartile of that",
-        "GB/s": "bytes / median, 1 GB = 1e9 bytes",
-        "status": "ok, or why a handoff failed",
-    }
-    stages = who | {f"{stage} us": f"median of: {text}" for stage, text in STAGES.items()}
-    medians = [[row.way, row.tokens, *(_us(row, stage, 50.0) for stage in STAGES)] for row in handoffs]
-    return (
-        Table("Handoffs", whole, [_whole(row) for row in handoffs]),
-        Table("Stages of a handoff", stages, medians),
-    )
 
 
-def _whole(row: HandoffRow) -> list[object]:
-    times = [_us(row, "handoff", q) for q in (25.0, 50.0, 75.0)]
-    measured = len(row.times["handoff"])
-    return [row.way, row.tokens, row.path, row.nbytes, row.descriptors, measured, *times, row.rate, row.status]
+def _at(q: float, stage: str = "handoff") -> Callable[[HandoffRow], float | None]:
+    return lambda row: microseconds(row.times[stage], q)
 
 
-def _us(row: HandoffRow, stage: str, q: float) -> float | None:
-    value = percentile(row.times[stage], q)
-    return None if value is None else value * 1e6
+_WHO: Columns[HandoffRow] = {
+    "way": ("ranks of prefill to ranks of decode, and the path between other heads", lambda row: row.way),
+    "tokens": ("of the request", lambda row: row.tokens),
+}
+_WHOLE: Columns[HandoffRow] = {
+    "path": ("path of the KV", lambda row: row.path),
+    "bytes": ("KV and metadata", lambda row: row.nbytes),
+    "descriptors": ("of all writes", lambda row: row.descriptors),
+    "n": ("handoffs measured", lambda row: len(row.times["handoff"])),
+    "p25 us": (f"first quartile of the time {STAGES['handoff']}", _at(25.0)),
+    "p50": ("median of that", _at(50.0)),
+    "p75": ("third quartile of that", _at(75.0)),
+    "GB/s": ("bytes / median, 1 GB = 1e9 bytes", lambda row: row.rate),
+    "status": ("ok, or why a handoff failed", lambda row: row.status),
+}
+_STAGES: Columns[HandoffRow] = {
+    f"{stage} us": (f"median of: {definition}", _at(50.0, stage)) for stage, definition in STAGES.items()
+}
 
 
-def _metrics(handoffs: Sequence[HandoffRow]) -> list[Metric]:
-    rates = [row.rate for row in handoffs if row.rate is not None]
+def _metrics(rows: Sequence[HandoffRow]) -> list[Metric]:
+    rates = [row.rate for row in rows if row.rate is not None]
     return [
-        Metric("shapes", len(handoffs), "token counts x ways of transfer"),
-        Metric("shapes_failed", sum(row.status != "ok" for row in handoffs), "shapes with a failed handoff"),
-        Metric("handoffs", sum(len(row.times["handoff"]) for row in handoffs), "measured handoffs that succeeded"),
+        Metric("shapes", len(rows), "token counts x ways of transfer"),
+        Metric("shapes_failed", sum(row.status != "ok" for row in rows), "shapes with a failed handoff"),
+        Metric("handoffs", sum(len(row.times["handoff"]) for row in rows), "measured handoffs that succeeded"),
         Metric("rate_max_gbs", max(rates, default=None), "highest rate of a median handoff, 1 GB = 1e9 bytes"),
     ]
