@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,52 +73,33 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
     parts = CampaignParts(Path(options.parts), alike) if options.parts else None
-    tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts is not None else []
+    tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts else []
     known = {each.seed for each in tried}
-    started = time.monotonic()
-    for done in tries(
-        [trial for trial in trials if trial.seed not in known], options.workers or os.cpu_count() or 1
-    ):
+    left, started = [trial for trial in trials if trial.seed not in known], time.monotonic()
+    for done in tries(left, options.workers or os.cpu_count() or 1):
         tried.append(done)
-        if parts is not None:
+        if parts:
             parts.add(done)
-        bad = sum(bool(each.violations) for each in tried)
-        progress(len(tried) / len(trials), f"{len(tried)} scenarios, {bad} with violations")
-    notes = [f"{len(known)} scenarios were run before; {parts.note()}"] if parts is not None else []
-    return _result(trials, sorted(tried), len(tried) - len(known), time.monotonic() - started, notes)
+        progress(len(tried) / len(trials), f"{len(tried)} scenarios, {_bad(tried)} with violations")
+    notes = [f"{len(known)} scenarios were run before; {parts.note()}"] if parts else []
+    return _result(trials, sorted(tried), len(left), time.monotonic() - started, notes)
 
 
 def _result(
     trials: Sequence[FaultTrial], tried: Sequence[Tried], ran: int, seconds: float, more: Sequence[str]
 ) -> Result:
     by_seed = {trial.seed: trial for trial in trials}
-    first: dict[str, Tried] = {}
-    for each in tried:
-        for violation in each.violations:
-            first.setdefault(violation.invariant, each)
-    rows: list[list[object]] = []
-    failures = []
-    for invariant, each in sorted(first.items()):
-        smallest, violation = shrunk(by_seed[each.seed], invariant)
-        count = sum(any(one.invariant == invariant for one in other.violations) for other in tried)
-        rows.append([invariant, count, violation.what, smallest.command()])
-        failures.append(f"{violation} [{each.text}]; replay: {smallest.command()}")
-    notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]
-    bad = sum(bool(each.violations) for each in tried)
-    metrics = [
-        Metric("scenarios", len(tried), "scenarios that were run to their end"),
-        Metric("requests", sum(trial.requests for trial in trials), "requests served in them"),
-        Metric("violating", bad, "scenarios in which an invariant did not hold"),
-        Metric("events", sum(each.events for each in tried), "SimPy events of all scenarios"),
-        Metric("scenarios_per_s", ran / seconds, "scenarios run now / wall seconds, processes in parallel"),
-    ]
-    return Result(metrics, _tables(tried, rows), failures=failures, notes=notes)
-
-
-def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
+    violated: dict[str, list[Tried]] = {}
     statuses: Counter[str] = Counter()
     for each in tried:
         statuses.update({status or "(none)": count for status, count in each.statuses.items()})
+        for invariant in dict.fromkeys(violation.invariant for violation in each.violations):
+            violated.setdefault(invariant, []).append(each)
+    rows, failures = [], []
+    for invariant, those in sorted(violated.items()):
+        smallest, violation = shrunk(by_seed[those[0].seed], invariant)
+        rows.append([invariant, len(those), violation.what, smallest.command()])
+        failures.append(f"{violation} [{those[0].text}]; replay: {smallest.command()}")
     ends = Table(
         "How requests ended",
         {"status": "ok, or the class of the failure; each was reached by a fault", "requests": "number of requests"},
@@ -130,4 +111,17 @@ def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
         "what": "first violation of the smallest such scenario",
         "replay": "command that replays it",
     }
-    return [ends, Table("Violations", columns, rows)] if rows else [ends]
+    metrics = [
+        Metric("scenarios", len(tried), "scenarios that were run to their end"),
+        Metric("requests", sum(trial.requests for trial in trials), "requests served in them"),
+        Metric("violating", _bad(tried), "scenarios in which an invariant did not hold"),
+        Metric("events", sum(each.events for each in tried), "SimPy events of all scenarios"),
+        Metric("scenarios_per_s", ran / seconds, "scenarios run now / wall seconds, processes in parallel"),
+    ]
+    notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]
+    tables = [ends, Table("Violations", columns, rows)] if rows else [ends]
+    return Result(metrics, tables, failures=failures, notes=notes)
+
+
+def _bad(tried: Iterable[Tried]) -> int:
+    return sum(bool(each.violations) for each in tried)

@@ -7,18 +7,19 @@ A fault explains a failure if it reached the request's own instances in its life
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import inf
+from typing import NamedTuple
 
-from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.costs import Engine
 from pdsim.hardware.machine import Machine
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
 from pdsim.serving.workload import Request
 from pdsim.sim.faults import Faults, Pause, Silence
 from pdsim.transfer.job import Outcome, RankSpec
 
-__all__ = ["Causes", "History", "Outage", "Scenario", "outages"]
+__all__ = ["Causes", "Scenario", "outages"]
 
 RECONNECTED = 2.0
 """Seconds from the start of the last rank of an instance until its peers must be connected to it: they wait for the
@@ -51,18 +52,14 @@ class Scenario:
     text: str  # what it is, in one line
 
 
-class Outage(NamedTuple):
-    """When an instance cannot serve: from the loss of a rank until its peers must be connected to it again.
+class Span(NamedTuple):
+    """Seconds after the start of the job in which something is out of order."""
 
-    >>> Outage(2.0, 5.0).reaches(4.0, 9.0), Outage(2.0, 5.0).reaches(5.5, 9.0)
-    (True, False)
-    """
-
-    start: float  # seconds after the start of the job
-    end: float  # infinite if it is not started again as a whole
+    start: float
+    end: float
 
     def reaches(self, start: float, end: float) -> bool:
-        """Return whether the outage lasts at any time from *start* to *end*."""
+        """Return whether it lasts at any time from *start* to *end*."""
         return self.start <= end and start <= self.end
 
 
@@ -87,24 +84,25 @@ def outages(
     kill: Mapping[str, float],
     restart: Mapping[str, float],
     dead: Iterable[str],
-    absences: Iterable[Silence | Pause] = (),
-) -> dict[str, Outage]:
-    """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error.
+    absences: Collection[Silence | Pause] = (),
+) -> dict[str, Span]:
+    """Return when each instance that loses a rank cannot serve; *dead* are the ranks that have ended by an error.
 
-    A rank that is silent or paused may be given up, and its instance with it.  One that is not, or is started again
-    meanwhile, can be connected to its peers from the end of its absence.
+    An outage ends when its peers must be connected to the instance again, infinite if it is not started again as a
+    whole.  A rank that is silent or paused may be given up, and its instance with it; one that is not, or is started
+    again meanwhile, can be connected from the end of its absence.
     """
-    gone, absences = {instance_of(name) for name in dead}, tuple(absences)
-    starts = [*kill.items(), *((absence.rank, absence.start) for absence in absences)]
-    outages: dict[str, Outage] = {}
-    for instance in dict.fromkeys(instance_of(name) for name, _ in starts):
-        start = min(at for name, at in starts if instance_of(name) == instance)
-        again = [at for name, at in restart.items() if instance_of(name) == instance]
-        heard = [each.end for each in absences if instance_of(each.rank) == instance]
-        back = max([*again, *heard], default=float("inf")) + RECONNECTED
-        end = float("inf") if instance in gone else back
-        outages[instance] = Outage(start, end)
-    return outages
+    gone = {instance_of(name) for name in dead}
+    starts: dict[str, list[float]] = {}
+    ends: dict[str, list[float]] = {}
+    for name, start in (*kill.items(), *((each.rank, each.start) for each in absences)):
+        starts.setdefault(instance_of(name), []).append(start)
+    for name, end in (*restart.items(), *((each.rank, each.end) for each in absences)):
+        ends.setdefault(instance_of(name), []).append(end)
+    return {
+        name: Span(min(own), inf if name in gone else max(ends.get(name, [inf])) + RECONNECTED)
+        for name, own in starts.items()
+    }
 
 
 class Causes:
@@ -117,8 +115,9 @@ class Causes:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._instances = (*scenario.job.prefills, *scenario.job.decodes)
-        self._disturbed = dict(_disturbances(scenario))
-        self._outages: dict[str, Outage] = {}
+        self._models = [each for each in (scenario.engine.intra, scenario.engine.inter) if each is not None]
+        self._disturbed = _disturbances(scenario)
+        self._outages: dict[str, Span] = {}
         self._histories: list[History] = []
         self._statuses: list[str] = []
         self._held: Set[int] = frozenset()
@@ -187,10 +186,6 @@ class Causes:
             return any(model.full == "refuse" and model.depth for model in self._models)
         return kind == "OutOfMemory" and self._short(number, past)
 
-    @property
-    def _models(self) -> list[EngineModel]:
-        return [each for each in (self._scenario.engine.intra, self._scenario.engine.inter) if each is not None]
-
     def _limited(self, status: str, past: History) -> bool:
         # The scenario limits the time of a room as *status* says, and the request has taken so long.
         job = self._scenario.job
@@ -235,28 +230,16 @@ class Causes:
         return instance in self._outages and self._outages[instance].reaches(start, end)
 
     def _slowed(self, past: History) -> bool:
-        # A transfer of it was held up, or a rank or link of its instances slow meanwhile.
-        if any(room in self._held for _, room, *_ in past.tries) or self._queued(past):
+        # A transfer of it was held up, or one before it in the queue of the engine, or a rank or link was slow.
+        beside = [other for other in self._histories if other.began <= past.ended]
+        sharing = [other for other in beside if other.instances & past.instances]
+        queued = sharing if any(model.full == "wait" and model.depth for model in self._models) else ()
+        if any(room in self._held for other in (past, *queued) for _, room, *_ in other.tries):
             return True
-        return self._is_disturbed(past.instances, past) or self._behind(past)
-
-    def _is_disturbed(self, instances: Iterable[str], past: History) -> bool:
-        windows = [self._disturbed[name] for name in instances if name in self._disturbed]
-        return any(start <= past.ended and past.began <= end + BACKLOG for each in windows for start, end in each)
-
-    def _behind(self, past: History) -> bool:
-        if not any(model.in_order for model in self._models):
-            return False
-        before = [other for other in self._histories if other.began <= past.ended and other.ended >= past.began]
-        return any(self._is_disturbed(other.instances, past) for other in before if other.instances & past.instances)
-
-    def _queued(self, past: History) -> bool:
-        if not any(model.full == "wait" and model.depth for model in self._models):
-            return False
-        beside = [
-            other for other in self._histories if other.instances & past.instances and other.began <= past.ended
-        ]
-        return any(room in self._held for other in beside for _, room, *_ in other.tries)
+        before = sharing if any(model.in_order for model in self._models) else ()
+        reached = past.instances.union(*(other.instances for other in before if other.ended >= past.began))
+        spans = [span for name in reached for span in self._disturbed.get(name, ())]
+        return any(span.reaches(past.began - BACKLOG, past.ended) for span in spans)
 
     def _short(self, number: int, past: History) -> bool:
         for other, (each, status) in enumerate(zip(self._histories, self._statuses, strict=True)):
@@ -274,16 +257,13 @@ class Causes:
         return any(self._is_out(instance, past.began, until) for instance in past.instances)  # it never answers
 
 
-def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+def _disturbances(scenario: Scenario) -> dict[str, list[Span]]:
+    # When a rank or a link of each instance is slow, silent or paused.
     faults = scenario.faults
     places = {f"node{spec.place.node}/gpu{spec.place.gpu}": spec.name for spec in scenario.specs}
-    spans: dict[str, list[tuple[float, float]]] = {}
-    for slow in faults.slow:
-        spans.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
-    for absence in faults.absences:
-        spans.setdefault(instance_of(absence.rank), []).append((absence.start, absence.end))
-    for squeeze in faults.squeezes:
-        rank: Any = places.get(squeeze.link.rpartition("/")[0])
+    squeezed = ((places.get(each.link.rpartition("/")[0]), each) for each in faults.squeezes)
+    spans: dict[str, list[Span]] = {}
+    for rank, each in (*((each.rank, each) for each in (*faults.slow, *faults.absences)), *squeezed):
         if rank is not None:
-            spans.setdefault(instance_of(rank), []).append((squeeze.start, squeeze.end))
-    yield from spans.items()
+            spans.setdefault(instance_of(rank), []).append(Span(each.start, each.end))
+    return spans

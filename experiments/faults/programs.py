@@ -42,15 +42,13 @@ def router(
     expected: Sequence[str] = (),
     patience: float = 0.0,
 ) -> Program:
-    """Serve as `pdsim.serving.router.program` does, then probe, and stop the ranks.
-
-    A probe goes through every pair of instances.
+    """Serve as `pdsim.serving.router.program` does, then probe every pair of instances, and stop the ranks.
 
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
     fault; if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The
-    value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``histories``, for
-    each request the time at which it ended and a row for each time that it was sent out: when, in which room, to
-    which two instances.
+    value has also ``probes``, rows of prefill instance, decode instance and status; and ``histories``, for each
+    request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
+    two instances.
     """
     quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)

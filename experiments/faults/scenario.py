@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scenario: a deployment, its requests, and what goes wrong, drawn from a seed; and one try of it.
 
-Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`), named after what it decides.  So a
-part can be left out, or the number of requests changed, and all others stay what they were: that lets `shrunk` take
-away causes one by one.  Deployments are tiny: small GPUs, models with a handful of heads and pools of a few requests
-put more contention, preemption and wrap-around into a simulated second than any real size would.
+Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`).  So a part can be left out, or the
+number of requests changed, and all others stay what they were, which lets `shrunk` take away causes one by one.
+Deployments are tiny: contention, preemption and wrap-around are more frequent than at any real size.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -150,6 +149,8 @@ _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(queues=2, metadata="control", staging=True),
 )
 _ROUTES = "least_tokens", "power_of_two", "round_robin", "transfer_aware"
+Draw = Callable[[str], np.random.Generator]
+"""Gives the stream of random numbers of a name."""
 
 
 class Tried(NamedTuple):
@@ -172,35 +173,30 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     def random(name: str) -> np.random.Generator:
         return stream(seed, f"faults.{name}")
 
-    chances = random("kinds").random(len(KINDS)).tolist()
-    kinds = [
-        kind
-        for kind, chance in zip(KINDS, chances, strict=True)
-        if chance < intensity * RARE.get(kind, 1.0) and kind not in without
-    ]
+    def chosen(name: str, choices: Sequence[Any]) -> Any:
+        return choices[int(random(name).integers(len(choices)))]
+
+    chances = zip(KINDS, random("kinds").random(len(KINDS)).tolist(), strict=True)
+    kinds = [kind for kind, chance in chances if chance < intensity * RARE.get(kind, 1.0) and kind not in without]
     geometry = random("geometry")
     config = _config(seed, geometry)
     if "layouts" in kinds:
-        prefill, decode = _WIDE_SIDES[random("layouts").integers(len(_WIDE_SIDES))]
+        prefill, decode = chosen("layouts", _WIDE_SIDES)
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "nodes" in kinds:
         config = _two_nodes(config)
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
-    if "policies" in kinds:
-        job = replace(job, handoff=_MESSAGE_POLICIES[random("policies").integers(len(_MESSAGE_POLICIES))])
-    job = _squeezed(job, geometry, fixed="policies" in kinds)
-    requests = _requests(seed, count)
+    job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
+    requests, gap = _requests(seed, count)
     if "edges" in kinds:
         requests = _edge_lengths(requests, job, random("edges"))
     if "silences" in kinds and "delays" not in kinds:  # half of the time ranks are given up during handoffs
         chance, share = random("haste").random(2).tolist()
         job = replace(job, deadline=DEADLINE * (10 ** (-1.7 + 0.7 * share) if chance < 0.5 else 1.0))
-    for kind, change in (("limits", _limited), ("grows", _growing), ("hosts", _hosted), ("pulls", _pulled)):
+    for kind, change in _CHANGES.items():
         if kind in kinds:
             job = change(job, random(kind))
-    if "routes" in kinds:
-        job = _routed(job, random("routes"))
     machine, engine = config.hw, config.backend
     if "engines" in kinds:
         engine = _another_engine(engine, random("engines"))
@@ -212,26 +208,11 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
+    cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
+    span = 50 * gap + 0.5  # whatever the number of requests, so that fewer suffer the same
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
-    cancels = _cancels(seed, count) if "aborts" in kinds else {}
-    span = 50 * _gap(seed) + 0.5  # whatever the number of requests, so that fewer suffer the same
-    kill = _kills(seed, ranks, span) if "kills" in kinds else {}
-    kill |= _losses(seed, job, span, kill) if "losses" in kinds else {}
-    restart = _restarts(seed, job, kill) if "restarts" in kinds else {}
-    if "together" in kinds:
-        both = _together(seed, job, span)
-        kill, restart = kill | both[0], restart | both[1]
-    faults = _faults(seed, kinds, ranks, span)
-    if "silences" in kinds:
-        silence = Silence(*_absence(ranks, span, job.deadline, random("silences")))
-        faults = replace(faults, silences=(silence,))
-    if "pauses" in kinds:
-        faults = replace(faults, pauses=(Pause(*_absence(ranks, span, job.deadline, random("pauses"))),))
-    if "restarts" in kinds:
-        for absence in faults.absences:
-            restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
-    if "router" in kinds:
-        kill = kill | {ROUTER: float(random("router").uniform(0.0, span))}
+    faults = _faults(random, kinds, ranks, span, job.deadline)
+    kill, restart = _losses(random, kinds, job, ranks, span, faults)
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
@@ -284,9 +265,6 @@ def attempt(scenario: Scenario) -> Tried:
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
 
 
-# --- drawing -------------------------------------------------------------------------------------------------------
-
-
 def _config(seed: int, random: np.random.Generator) -> Config:
     prefill, decode = _SIDES[random.integers(len(_SIDES))]
     model = _MODELS[random.integers(len(_MODELS))]
@@ -307,23 +285,29 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     )
 
 
-def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False) -> Deployment:
-    # Its policy is drawn unless *fixed*.
+def _squeezed(job: Deployment, random: np.random.Generator, policy: Policy | None) -> Deployment:
+    # Small pools, few slots and small rings; the policy is drawn unless it is given.
     prefill, decode = _pools(job, random, 6.0)
-    job = replace(
-        job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12))
-    )
-    drawn = _POLICIES[random.integers(len(_POLICIES))]
-    policy = job.handoff if fixed else drawn
+    slots, drawn = int(random.integers(2, 12)), _POLICIES[random.integers(len(_POLICIES))]
+    policy = policy or drawn
     factor, wait, chance = random.random(3).tolist()
-    chunk = (
-        (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    tokens = (job.chunk // job.page_size + 1) * job.page_size
+    chunk = tokens * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    staging = Staging(
+        ring=int(chunk * (0.7 + 2 * factor)),  # some chunks exceed the ring, some rings hold only one
+        buffer=chunk,
+        wait=10 ** (-3.0 + 2 * wait),
+        scatter="writer" if wait < 0.5 else "chunk",
     )
-    size = int(chunk * (0.7 + 2 * factor))  # some chunks exceed the ring, some rings hold only one
-    scatter = "writer" if wait < 0.5 else "chunk"
-    staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait), scatter=scatter)
-    staged = policy.staging and chance < 0.8
-    return replace(job, handoff=policy, staging=staging if staged else None)
+    return replace(
+        job,
+        prefill_pages=prefill,
+        decode_pages=decode,
+        window_share=1.0,
+        slots=slots,
+        handoff=policy,
+        staging=staging if policy.staging and chance < 0.8 else None,
+    )
 
 
 def _pools(job: Deployment, random: np.random.Generator, most: float) -> tuple[int, int]:
@@ -333,73 +317,36 @@ def _pools(job: Deployment, random: np.random.Generator, most: float) -> tuple[i
     return prefill, decode
 
 
-def _requests(seed: int, count: int) -> list[Request]:
-    arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * _gap(seed)).tolist()
-    longest, random = _LONGEST, stream(seed, "faults.lengths")
-    lengths = 1 + (random.random((count, 2)) * longest).astype(int)
-    return [Request(at, *row) for at, row in zip(arrivals, lengths.tolist(), strict=True)]
+def _requests(seed: int, count: int) -> tuple[list[Request], float]:
+    # And the mean time between two of them.
+    gap = 10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0))
+    arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * gap).tolist()
+    lengths = 1 + (stream(seed, "faults.lengths").random((count, 2)) * _LONGEST).astype(int)
+    return [Request(at, *row) for at, row in zip(arrivals, lengths.tolist(), strict=True)], gap
 
 
-def _gap(seed: int) -> float:
-    return float(10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0)))
-
-
-def _cancels(seed: int, count: int) -> dict[int, float]:
+def _cancels(random: np.random.Generator, count: int) -> dict[int, float]:
     # About a quarter of them.
-    draws = stream(seed, "faults.aborts").random((count, 2)).tolist()
+    draws = random.random((count, 2)).tolist()
     return {number: 10.0 ** (-4.5 + 3.5 * after) for number, (chance, after) in enumerate(draws) if chance < 0.25}
 
 
-def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
-    random = stream(seed, "faults.kills")
-    return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
-
-
-def _losses(seed: int, job: Deployment, span: float, kill: Mapping[str, float]) -> dict[str, float]:
-    random = stream(seed, "faults.losses")
-    instances = (*job.prefills, *job.decodes)
-    many = int(random.integers(2, len(instances) + 1))
-    chosen = [instances[number] for number in sorted(random.permutation(len(instances))[:many].tolist())]
-    times = random.uniform(0.0, span, many).tolist()
-    if random.random() < 0.5:
-        times = [times[0]] * many
-    names = [list(job.ranks(instance)) for instance in chosen]
-    losses = {each[random.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
-    lost = {instance_of(name) for name in kill}
-    return {name: at for name, at in losses.items() if instance_of(name) not in lost}
-
-
-def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float], dict[str, float]]:
-    # In one half of the scenarios at the same instant, in the other up to a few messages apart.
-    random = stream(seed, "faults.together")
-    instances = (job.prefills[random.integers(len(job.prefills))], job.decodes[random.integers(len(job.decodes))])
-    names = [name for instance in instances for name in job.ranks(instance)]
-    at = float(random.uniform(0.0, span))
-    again = at + float(random.uniform(0.01, 1.5 * DEADLINE))
-    apart = 10.0 ** float(random.uniform(-5.5, -2.0)) * (random.random() < 0.5)
-    return dict.fromkeys(names, at), {name: again + apart * float(random.random()) for name in names}
-
-
-def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
-    # It comes back within a second of its end, and the others of its instance within a second after that.
-    random = stream(seed, "faults.restarts")
-    restarts: dict[str, float] = {}
-    for name, at in kill.items():
-        again = at + float(random.uniform(0.01, 1.0))
-        later = again + float(random.uniform(0.01, 1.0))
-        restarts |= {other: again if other == name else later for other in job.ranks(name.partition(".")[0])}
-    return restarts
-
-
-def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Faults:
+def _faults(random: Draw, kinds: Sequence[str], ranks: Sequence[str], span: float, deadline: float) -> Faults:
     # All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
-    random = stream(seed, "faults.plan")
-    share, delay, late, lateness = random.random(4).tolist()
-    rank, gpu = ranks[random.integers(len(ranks))], int(random.integers(len(ranks)))
-    (begin, long, factor), (start, length, way) = random.random((2, 3)).tolist()
+    plan = random("plan")
+    share, delay, late, lateness = plan.random(4).tolist()
+    rank, gpu = ranks[int(plan.integers(len(ranks)))], int(plan.integers(len(ranks)))
+    (begin, long, factor), (start, length, way) = plan.random((2, 3)).tolist()
     slow = Slow(rank, begin * span, (begin + long) * span, 1.0 + 50.0 * factor)
     link = f"node0/gpu{gpu}/nvlink.{'out' if way < 0.5 else 'in'}"
     squeeze = Squeeze(link, start * span, (start + length) * span, 0.0 if way % 0.5 < 0.25 else 0.01)
+
+    def absence(kind: str) -> tuple[str, float, float]:
+        # Between half a deadline, in which nothing is lost, and two, from the first half: most requests come then.
+        own = random(kind)
+        name, start = ranks[int(own.integers(len(ranks)))], float(own.uniform(0.0, span / 2))
+        return name, start, start + deadline * float(own.uniform(0.5, 2.0))
+
     return Faults(
         delayed=share if "delays" in kinds else 0.0,
         delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
@@ -410,8 +357,54 @@ def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Fault
         shuffle="shuffle" in kinds,
         slow=(slow,) if "slow" in kinds else (),
         squeezes=(squeeze,) if "squeezes" in kinds else (),
-        broken=0.1 * float(stream(seed, "faults.broken").random()) if "broken" in kinds else 0.0,
+        broken=0.1 * float(random("broken").random()) if "broken" in kinds else 0.0,
+        silences=(Silence(*absence("silences")),) if "silences" in kinds else (),
+        pauses=(Pause(*absence("pauses")),) if "pauses" in kinds else (),
     )
+
+
+def _losses(
+    random: Draw, kinds: Sequence[str], job: Deployment, ranks: Sequence[str], span: float, faults: Faults
+) -> tuple[dict[str, float], dict[str, float]]:
+    # When ranks are killed, and when they start again.
+    kill: dict[str, float] = {}
+    restart: dict[str, float] = {}
+    if "kills" in kinds:
+        own = random("kills")
+        victim = ranks[int(own.integers(len(ranks)))]
+        kill[victim] = float(own.uniform(0.0, span))
+    if "losses" in kinds:  # of several instances, half of the time at the same instant
+        own, instances = random("losses"), (*job.prefills, *job.decodes)
+        many = int(own.integers(2, len(instances) + 1))
+        chosen = [instances[number] for number in sorted(own.permutation(len(instances))[:many].tolist())]
+        times = own.uniform(0.0, span, many).tolist()
+        if own.random() < 0.5:
+            times = [times[0]] * many
+        names = [list(job.ranks(instance)) for instance in chosen]
+        losses = {each[own.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
+        lost = {instance_of(name) for name in kill}
+        kill |= {name: at for name, at in losses.items() if instance_of(name) not in lost}
+    if "restarts" in kinds:  # within a second of the end, and the others of the instance within a second after that
+        own = random("restarts")
+        for name, at in kill.items():
+            again = at + float(own.uniform(0.01, 1.0))
+            later = again + float(own.uniform(0.01, 1.0))
+            restart |= {other: again if other == name else later for other in job.ranks(instance_of(name))}
+    if "together" in kinds:  # half of the time they start again at the same instant, else up to a few messages apart
+        own = random("together")
+        pair = (job.prefills[own.integers(len(job.prefills))], job.decodes[own.integers(len(job.decodes))])
+        both = [name for instance in pair for name in job.ranks(instance)]
+        at = float(own.uniform(0.0, span))
+        again = at + float(own.uniform(0.01, 1.5 * DEADLINE))
+        apart = 10.0 ** float(own.uniform(-5.5, -2.0)) * (own.random() < 0.5)
+        kill |= dict.fromkeys(both, at)
+        restart |= {name: again + apart * float(own.random()) for name in both}
+    if "restarts" in kinds:
+        for absence in faults.absences:
+            restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
+    if "router" in kinds:
+        kill[ROUTER] = float(random("router").uniform(0.0, span))
+    return kill, restart
 
 
 def _holding(spec: RankSpec) -> RankSpec:
@@ -430,9 +423,6 @@ def _side(side: Side) -> str:
     sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
     text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
     return f"{side.instances} x{text}"
-
-
-# --- circumstances that are not plain ------------------------------------------------------------------------------
 
 
 def _two_nodes(config: Config) -> Config:
@@ -473,10 +463,8 @@ def _full_queue(engine: Engine, random: np.random.Generator) -> Engine:
     # whose writes must not fail when nothing else is posted.
     size, full = int(random.integers(3)), "refuse" if random.random() < 0.5 else "wait"
     depth = ((4, 16, 64) if full == "wait" else (96, 128, 256))[size]
-    intra, inter = (
-        None if model is None else replace(model, depth=depth, full=full) for model in (engine.intra, engine.inter)
-    )
-    return replace(engine, intra=intra, inter=inter)
+    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+    return replace(engine, **{name: path and replace(path, depth=depth, full=full) for name, path in paths.items()})
 
 
 def _another_engine(engine: Engine, random: np.random.Generator) -> Engine:
@@ -484,30 +472,21 @@ def _another_engine(engine: Engine, random: np.random.Generator) -> Engine:
     chance = random.random(9).tolist()
     threads = 1 + int(3 * chance[0])
 
-    def other(model: EngineModel | None) -> EngineModel | None:
-        if model is None:
-            return None
-        return replace(
-            model,
-            overlap=chance[1] < 0.7,
-            pipelined=chance[1] < 0.35,
-            in_order=chance[2] < 0.5,
-            streams=chance[6] < 0.5,
-            queues=1 + int(3 * chance[3]),
-            queue_rate=1e6 if chance[4] < 0.5 else inf,
-            wire_descriptor=1e-5 * (chance[5] < 0.5),
-            read=1e-4 * chance[6],
-            read_descriptor=1e-6 * chance[6],
-            read_rate=1e6 if chance[7] < 0.5 else inf,
-        )
-
-    return replace(
-        engine,
-        intra=other(engine.intra),
-        inter=other(engine.inter),
-        threads=threads,
-        serial=chance[8] if threads > 1 else 1.0,
-    )
+    changes: dict[str, Any] = {
+        "overlap": chance[1] < 0.7,
+        "pipelined": chance[1] < 0.35,
+        "in_order": chance[2] < 0.5,
+        "streams": chance[6] < 0.5,
+        "queues": 1 + int(3 * chance[3]),
+        "queue_rate": 1e6 if chance[4] < 0.5 else inf,
+        "wire_descriptor": 1e-5 * (chance[5] < 0.5),
+        "read": 1e-4 * chance[6],
+        "read_descriptor": 1e-6 * chance[6],
+        "read_rate": 1e6 if chance[7] < 0.5 else inf,
+    }
+    paths = {name: getattr(engine, name) for name in ("intra", "inter")}
+    changed = {name: path and replace(path, **changes) for name, path in paths.items()}
+    return replace(engine, threads=threads, serial=chance[8] if threads > 1 else 1.0, **changed)
 
 
 def _growing(job: Deployment, random: np.random.Generator) -> Deployment:
@@ -550,10 +529,9 @@ def _hosted(job: Deployment, random: np.random.Generator) -> Deployment:
 
 def _costs(random: np.random.Generator) -> HostCosts:
     costs = {}
-    for name in (each.name for each in fields(HostCosts)):
+    for each in fields(HostCosts):
         chance, size = random.random(2).tolist()
-        each = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5)
-        costs[name] = each / 10 if name.endswith("_token") else each
+        costs[each.name] = 10 ** (-5.0 + 2.5 * size) * (chance < 0.5) / (10 if each.name.endswith("_token") else 1)
     return HostCosts(**costs)
 
 
@@ -568,18 +546,8 @@ def _pulled(job: Deployment, random: np.random.Generator) -> Deployment:
 def _routed(job: Deployment, random: np.random.Generator) -> Deployment:
     # A routing policy that needs no cache, and retries from none to three.
     policy, unknown, retries = random.random(3).tolist()
-    return replace(
-        job,
-        policy=_ROUTES[int(len(_ROUTES) * policy)],
-        output_known=unknown < 0.5,
-        retries=int(4 * retries),
-    )
+    return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
 
 
-def _absence(
-    ranks: Sequence[str], span: float, deadline: float, random: np.random.Generator
-) -> tuple[str, float, float]:
-    # Between half a *deadline*, in which nothing is lost, and two, from the first half of *span*, in which most
-    # requests come.
-    rank, start = ranks[int(random.integers(len(ranks)))], float(random.uniform(0.0, span / 2))
-    return rank, start, start + deadline * float(random.uniform(0.5, 2.0))
+_CHANGES = {"limits": _limited, "grows": _growing, "hosts": _hosted, "pulls": _pulled, "routes": _routed}
+"""What kinds change of a deployment, in this order."""

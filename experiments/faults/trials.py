@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,35 +62,22 @@ class FaultTrial(NamedTuple):
 
 
 def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
-    """Run *trials* on so many processes and yield what became of each, in any order.
+    """Run *trials* on so many processes and yield what became of each.
 
     If whoever iterates stops, by Ctrl-C too, the processes are ended at once.
     """
-    batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
-    workers = min(workers, max(1, len(batches)))
-    if workers == 1:
+    if workers == 1 or len(trials) <= _BATCH:
         yield from map(FaultTrial.run, trials)
         return
     pool = ProcessPoolExecutor(workers)
     try:
-        left = iter(batches)
-        # a few ahead: handing over takes time, too
-        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
-            for future in done:
-                yield from future.result()
+        yield from pool.map(FaultTrial.run, trials, chunksize=_BATCH)
     except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
         pool.shutdown(wait=False, cancel_futures=True)  # its thread may not even have been started
         for process in active_children():
             process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
         raise
     pool.shutdown()
-
-
-def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
-    return [trial.run() for trial in trials]
 
 
 def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
@@ -108,8 +95,7 @@ def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
             trial, violation = smaller, still
     step = trial.requests // 2
     while step:
-        smaller = trial._replace(requests=trial.requests - step)
-        still = _violation(smaller, invariant) if smaller.requests > 0 else None
+        still = _violation(smaller := trial._replace(requests=trial.requests - step), invariant)
         if still:
             trial, violation = smaller, still
         if not still or step >= trial.requests:
@@ -142,10 +128,21 @@ class CampaignParts:
         self._path = path
         head = json.loads(json.dumps({"faults": 1, "code": code(), **options}))
         try:
-            if not path.exists() or not path.read_bytes():
+            if not path.exists() or not path.stat().st_size:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(head) + "\n", encoding="utf-8")
-            self._read(path.read_bytes(), head)
+            first, *lines = path.read_bytes().splitlines(keepends=True)
+            header = json.loads(first)
+            for key, value in head.items():
+                if header[key] != value:
+                    raise ConfigError(
+                        f"experiment.parts={path} keeps scenarios of {key}={header[key]}, these are of {value}: "
+                        "they do not add up; name another file"
+                    )
+            if lines and not lines[-1].endswith(b"\n"):
+                torn = lines.pop()
+                os.truncate(path, path.stat().st_size - len(torn))
+            self.tried = {each.seed: each for each in (msgspec.json.decode(line, type=Tried) for line in lines)}
         except OSError as error:
             raise ConfigError(
                 f"experiment.parts={path}: {error.strerror}; name a file that can be written"
@@ -165,20 +162,3 @@ class CampaignParts:
         """Return in one line what the file keeps."""
         bad = sum(bool(each.violations) for each in self.tried.values())
         return f"{self._path} keeps {len(self.tried)} scenarios, {bad} with violations"
-
-    def _read(self, text: bytes, head: Mapping[str, Any]) -> None:
-        first, *lines = text.splitlines(keepends=True)
-        header = json.loads(first)
-        for key, value in head.items():
-            if header[key] != value:
-                raise ConfigError(
-                    f"experiment.parts={self._path} keeps scenarios of {key}={header[key]}, these are of {value}: "
-                    "they do not add up; name another file"
-                )
-        if lines and not lines[-1].endswith(b"\n"):
-            torn = lines.pop()
-            with self._path.open("r+b") as file:
-                file.truncate(len(text) - len(torn))
-        for line in lines:
-            tried = msgspec.json.decode(line, type=Tried)
-            self.tried[tried.seed] = tried

@@ -2,8 +2,8 @@
 """Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
 
 `job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run it, and `result`
-the rows, metrics and tables of what became of the requests; `live_run` does the last for real servers.  Times in
-results are seconds from the start of the workload on the job's clock, simulated or real.
+the rows, metrics and tables; `live_run` does the last for real servers.  Times in results are seconds from the start
+of the workload on the job's clock, simulated or real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdsim.core.units import NotNegativeInt, Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
 from pdsim.kv.policy import Staging
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.parallel import Side
 from pdsim.results.record import Result
 from pdsim.serving.deployment import (
     ROUTER,
@@ -38,7 +38,6 @@ from pdsim.serving.deployment import (
 )
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
-from pdsim.serving.settings import Workload
 from pdsim.serving.workload import draw
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
@@ -89,9 +88,7 @@ class ServeOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
 
-    Raises:
-        ConfigError: The workload or the machine cannot do it: found before anything starts.
-        TransferError: The job could not be started.
+    Raise a `ConfigError` before anything starts if it cannot be, and a `TransferError` if the job cannot be started.
     """
     options = ServeOptions.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
@@ -109,13 +106,21 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     what = job(config, options)
     requests = scaled(config.workload, what, drawn.requests, config.seed)
     offered = offered_load(what, requests)
-    first = [*_first(config.workload, offered), *drawn.notes]
+    if offered is None:
+        why = (
+            "users wait for their answers"
+            if config.workload.arrivals == "sessions"
+            else "all requests arrive at once"
+        )
+        load = [f"load: unknown, {why}"]
+    else:
+        load = [line for line in (offered.line(config.workload), offered.warning(config.workload)) if line]
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests", 1.0)
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
     served = result(config, what, requests, outcome, offered)
-    return replace(served, notes=[*first, *served.notes])
+    return replace(served, notes=[*load, *drawn.notes, *served.notes])
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
@@ -147,20 +152,10 @@ def observed(config: Config, table: Any, source: str) -> Result:
     return live_run.result(config, *served(table, source))
 
 
-def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
-    if offered is None:
-        why = "users wait for their answers" if workload.arrivals == "sessions" else "all requests arrive at once"
-        return [f"load: unknown, {why}"]
-    warning = offered.warning(workload)
-    return [offered.line(workload), *([warning] if warning else [])]
-
-
 def job(config: Config, options: ServeOptions) -> Deployment:
-    """Return what every rank is told: sizes, pools, times of forwards, the engine's rules and the handoff's policy.
+    """Return the deployment: sizes, pools, times of forwards, the engine's rules and the handoff's policy.
 
-    Raises:
-        ConfigError: The model cannot be divided like that, or a choice does not go with the target
-            or the handoff.
+    Raise a `ConfigError` if the model cannot be divided like that, or a choice does not go with target or handoff.
     """
     try:
         built = _job(config, options)
@@ -180,7 +175,11 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             )
         built.check()
     except ValueError as error:
-        raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
+        sides = [
+            f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}" + (f" ep={side.ep}" if side.ep > 1 else "")
+            for side in (config.parallel.prefill, config.parallel.decode)
+        ]
+        raise ConfigError(f"model={config.model.name} on parallel=({' to '.join(sides)}): {error}") from error
     return built
 
 
@@ -199,10 +198,10 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         return forward(config.model, config.hw, config.compute, side, direct)
 
     return Deployment(
-        prefill=_grid(parallel.prefill),
+        prefill=Grid(parallel.prefill.attention_tp, parallel.prefill.pp, parallel.prefill.cp),
         prefill_dp=parallel.prefill.dp,
         prefill_instances=parallel.prefill.instances,
-        decode=_grid(parallel.decode),
+        decode=Grid(parallel.decode.attention_tp, parallel.decode.pp, parallel.decode.cp),
         decode_dp=parallel.decode.dp,
         decode_instances=parallel.decode.instances,
         all_cp_ranks=config.kv.all_cp_ranks,
@@ -316,11 +315,8 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode.
 
-    Arguments are plain data: the deployment once for each rank, and the requests for the router
-    only.  Names are ``router``, ``prefill0.0``, ``prefill0.1`` and so on: side, instance, and the
-    rank within it.
-
-    With a colocated deployment there is a single program, the router's.
+    Names are ``router``, ``prefill0.0``, ``prefill0.1`` and so on: side, instance, and the rank within it.  With a
+    colocated deployment there is a single program, the router's.
     """
     plain = what.plain()
     requests = RequestTable.of(requests)
@@ -352,17 +348,6 @@ def _gpu(grid: Grid, dp: int, number: int, index: int) -> int:
     return engine * dp * grid.size + (block * dp + group) * grid.tp + tp
 
 
-def _grid(side: Side) -> Grid:
-    return Grid(side.attention_tp, side.pp, side.cp)
-
-
-def _sizes(parallel: Parallel) -> str:
-    def text(side: Side) -> str:
-        return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}" + (f" ep={side.ep}" if side.ep > 1 else "")
-
-    return f"({text(parallel.prefill)} to {text(parallel.decode)})"
-
-
 def result(
     config: Config,
     what: Deployment,
@@ -374,12 +359,8 @@ def result(
 ) -> Result:
     """Return what *outcome* says of *requests*: columns, metrics, tables, notes and failures.
 
-    *offered* is their load, computed here if it is not known.  With *ended*, only requests that had
-    ended are there, as after a kill.  A router that was lost leaves every request with that as its
-    status.
-
-    Failures are ranks that ended with an error, and requests that did not succeed and whose user
-    had not left; those that the router refused are none.
+    *offered* is their load, computed here if it is not known.  With *ended*, only requests that had ended are there,
+    as after a kill.  A router that was lost leaves every request with that as its status.
     """
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
@@ -421,44 +402,38 @@ def _line(rank: RankResult) -> str:
 
 def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
     """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
-    _check_ring(what, RequestTable.of(requests))
-    for number, request in _largest(RequestTable.of(requests), what):
-        for side, tokens, have in (
-            ("prefill", request.input, what.prefill_pages),
-            ("decode", request.input + request.output, what.decode_pages),
-        ):
-            window = what.window_need(tokens)
-            if what.shape.state.window and window > what.window_pages(have):
-                raise ConfigError(
-                    f"request {number} needs {window} pages of sliding-window layers on the {side} side, whose "
-                    f"ranks have {what.window_pages(have)}; raise kv.window_share or kv.pool, or lower kv.page_size"
-                )
-            if what.page_count(tokens) > have:
-                raise ConfigError(
-                    f"request {number} needs {what.page_count(tokens)} pages of {what.page_size} tokens on the "
-                    f"{side} side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or "
-                    f"parallel.{side}.tp, or choose a workload of shorter requests"
-                )
-
-
-def _check_ring(what: Deployment, requests: RequestTable) -> None:
-    if what.staging is None or what.prefill.tp == what.decode.tp or what.shape.latent_bytes or not len(requests):
+    table = RequestTable.of(requests)
+    if not len(table):
         return
-    pages = min(what.page_count(int(requests.input.max())), what.page_count(what.chunk) + 1)
-    block = pages * what.page_size * what.shape.token_bytes(max(what.prefill.tp, what.decode.tp))
-    if block > what.staging.ring:
-        raise ConfigError(
-            f"kv.staging_ring={format_size(what.staging.ring)} holds no chunk of {format_size(block)}, which would "
-            "go in slices; raise kv.staging_ring, or lower scheduler.chunk"
+    most = int(table.input.max())
+    if what.staging and what.prefill.tp != what.decode.tp and not what.shape.latent_bytes:
+        pages = min(what.page_count(most), what.page_count(what.chunk) + 1)
+        block = pages * what.page_size * what.shape.token_bytes(max(what.prefill.tp, what.decode.tp))
+        if block > what.staging.ring:
+            raise ConfigError(
+                f"kv.staging_ring={format_size(what.staging.ring)} holds no chunk of {format_size(block)}, which "
+                "would go in slices; raise kv.staging_ring, or lower scheduler.chunk"
+            )
+    for side, tokens, have in (
+        ("prefill", table.input, what.prefill_pages),
+        ("decode", table.input + table.output, what.decode_pages),
+    ):
+        if _excess(what, side, int(tokens.max()), have):
+            excesses = ((number, _excess(what, side, each, have)) for number, each in enumerate(tokens.tolist()))
+            number, excess = next((number, excess) for number, excess in excesses if excess)
+            raise ConfigError(f"request {number} needs {excess}")
+
+
+def _excess(what: Deployment, side: str, tokens: int, have: int) -> str:
+    window, least, pages = what.window_need(tokens), what.window_pages(have), what.page_count(tokens)
+    if what.shape.state.window and window > least:
+        return (
+            f"{window} pages of sliding-window layers on the {side} side, whose ranks have {least}; "
+            "raise kv.window_share or kv.pool, or lower kv.page_size"
         )
-
-
-def _largest(requests: RequestTable, what: Deployment) -> Iterable[tuple[int, Request]]:
-    prompts, ends = requests.input, requests.input + requests.output
-    if not len(requests):
-        return ()
-    for most, have in ((int(prompts.max()), what.prefill_pages), (int(ends.max()), what.decode_pages)):
-        window = what.shape.state.window and what.window_need(most) > what.window_pages(have)
-        if window or what.page_count(most) > have:
-            return enumerate(requests)
-    return ()
+    if pages > have:
+        return (
+            f"{pages} pages of {what.page_size} tokens on the {side} side, whose ranks have {have}; raise kv.pool, "
+            f"scheduler.memory_fraction or parallel.{side}.tp, or choose a workload of shorter requests"
+        )
+    return ""

@@ -22,7 +22,6 @@ from pdsim.transfer.job import Outcome, RankResult
 
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
-    from backends.live.metrics import Histogram
     from backends.live.routes import RequestRow
 
 __all__ = ["result", "run"]
@@ -77,7 +76,7 @@ def result(config: Config, requests: Sequence[Request], served: Served) -> Resul
         summary=summary + _reported_metrics(served),
         tables=_tables(columns, spread, served),
         requests=columns,
-        failures=_failures(columns),
+        failures=report.failed(columns),
         notes=[*served.notes, *_notes(columns)],
         outcome=outcome,
     )
@@ -137,45 +136,28 @@ def _reported_metrics(served: Served) -> list[Metric]:
 
 
 def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], served: Served) -> list[Table]:
-    heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     rows = [[name, *report.spread(spread[name]), text] for name, text in LATENCIES.items() if len(spread[name])]
+    heads = {"instance": "server", "requests": "sent there", "tokens": "its input, or output"}
     tables = [
-        Table("Latency", {"latency s": "", **heads, "from, to": ""}, rows),
-        Table(
-            "Instances",
-            {"instance": "server", "requests": "sent there", "tokens": "its input, or output"},
-            report.instances(columns),
-        ),
+        Table("Latency", {"latency s": "", **report.SPREAD, "from, to": ""}, rows),
+        Table("Instances", heads, report.instances(columns)),
     ]
-    said = [
+    reported = [
         [server, name, round(one.count), one.mean, *(one.quantile(share) for share in (0.5, 0.9, 0.99))]
         for server, page in served.reported.items()
         for name, one in sorted(page.histograms.items())
-        if _told(name, one)
+        if ":" in name and one.count > 0
     ]
-    if said:
+    if reported:
         heads = {"count": "observations", "mean": "", "p50": "as fine as the server's buckets", "p90": "", "p99": ""}
-        tables.append(Table("What the servers report", {"server": "", "metric": "", **heads}, said))
+        tables.append(Table("What the servers report", {"server": "", "metric": "", **heads}, reported))
     return tables
 
 
-def _told(name: str, histogram: Histogram) -> bool:
-    return ":" in name and histogram.count > 0
-
-
-def _failures(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    return [
-        f"request {number}: {status}"
-        for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
-        if status != "ok" and not report.left(status, patience)
-    ]
-
-
 def _notes(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    late = [
-        sent - arrival for sent, arrival in zip(columns["sent"], columns["arrival"], strict=True) if sent is not None
-    ]
-    worst = sorted(late)[int(0.99 * (len(late) - 1))] if late else 0.0
+    pairs = zip(columns["sent"], columns["arrival"], strict=True)
+    late = sorted(sent - arrival for sent, arrival in pairs if sent is not None)
+    worst = late[int(0.99 * (len(late) - 1))] if late else 0.0
     if worst < LATE:
         return []
     return [

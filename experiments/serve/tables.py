@@ -8,7 +8,8 @@ request went, from the labels of its transfers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,17 @@ from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
 __all__ = [
-    "PHASES",
     "Paths",
     "cache_metrics",
     "cached",
-    "counted",
     "failed",
     "instances",
     "left",
     "load_metrics",
-    "makespan",
     "metrics",
     "notes",
     "path_notes",
     "prefix_metrics",
-    "shed",
     "spread",
     "tables",
     "totals",
@@ -78,11 +75,8 @@ def left(status: str, patience: float | None) -> bool:
     return patience is not None and status.startswith("Aborted: the user left")
 
 
-def shed(status: str) -> bool:
-    """Return whether a request of this *status* was refused by a router that had too much to do.
-
-    It is no failure, and it counts against the SLO: it got nothing.
-    """
+def _shed(status: str) -> bool:
+    # It is no failure, and it counts against the SLO: it got nothing.
     return status.startswith("Shed: ")
 
 
@@ -94,12 +88,6 @@ def values(table: Columns, name: str) -> Floats:
     """Return the column *name* of the requests that have a value in it, as floats; empty if none has."""
     column = table[name]
     return column.known() if isinstance(column, ArrayColumn) else ArrayColumn.of(column).known()
-
-
-def makespan(table: Columns) -> float:
-    """Return the seconds from the start of the workload to the last token, 0 if there was none."""
-    ends = _numbers(table["arrival"]) + _numbers(table["e2e"])
-    return float(np.nanmax(ends)) if len(ends) and not np.isnan(ends).all() else 0.0
 
 
 def _good(table: Columns, slo: Slo) -> int:
@@ -116,16 +104,19 @@ def with_status(table: Columns, holds: Callable[[str], bool]) -> npt.NDArray[np.
     return np.array([holds(word) for word in status], dtype=np.bool_)
 
 
+def _gone(table: Columns) -> npt.NDArray[np.bool_]:
+    patient: npt.NDArray[np.bool_] = np.isnan(_numbers(table["patience"]))
+    return with_status(table, lambda word: left(word, 0.0)) & ~patient
+
+
 def failed(table: Columns) -> list[str]:
     """Return a line for each request that failed: users who leave and requests that were refused have not."""
-    stays = np.isnan(_numbers(table["patience"]))
-    bad = with_status(table, lambda word: word != "ok" and not shed(word))
-    bad &= ~(with_status(table, lambda word: left(word, 0.0)) & ~stays)
+    bad = with_status(table, lambda word: word != "ok" and not _shed(word)) & ~_gone(table)
     return [f"request {number}: {table['status'][number]}" for number in np.flatnonzero(bad).tolist()]
 
 
-def counted(table: Columns, workload: Workload) -> Columns:
-    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down."""
+def _steady(table: Columns, workload: Workload) -> Columns:
+    # The rows of requests that arrive neither in the warm-up nor in the cool-down.
     arrivals = _numbers(table["arrival"])
     if not (workload.warmup or workload.cooldown) or not len(arrivals):
         return table
@@ -189,24 +180,22 @@ def cache_metrics(table: Columns) -> list[Metric]:
         "decode": "share of prompt tokens that decode had cached, and was not sent",
     }
     metrics = []
-    for side, rule in rules.items():
-        rows = list(zip(table.get(f"cached_{side}", ()), table["input"], strict=False))
+    for side in (side for side in rules if table.get(f"cached_{side}")):
+        rows = zip(table[f"cached_{side}"], table["input"], strict=True)
         known = [(hit, tokens) for hit, tokens in rows if hit is not None]
-        if rows:
-            total = sum(tokens for _, tokens in known)
-            share = sum(hit for hit, _ in known) / total if total else None
-            metrics.append(Metric(f"prefix_hit_{side}", share, rule))
+        total = sum(tokens for _, tokens in known)
+        share = sum(hit for hit, _ in known) / total if total else None
+        metrics.append(Metric(f"prefix_hit_{side}", share, rules[side]))
     return metrics
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
 
-    Shares of time are over all requests, percentiles over those that count.  Intervals are from
-    batch means (`pdsim.results.record`), and missing where there are too few requests for
-    them.  On the model the busiest link and the fullest pool are named.
+    Shares of time are over all requests.  Intervals are from batch means (`pdsim.results.record`), and missing where
+    there are too few requests for them.  On the model the busiest link and the fullest pool are named.
     """
-    steady = counted(table, workload)
+    steady = _steady(table, workload)
     summary = [
         *totals(table, slo, steady),
         Metric("kv_bytes", _total(table["nbytes"]), "bytes of KV and metadata transferred"),
@@ -216,28 +205,24 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
         summary += distribution(name, "s", these, definition, PERCENTILES, tabled=True)
         summary += intervals(name, "s", these, PERCENTILES)
     growth = trend(values(steady, "ttft"))
-    summary.append(
-        Metric(
-            "stationary",
-            None if growth is None else int(growth == 0),
-            "1 unless TTFT grows with the number of the request: Mann-Kendall, ten batches, 1 %; needs 100 requests",
-        )
-    )
-    e2e = float(values(table, "e2e").sum())
+    rule = "1 unless TTFT grows with the number of the request: Mann-Kendall, ten batches, 1 %; needs 100 requests"
+    summary.append(Metric("stationary", None if growth is None else int(growth == 0), rule))
     for name, definition in PHASES.items():
-        share = float(values(table, name).sum()) / e2e if e2e else None
         rule = f"share of the end-to-end time of all requests: {definition}"
-        summary.append(Metric(f"share_{name}", share, rule, tabled=True))
+        summary.append(Metric(f"share_{name}", _share(table, name), rule, tabled=True))
     if outcome.links:
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
-        summary.append(
-            Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}")
-        )
+        rule = f"bytes carried / capacity of the busiest link, {name}"
+        summary.append(Metric("link_utilisation_max", busiest, rule))
     if outcome.pools:
-        summary.append(
-            Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit")
-        )
+        rule = "highest use of a memory pool / its limit"
+        summary.append(Metric("pool_peak_max", max(outcome.pools.values()), rule))
     return summary
+
+
+def _share(table: Columns, phase: str) -> float | None:
+    e2e = float(values(table, "e2e").sum())
+    return float(values(table, phase).sum()) / e2e if e2e else None
 
 
 def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metric]:
@@ -246,43 +231,37 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
     Rates divide by the makespan of *table*.  *steady* is the part that counts toward the SLO; by default all of it.
     """
     steady = table if steady is None else steady
-    total, seconds = len(table["id"]), makespan(table)
+    ends = _numbers(table["arrival"]) + _numbers(table["e2e"])
+    seconds = float(np.nanmax(ends)) if len(ends) and not np.isnan(ends).all() else 0.0
     ok = with_status(table, lambda word: word == "ok")
-    done = int(ok.sum())
-    gone = int((with_status(table, lambda word: left(word, 0.0)) & ~np.isnan(_numbers(table["patience"]))).sum())
-    refused = int(with_status(table, shed).sum())
-    good = _good(table, slo)
+    total, done, gone = len(ok), int(ok.sum()), int(_gone(table).sum())
+    refused = int(with_status(table, _shed).sum())
+    share = _good(steady, slo) / len(steady["id"]) if steady["id"] else None
+    limits = f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
 
-    def rate(amount: float) -> float | None:
-        return amount / seconds if seconds else None
+    def rate(name: str, amount: float, rule: str) -> Metric:
+        return Metric(name, amount / seconds if seconds else None, rule)
 
-    return [
+    summary = [
         Metric("requests", total, "requests of the workload"),
         Metric("requests_ok", done, "requests that got all their tokens"),
         Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
         Metric("requests_failed", total - done - gone - refused, "requests that failed"),
-        *(
-            [Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")]
-            if refused
-            else []
-        ),
-        Metric("makespan_s", seconds, "from the start of the workload to the last token"),
-        Metric("request_rate", rate(done), "requests_ok / makespan, 1/s"),
-        Metric("input_tokens_per_s", rate(_total(table["input"], ok)), "input tokens of requests_ok / makespan"),
-        Metric(
-            "output_tokens_per_s",
-            rate(_total(table["output"], ok)),
-            "output tokens of requests_ok / makespan",
-        ),
-        Metric(
-            "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
-        ),
-        Metric(
-            "slo_attainment",
-            _good(steady, slo) / len(steady["id"]) if steady["id"] else None,
-            "share of all requests that meet both limits of goodput",
-        ),
     ]
+    if refused:
+        summary.append(Metric("requests_shed", refused, "requests that the router refused (experiment.shed)"))
+    return [
+        *summary,
+        Metric("makespan_s", seconds, "from the start of the workload to the last token"),
+        rate("request_rate", done, "requests_ok / makespan, 1/s"),
+        rate("input_tokens_per_s", _total(table["input"], ok), "input tokens of requests_ok / makespan"),
+        rate("output_tokens_per_s", _total(table["output"], ok), "output tokens of requests_ok / makespan"),
+        rate("goodput", _good(table, slo), limits),
+        Metric("slo_attainment", share, "share of all requests that meet both limits of goodput"),
+    ]
+
+
+SPREAD = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
 
 
 def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
@@ -290,38 +269,32 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
 
     At most eight rows of links, pages and memory each, the busiest first.
     """
-    steady = counted(table, workload)
-    heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
-    latency = {"latency s": ""} | heads | {"from, to": ""}
+    steady = _steady(table, workload)
     latencies = [[name, *spread(values(steady, name)), definition] for name, definition in LATENCIES.items()]
-    part = {"part s": ""} | heads | {"share": "of the end-to-end time of all requests", "what": ""}
-    e2e = float(values(table, "e2e").sum())
-    phases: list[list[Any]] = []
-    for name, definition in PHASES.items():
-        these = values(table, name)
-        phases.append([name, *spread(these), float(these.sum()) / e2e if e2e else None, definition])
-    tables_ = [
-        Table("Latency", latency, latencies),
-        Table("Where the time went", part, phases),
-        Table(
-            "Instances",
-            {
-                "instance": "engine",
-                "requests": "requests sent to it",
-                "tokens": "input at prefill, output at decode",
-            },
-            instances(table),
-        ),
+    phases = [
+        [name, *spread(values(table, name)), _share(table, name), definition] for name, definition in PHASES.items()
     ]
+    part = {"part s": "", **SPREAD, "share": "of the end-to-end time of all requests", "what": ""}
+    columns = {
+        "instance": "engine",
+        "requests": "requests sent to it",
+        "tokens": "input at prefill, output at decode",
+    }
+    made = [
+        Table("Latency", {"latency s": "", **SPREAD, "from, to": ""}, latencies),
+        Table("Where the time went", part, phases),
+        Table("Instances", columns, instances(table)),
+    ]
+    pages = {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
     for title, what, utilisation in (
         ("Busiest links", "bytes carried / (capacity x time)", outcome.links),
-        ("KV pages", "peak use / size", _pages(outcome)),
+        ("KV pages", "peak use / size", pages),
         ("Memory", "peak use / size", outcome.pools),
     ):
         if utilisation:
             most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
-            tables_.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
-    return tables_
+            made.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
+    return made
 
 
 def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -329,13 +302,9 @@ def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
     return {name: value for name, value in leaders.items() if value}
 
 
-def _pages(outcome: Outcome) -> dict[str, float]:
-    return {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
-
-
 def spread(values: Floats) -> list[float | None]:
     """Return mean, median, p90 and p99 of *values*, None where there are too few."""
-    return [mean(values), *(percentile(values, q) for q in (50.0, 90.0, 99.0))]
+    return [mean(values), *(percentile(values, q) for q in PERCENTILES)]
 
 
 def instances(table: Columns) -> list[list[Any]]:
@@ -346,13 +315,13 @@ def instances(table: Columns) -> list[list[Any]]:
     columns: dict[str, list[Any]] = {}
     for side, tokens in (("prefill", "input"), ("decode", "output")):
         names, where = np.unique(np.array(list(table[side]), dtype=np.str_), return_inverse=True)
-        amounts = np.array(list(table[tokens]), dtype=np.int64)
-        for number, instance in enumerate(names.tolist()):
+        amounts = np.bincount(where, np.array(list(table[tokens]), dtype=np.int64), len(names))
+        counts = np.bincount(where, minlength=len(names))
+        for instance, count, amount in zip(names.tolist(), counts.tolist(), amounts.tolist(), strict=True):
             if instance:
                 row = columns.setdefault(instance, [instance, 0, 0])
-                mine = where == number
-                row[1] += int(mine.sum())
-                row[2] += int(amounts[mine].sum())
+                row[1] += count
+                row[2] += int(amount)
     return [columns[name] for name in sorted(columns)]
 
 
@@ -364,11 +333,11 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
     """Return what a reader must know beside the numbers, a sentence each.
 
-    That is which requests count, a queue that grows so that percentiles depend on the length of the
-    run, and memory that was never proven to be at rest; at the end the size of KV.
+    That is which requests count, a queue that grows so that percentiles depend on the length of the run, and memory
+    that was never proven to be at rest; at the end the size of KV.
     """
     lines = []
-    steady = counted(table, workload)
+    steady = _steady(table, workload)
     if len(steady["id"]) < len(table["id"]):
         lines.append(
             f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "
@@ -379,14 +348,12 @@ def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome)
             f"not stationary: TTFT grows by {format_time(growth)} from the first tenth of the requests to the last, "
             "so percentiles depend on the length of the run; lower workload.load, or set workload.warmup"
         )
-    quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
-    if quarantined:
+    if quarantined := sum(value["quarantined_pages"] for value in _leaders(outcome).values()):
         lines.append(
             f"{quarantined} pages stayed in quarantine: writes to them failed and nothing proved that they had ended"
         )
     sizes = job.shape.token_bytes(job.decode.tp)
-    lines.append(f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens")
-    return lines
+    return [*lines, f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens"]
 
 
 # --- paths of the KV -----------------------------------------------------------------------------------------------
@@ -426,16 +393,16 @@ class Paths:
 
         In the order of `PATHS`; metadata counts only where nothing else was written.
         """
-        joined = {taken: _joined(set(taken.split("+"))) for taken in set(self._taken)}
+        joined = {}
+        for taken in set(self._taken):
+            paths = set(taken.split("+"))
+            joined[taken] = "+".join(path for path in PATHS if path in (paths - {"metadata"} or paths)) or None
         return [joined[taken] for taken in self._taken]
-
-    def _in_order(self) -> Iterator[tuple[str, list[int]]]:
-        return ((path, self._totals[path]) for path in PATHS if path in self._totals)
 
     def metrics(self) -> list[Metric]:
         """Return bytes and descriptors of each path that was taken."""
         summary = []
-        for path, (_, nbytes, descriptors) in self._in_order():
+        for path, _, nbytes, descriptors in self._rows():
             summary += [
                 Metric(f"{path}_bytes", nbytes, f"bytes of all {path} writes, failed ones included"),
                 Metric(f"{path}_descriptors", descriptors, f"descriptors of all {path} writes"),
@@ -445,13 +412,11 @@ class Paths:
     def tables(self) -> list[Table]:
         """Return the paths that were taken."""
         headings = {"path": "KV path", "writes": "writes posted", "bytes": "bytes written", "descriptors": "posted"}
-        rows: list[list[Any]] = [[path, *total] for path, total in self._in_order()]
+        rows = self._rows()
         return [Table("Paths", headings, rows)] if rows else []
 
-
-def _joined(paths: set[str]) -> str | None:
-    kv = paths - {"metadata"} or paths
-    return "+".join(path for path in PATHS if path in kv) or None
+    def _rows(self) -> list[list[Any]]:
+        return [[path, *self._totals[path]] for path in PATHS if path in self._totals]
 
 
 def path_notes(outcome: Outcome) -> list[str]:
@@ -467,14 +432,9 @@ def path_notes(outcome: Outcome) -> list[str]:
     why = next((value["gather_fallback"] for value in values if "gather_fallback" in value), "")
     if why:
         lines.append(f"kv.gather: plain memory instead of symmetric: {why}")
-    return lines + [
-        f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)
-    ]
-
-
-def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
+    fallbacks: Counter[str] = Counter()
     for value in values:
-        for text, count in value.get("fallbacks", {}).items():
-            counts[text] = counts.get(text, 0) + count
-    return sorted(counts.items())
+        fallbacks.update(value.get("fallbacks", {}))
+    return lines + [
+        f"metadata over the control channel, {count} times: {text}" for text, count in sorted(fallbacks.items())
+    ]

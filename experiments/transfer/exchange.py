@@ -134,12 +134,12 @@ def _loop(clock: Clock, waves: Waves, budget: Iterator[int], start: Mapping[str,
 def _pauses(clock: Clock, mean: Seconds, seed: int, rank: str) -> Pause:
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
     drawn = (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
-    free = 0.0
+    free: Seconds = 0.0
 
     def following() -> Seconds:
         nonlocal free
         free = max(clock.now, free) + next(drawn)
-        return free - clock.now
+        return float(free - clock.now)
 
     return following
 
