@@ -8,13 +8,15 @@ Each deployment of the lists that fits is searched (`search`) for the highest lo
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 from experiments.capacity.search import Capacity, Probe, Search, Shape, capacity, configured, feasible
+from experiments.jobs import Columns, tabulated
 from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
@@ -63,10 +65,6 @@ class CapacityOptions(ExperimentOptions):
         """Return the options of each probe."""
         return ServeOptions(router=self.router)
 
-    def search(self) -> Search:
-        """Return how each deployment is searched."""
-        return Search(attainment=self.attainment, warmup=self.warmup, tolerance=self.tolerance)
-
 
 @dataclass(frozen=True)
 class _Chain:
@@ -79,26 +77,23 @@ class _Chain:
     search: Search
     start: float  # load of the first probe
 
-    def capacities(self) -> list[Capacity]:
-        capacities: list[Capacity] = []
+    def capacities(self) -> dict[Shape, Capacity]:
+        capacities: dict[Shape, Capacity] = {}
         start = self.start
         for shape in self.shapes:
             own = configured(self.config, shape)
-            capacities.append(capacity(own, self.requests, self.options.serving(), self.search, start))
-            if capacities[-1].best is not None:
-                start = capacities[-1].best.load
+            found = capacity(own, self.requests, self.options.serving(), self.search, start)
+            capacities[shape] = found
+            start = found.best.load if found.best else start
         return capacities
 
 
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     """Search every deployment that fits and return the best, all of them, and the Pareto front.
 
-    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists*
-    again, with more requests and half the tolerance.  The result does not depend on the number of
-    processes: chains are independent, and each is searched in order by one process.
-
-    Raises:
-        ConfigError: No deployment fits; with the reason of the first.
+    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists* again, with more
+    requests and half the tolerance.  Chains are independent and each is searched in order by one process, so the
+    result does not depend on the number of processes.  Raise a `ConfigError` if no deployment fits.
     """
     options = CapacityOptions.of(config)
     workload = replace(config.workload, load=0.0)
@@ -113,33 +108,34 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
             f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} "
             f"on hw={config.hw.name}: {next(iter(refused.values()))}"
         )
-    search = options.search()
+    search = Search(attainment=options.attainment, warmup=options.warmup, tolerance=options.tolerance)
     chains = [
         _Chain(config, options, tuple(group), requests[: options.requests], search, options.start)
         for _, group in groupby(shapes, key=lambda shape: (shape.prefill_tp, shape.decode_tp))
     ]
     by_shape: dict[Shape, Capacity] = {}
     with _mapping(options.processes) as mapped:
-        for chain, capacities in zip(chains, mapped(_Chain.capacities, chains), strict=True):
-            by_shape |= dict(zip(chain.shapes, capacities, strict=True))
+        for capacities in mapped(_Chain.capacities, chains):
+            by_shape |= capacities
             progress(len(by_shape) / len(shapes), f"{len(by_shape)} of {len(shapes)} deployments searched")
         finer = replace(search, tolerance=search.tolerance / 2, confident=True)
         finals = [
-            _Chain(config, options, (shape,), requests, finer, best.load)
-            for shape, _, best in ranked(by_shape, gpus)[: options.finalists]
+            _Chain(config, options, (each.shape,), requests, finer, each.probe.load)
+            for each in _ranked(by_shape, gpus)[: options.finalists]
         ]
-        for chain, capacities in zip(finals, mapped(_Chain.capacities, finals), strict=True):
-            by_shape |= dict(zip(chain.shapes, capacities, strict=True))
-            progress(1.0, f"{chain.shapes[0]} searched again")
+        for capacities in mapped(_Chain.capacities, finals):
+            by_shape |= capacities
+            progress(1.0, f"{next(iter(capacities))} searched again")
+    ranked = _ranked(by_shape, gpus)
     return Result(
-        summary=metrics(by_shape, refused, gpus),
-        tables=tables(by_shape, refused, gpus, config, search),
+        summary=_metrics(ranked, by_shape, refused),
+        tables=_tables(ranked, by_shape, refused, gpus, config, search),
         notes=list(drawn.notes),
     )
 
 
 @contextmanager
-def _mapping(processes: int) -> Iterator[Callable[..., Iterator[list[Capacity]]]]:
+def _mapping(processes: int) -> Iterator[Callable[..., Iterator[dict[Shape, Capacity]]]]:
     if processes == 1:
         yield map
         return
@@ -149,174 +145,139 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[list[Capacity]]]
 
 # --- the answer ----------------------------------------------------------------------------------------------------
 
-Found = Mapping[Shape, Capacity]
+
+class Point(NamedTuple):
+    """A probe of a deployment, of which a machine of *gpus* GPUs holds as many copies as fit; others are idle."""
+
+    shape: Shape
+    capacity: Capacity
+    probe: Probe
+    gpus: int
+
+    @property
+    def copies(self) -> int:
+        """How many the machine holds."""
+        return self.gpus // self.shape.gpus
+
+    @property
+    def rate(self) -> float:
+        """Requests a second of all copies."""
+        return self.probe.rate * self.copies
+
+    @property
+    def tokens(self) -> float:
+        """Output tokens a second, over all GPUs of the machine."""
+        return self.probe.tokens * self.copies / self.gpus
+
+    def rate_at(self, load: float) -> float:
+        """Return `rate` at another *load*."""
+        return self.rate / self.probe.load * load
 
 
-def _rate(shape: Shape, probe: Probe, gpus: int) -> float:
-    # A shape is simulated once, and the machine holds as many copies of it as fit; GPUs left over count, too.
-    return probe.rate * (gpus // shape.gpus)
+def _ranked(capacities: Mapping[Shape, Capacity], gpus: int) -> list[Point]:
+    # Those that meet the SLO at some load, most requests first, equal ones by shape.
+    able = [Point(shape, one, one.best, gpus) for shape, one in capacities.items() if one.best is not None]
+    return sorted(able, key=lambda point: (-point.rate, point.shape))
 
 
-def _tokens(shape: Shape, probe: Probe, gpus: int) -> float:
-    return probe.tokens * (gpus // shape.gpus) / gpus
-
-
-def ranked(capacities: Found, gpus: int) -> list[tuple[Shape, Capacity, Probe]]:
-    """Return the deployments that meet the SLO at some load, the one that serves most requests first.
-
-    Requests a second are those of as many copies of the shape as the machine holds; equal ones are ordered by shape.
-    """
-    able = [(shape, one, one.best) for shape, one in capacities.items() if one.best is not None]
-    return sorted(able, key=lambda entry: (-_rate(entry[0], entry[2], gpus), entry[0]))
-
-
-def front(capacities: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe]]:
+def front(capacities: Mapping[Shape, Capacity], gpus: int, attainment: float) -> list[Point]:
     """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once.
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """
-    points = [
-        (shape, probe)
-        for shape, one in capacities.items()
-        for probe in one.probes
-        if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None
-    ]
-
-    def values(point: tuple[Shape, Probe]) -> tuple[float, float, float]:
-        shape, probe = point
-        assert probe.ttft is not None
-        assert probe.tpot is not None
-        return -_tokens(shape, probe, gpus), probe.ttft, probe.tpot
-
-    keyed = sorted(((values(point), point) for point in points), key=lambda entry: (entry[0], entry[1][0]))
-    kept: list[tuple[tuple[float, float, float], tuple[Shape, Probe]]] = []
-    for value, point in keyed:  # only one that comes before can be better: its throughput is no lower
+    keyed = []
+    for shape, one in capacities.items():
+        for probe in one.probes:
+            if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None:
+                point = Point(shape, one, probe, gpus)
+                keyed.append(((-point.tokens, probe.ttft, probe.tpot), point))
+    kept: list[tuple[tuple[float, float, float], Point]] = []
+    for value, point in sorted(keyed, key=lambda entry: (entry[0], entry[1].shape)):
+        # only one that comes before can be better: its throughput is no lower
         if not any(other[1] <= value[1] and other[2] <= value[2] for other, _ in kept):
             kept.append((value, point))
     return [point for _, point in kept]
 
 
-def metrics(capacities: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metric]:
-    """Return the summary: how many deployments and simulations, and what the best deployment does.
-
-    The last three are None if no deployment meets the SLO.
-    """
-    order = ranked(capacities, gpus)
-    best = order[0] if order else None
+def _metrics(
+    ranked: Sequence[Point], capacities: Mapping[Shape, Capacity], refused: Mapping[Shape, str]
+) -> list[Metric]:
+    best = ranked[0] if ranked else None
+    load, tokens = (
+        "offered load of its busier side there",
+        "output tokens a second there, over all GPUs of the machine",
+    )
     return [
         Metric("deployments", len(capacities), "deployments that fit the machine and were searched"),
-        Metric("deployments_within_slo", len(order), "of them, those that meet the SLO at some load"),
+        Metric("deployments_within_slo", len(ranked), "of them, those that meet the SLO at some load"),
         Metric("deployments_skipped", len(refused), "of the lists, those that do not fit"),
         Metric("probes", sum(len(one.probes) for one in capacities.values()), "simulations"),
-        Metric(
-            "capacity_rate",
-            _rate(best[0], best[2], gpus) if best else None,
-            "requests a second of the best deployment",
-        ),
-        Metric("capacity_load", best[2].load if best else None, "offered load of its busier side there"),
-        Metric(
-            "capacity_tokens_per_gpu",
-            _tokens(best[0], best[2], gpus) if best else None,
-            "output tokens a second there, over all GPUs of the machine",
-        ),
+        Metric("capacity_rate", best and best.rate, "requests a second of the best deployment"),
+        Metric("capacity_load", best and best.probe.load, load),
+        Metric("capacity_tokens_per_gpu", best and best.tokens, tokens),
     ]
 
 
-def tables(
-    capacities: Found, refused: Mapping[Shape, str], gpus: int, config: Config, search: Search
-) -> list[Table]:
-    """Return the answer, all deployments in order of it, the Pareto front, and what was skipped."""
-    order = ranked(capacities, gpus)
-    heads = {
-        "deployment": "prefill and decode instances and their tensor parallelism",
-        "copies": "that the machine holds",
-        "rate": "requests a second of all copies",
-        "tokens/s/GPU": "output tokens, over all GPUs of the machine",
-        "load": "of the busier side",
-        "95 % from": "of the load: the highest that holds",
-        "95 % to": "the lowest that fails, or 1",
-        "TTFT p90 s": "",
-        "TPOT p90 s": "",
-        "attainment": "share of requests that meet the SLO",
-    }
-    rows = [_row(shape, one, probe, gpus) for shape, one, probe in order]
-    rows += [
-        [str(shape), gpus // shape.gpus, 0.0, 0.0, 0.0, one.low, one.high, None, None, None]
-        for shape, one in sorted(capacities.items())
-        if one.best is None
-    ]
-    pareto = [
-        [str(shape), _tokens(shape, probe, gpus), probe.ttft, probe.tpot, probe.load]
-        for shape, probe in front(capacities, gpus, search.attainment)
-    ]
-    reasons: dict[str, int] = {}
-    for text in refused.values():
-        reasons[_reason(text)] = reasons.get(_reason(text), 0) + 1
-    return [
-        Table("Answer", {"": "", " ": ""}, _answer(order, capacities, refused, gpus, config, search)),
-        Table("Deployments", heads, rows),
-        Table(
-            "Pareto front",
-            {"deployment": "", "tokens/s/GPU": "output", "TTFT p90 s": "", "TPOT p90 s": "", "load": "of the probe"},
-            pareto,
-        ),
-        Table("Skipped", {"deployments": "", "because": ""}, [[count, reason] for reason, count in reasons.items()]),
-    ]
+_COLUMNS: Columns[Point] = {
+    "deployment": ("prefill and decode instances and their tensor parallelism", lambda point: str(point.shape)),
+    "copies": ("that the machine holds", lambda point: point.copies),
+    "rate": ("requests a second of all copies", lambda point: point.rate),
+    "tokens/s/GPU": ("output tokens, over all GPUs of the machine", lambda point: point.tokens),
+    "load": ("of the busier side", lambda point: point.probe.load),
+    "95 % from": ("of the load: the highest that holds", lambda point: point.capacity.low),
+    "95 % to": ("the lowest that fails, or 1", lambda point: point.capacity.high),
+    "TTFT p90 s": ("", lambda point: point.probe.ttft),
+    "TPOT p90 s": ("", lambda point: point.probe.tpot),
+    "attainment": ("share of requests that meet the SLO", lambda point: point.probe.attainment or None),
+}
 
 
-def _reason(text: str) -> str:
-    return text.rpartition("; ")[0].split(": ", 1)[-1] if "GPUs" not in text else "more GPUs than the machine has"
-
-
-def _row(shape: Shape, one: Capacity, probe: Probe, gpus: int) -> list[Any]:
-    numbers = (_rate(shape, probe, gpus), _tokens(shape, probe, gpus), probe.load, one.low, one.high)
-    return [str(shape), gpus // shape.gpus, *numbers, probe.ttft, probe.tpot, probe.attainment]
-
-
-def _answer(
-    order: list[tuple[Shape, Capacity, Probe]],
-    capacities: Found,
+def _tables(
+    ranked: Sequence[Point],
+    capacities: Mapping[Shape, Capacity],
     refused: Mapping[Shape, str],
     gpus: int,
     config: Config,
     search: Search,
-) -> list[list[str]]:
-    # What was searched, the best deployment, its interval, and how many come close.
-    slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
-    searched = (
-        f"{len(capacities)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
+) -> list[Table]:
+    none = Probe(load=0.0, rate=0.0, tokens=0.0, attainment=0.0, half=0.0, ttft=None, tpot=None, requests=0)
+    unable = [Point(shape, one, none, gpus) for shape, one in sorted(capacities.items()) if one.best is None]
+    pareto = {name: _COLUMNS[name] for name in ("deployment", "tokens/s/GPU", "TTFT p90 s", "TPOT p90 s", "load")}
+    reasons = Counter(
+        "more GPUs than the machine has" if "GPUs" in text else text.rpartition("; ")[0].split(": ", 1)[-1]
+        for text in refused.values()
     )
-    lines = [["searched", searched], ["SLO", f"{slo} for {search.attainment:.0%} of requests"]]
-    if not order:
-        return [*lines, ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]]
-    shape, one, probe = order[0]
-    scale = _rate(shape, probe, gpus) / probe.load
-    copies = gpus // shape.gpus
-    lines += [
-        ["best", f"{shape}, {copies} {'copy' if copies == 1 else 'copies'} on {gpus} GPUs"],
-        [
-            "serves",
-            f"{_rate(shape, probe, gpus):.3g} requests/s, {_tokens(shape, probe, gpus):.4g} tokens/s/GPU out",
-        ],
-        ["95 % interval", f"{one.low * scale:.3g} to {one.high * scale:.3g} requests/s"],
-        [
-            "attainment",
-            f"{probe.attainment:.1%} +- {probe.half:.1%} of {probe.requests} requests at load {probe.load:.2f}",
-        ],
-        ["latency", f"TTFT p90 {_time(probe.ttft)}, TPOT p90 {_time(probe.tpot)}"],
+    skipped = [[count, reason] for reason, count in reasons.items()]
+    slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
+    where = f"{config.model.name} on {config.hw.name}"
+    answer = [
+        ["searched", f"{len(capacities)} deployments searched, {len(refused)} skipped; {where}"],
+        ["SLO", f"{slo} for {search.attainment:.0%} of requests"],
+        *_answer(ranked),
     ]
-    close = [other for other in order[1:] if _high(other, gpus) >= _rate(shape, probe, gpus)]
-    if len(order) > 1:
-        second, _, there = order[1]
-        lines.append(["next", f"{second}: {_rate(second, there, gpus):.3g} requests/s"])
-    lines.append(["not told apart", f"{len(close)} others, whose intervals reach the best"])
-    return lines
+    return [
+        Table("Answer", {"": "", " ": ""}, answer),
+        tabulated("Deployments", _COLUMNS, [*ranked, *unable]),
+        tabulated("Pareto front", pareto, front(capacities, gpus, search.attainment)),
+        Table("Skipped", {"deployments": "", "because": ""}, skipped),
+    ]
 
 
-def _high(entry: tuple[Shape, Capacity, Probe], gpus: int) -> float:
-    shape, one, probe = entry
-    return _rate(shape, probe, gpus) / probe.load * one.high
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else format_time(seconds)
+def _answer(ranked: Sequence[Point]) -> Iterator[list[str]]:
+    # The best deployment, its interval, and how many come close.
+    if not ranked:
+        yield ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]
+        return
+    best, probe = ranked[0], ranked[0].probe
+    low, high = (best.rate_at(load) for load in (best.capacity.low, best.capacity.high))
+    share = f"{probe.attainment:.1%} +- {probe.half:.1%} of {probe.requests} requests at load {probe.load:.2f}"
+    times = ("-" if seconds is None else format_time(seconds) for seconds in (probe.ttft, probe.tpot))
+    yield ["best", f"{best.shape}, {best.copies} {'copy' if best.copies == 1 else 'copies'} on {best.gpus} GPUs"]
+    yield ["serves", f"{best.rate:.3g} requests/s, {best.tokens:.4g} tokens/s/GPU out"]
+    yield ["95 % interval", f"{low:.3g} to {high:.3g} requests/s"]
+    yield ["attainment", share]
+    yield ["latency", "TTFT p90 {}, TPOT p90 {}".format(*times)]
+    if len(ranked) > 1:
+        yield ["next", f"{ranked[1].shape}: {ranked[1].rate:.3g} requests/s"]
+    close = [other for other in ranked[1:] if other.rate_at(other.capacity.high) >= best.rate]
+    yield ["not told apart", f"{len(close)} others, whose intervals reach the best"]

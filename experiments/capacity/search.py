@@ -20,11 +20,12 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Parallel
 from pdsim.results.record import half_width, percentile
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 
-__all__ = ["Capacity", "Probe", "Search", "Shape", "bisect", "capacity", "configured", "feasible", "probe"]
+__all__ = ["Capacity", "Probe", "Search", "Shape", "bisect", "capacity", "configured", "feasible"]
 
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
@@ -77,14 +78,11 @@ def bisect(
     highest: float = 1.0,
     confident: bool = False,
 ) -> Capacity:
-    """Return the highest load below *highest* at which *measure* holds, within a *tolerance* of its share.
+    """Return the highest load below *highest* at which *measure*, a simulation, holds, within a share *tolerance*.
 
-    The search begins at *start*, such as the answer for a similar deployment, and strides from there until it has a
-    load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there
-    to loads that the interval tells from *target*, on both sides.
-
-    Each *measure* is a simulation, so there should be few.  *low* and *high* of the result are 0 and *highest* where
-    no probe was sure.
+    The search strides from *start*, such as the answer for a similar deployment, until it has a load that holds and
+    one that fails; the gap between them is then halved.  If *confident*, it goes on to loads that the interval tells
+    from *target*, on both sides.  *low* and *high* of the result are 0 and *highest* where no probe was sure.
     """
     probes: list[Probe] = []
     low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
@@ -141,33 +139,27 @@ def capacity(
 ) -> Capacity:
     """Return the capacity of *config* for *requests*, searched from the load *start* on.
 
-    Raise a `ConfigError` if it cannot serve them at all: a request that fits no pool, a model that
-    cannot be divided.
+    Raise a `ConfigError` if it cannot serve them at all: a request fits no pool, or the model cannot be divided.
     """
     what = job(config, options)
     check_fits(what, requests)
-    return bisect(
-        lambda load: probe(config, requests, options, load, search.warmup),
-        search.attainment,
-        search.tolerance,
-        start,
-        confident=search.confident,
-    )
+
+    def measure(load: float) -> Probe:
+        return _probe(config, what, requests, load, search.warmup)
+
+    return bisect(measure, search.attainment, search.tolerance, start, confident=search.confident)
 
 
-def probe(config: Config, requests: Sequence[Request], options: ServeOptions, load: float, warmup: float) -> Probe:
-    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted."""
-    what = job(config, options)
+def _probe(config: Config, what: Deployment, requests: Sequence[Request], load: float, warmup: float) -> Probe:
+    # What becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
     given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
     model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
     columns = result(config, what, given, model.run(specs(config, what, given))).requests
     first = int(warmup * len(given))
     rows = list(zip(columns["ttft"], columns["tpot"], strict=True))[first:]
     slo = config.slo
-    good: npt.NDArray[np.float64] = np.array(
-        [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows],
-        dtype=np.float64,
-    )
+    meets = [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows]
+    good: npt.NDArray[np.float64] = np.array(meets, dtype=np.float64)
     offered = offered_load(what, given)
     assert offered is not None
     return Probe(

@@ -92,11 +92,11 @@ def _handoffs(
             (row["way"], row["tokens"]): row
             for row in as_rows(trial.run(f"handoffs over {name}", shapes, *how), "Handoffs")
         }
-        for name, how in transports.items()
+        for name, how in reversed(transports.items())
     ]
-    for (way, tokens), row in measured[-1].items():
+    for (way, tokens), row in measured[0].items():
         at = f"{way.removesuffix(' whole')} {tokens} tokens"
         trial.add(SERVES, at, options.repeat, row["n"])
         for claim, heading in ((BYTES, "bytes"), (CALLS, "descriptors"), (HANDOFF, "p50")):
-            before = measured[0][way, tokens][heading] if len(measured) > 1 else None
+            before = measured[1][way, tokens][heading] if len(measured) > 1 else None
             trial.add(claim, at, before, row[heading])

@@ -62,7 +62,7 @@ def test_the_front_keeps_what_nothing_beats():
     fast, full = probe(0.2), probe(0.8, ttft=0.4, tpot=0.03)
     beaten, failed = probe(0.5, ttft=0.5, tpot=0.03), probe(0.9, attainment=0.5, ttft=0.01)
     one = Capacity(best=full, low=0.0, high=1.0, probes=(fast, full, beaten, failed))
-    assert [each for _, each in front({Shape(1, 1, 4, 4): one}, 8, 0.9)] == [full, fast]
+    assert [each.probe for each in front({Shape(1, 1, 4, 4): one}, 8, 0.9)] == [full, fast]
 
 
 def test_deployments_that_do_not_fit_are_named_with_the_reason():
