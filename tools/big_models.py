@@ -60,19 +60,11 @@ CASES = (
 
 CAUSES = {
     "DeepSeek, prefill": (
-        "published is a day's mean of the nodes in service, 73,700 tokens/s less the 56.3 % that were cached; "
-        "modelled is a saturated engine. Published would be 65 % of it, or 39 % of one that hides its exchange, "
-        "as DeepSeek's does; the load of those nodes is not published. The most nodes, 278, are 1.23 times the "
-        "mean of 226.75."
+        "published is a day's mean of the nodes in service, without the 56.3 % of tokens that were cached; modelled "
+        "is a saturated engine. The load of those nodes is not published."
     ),
-    "decode": (
-        "batches are assumed: 256 requests a GPU (SGLang: steps of 92 ms, reported about 100), and 88 (DeepSeek: "
-        "what its rate and 21 tokens/s for each user mean)."
-    ),
-    "SGLang, prefill": (
-        "no host takes time between forwards, experts are loaded evenly, and shares of the peaks are assumed. "
-        "DeepSeek's decode has the same."
-    ),
+    "decode": "batches are assumed: 256 requests a GPU (SGLang), and 88 (DeepSeek: its rate at 21 tokens/s a user).",
+    "SGLang, prefill": "no host time between forwards, an even load of experts, and assumed shares of the peaks.",
 }
 """Where errors come from, as docs/reports.md says."""
 

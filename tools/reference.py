@@ -31,9 +31,9 @@ from pathlib import Path
 
 from experiments.faults.scenario import KINDS as KINDS_OF_FAULTS
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
-from experiments.reports.claims import effect_range
-from experiments.reports.figures import kept
-from experiments.reports.report_points import committed
+from experiments.reports.claims import Claim, effect_range
+from experiments.reports.figures import FigureRow, kept
+from experiments.reports.report_points import ReportPoint, committed
 from pdsim.config import Config, ExperimentOptions, keys
 from pdsim.config.keys import Key
 from pdsim.core import plugins
@@ -112,13 +112,21 @@ def claims() -> Iterator[str]:
         name = seed.__name__.rpartition(".")[2]
         points = committed(f"seed_{name}")
         for claim in seed.CLAIMS:
-            cells = []
-            for machine in dict.fromkeys(point.machine for point in points if point.claim == claim.name):
-                own = [point for point in points if point.machine == machine]
-                modelled, real = (effect_range(claim, own, target) for target in ("model", "real"))
-                cells += [f"{machine}: {modelled or '-'}; {real or '-'}"] if modelled or real else []
+            own = [point for point in points if point.claim == claim.name]
+            machines = dict.fromkeys(point.machine for point in own)
+            if claim.better == "same":  # on any machine
+                cells = ["all: " + _factors(claim, own)]
+            else:
+                grouped = {machine: [point for point in own if point.machine == machine] for machine in machines}
+                cells = [f"{machine}: {_factors(claim, those)}" for machine, those in grouped.items()]
+            cells = [cell for cell in cells if not cell.endswith(": -; -")]
             if cells:
                 yield f"| {name} | {claim.name} | {'<br>'.join(cells)} |"
+
+
+def _factors(claim: Claim, points: Sequence[ReportPoint]) -> str:
+    ranges = (effect_range(claim, points, target) or "-" for target in ("model", "real"))
+    return "; ".join(ranges).replace(" to ", "-")
 
 
 def inline() -> Iterator[str]:
@@ -132,18 +140,24 @@ def inline() -> Iterator[str]:
         cells = [f"{machine.partition(' ')[2]}, {at.partition(' ')[0]}"]
         for claim in heads:
             model, real = (by.get((machine, at, claim.name, target)) for target in ("model", "real"))
-            measured = f"{claim.effect(real):.3g} ({real.low:.3g} to {real.high:.3g})" if real else "-"
+            measured = f"{claim.effect(real):.3g} ({real.low:.3g}-{real.high:.3g})" if real else "-"
             cells.append(f"{claim.effect(model):.3g}; {measured}" if model else "-")
         yield f"| {' | '.join(cells)} |"
 
 
 def figures() -> Iterator[str]:
-    """Yield the lines of the table of docs/reports.md."""
-    yield "| figure, a factor | reported | simulated (interval), verdict |"
+    """Yield the lines of the table of docs/reports.md; figures of several numbers of prompts are one line."""
+    yield "| figure, a factor | reported | simulated (interval) verdict |"
     yield "|---|---|---|"
+    words = {"reached": "reached", "within what is open": "open", "not reached": "missed"}
+    groups: dict[str, list[FigureRow]] = {}
     for row in kept():
-        model = f"{row.simulated:.3g} ({row.lowest:.3g}-{row.highest:.3g}), {row.verdict}"
-        yield f"| {row.report} {row.figure} | {row.reported:.3g} | {model} |"
+        groups.setdefault(re.sub(r"TTFT of \d+ prompts?", "TTFT", f"{row.report} {row.figure}"), []).append(row)
+    for figure, rows in groups.items():
+        counts = [match[1] for row in rows if (match := re.search(r"TTFT of (\d+) prompt", row.figure))]
+        of = f"; {', '.join(counts)} prompts" if counts else ""
+        model = [f"{r.simulated:.3g} ({r.lowest:.3g}-{r.highest:.3g}) {words[r.verdict]}" for r in rows]
+        yield f"| {figure}{of} | {', '.join(f'{row.reported:.3g}' for row in rows)} | {'; '.join(model)} |"
 
 
 def big_models() -> Iterator[str]:
