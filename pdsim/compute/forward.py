@@ -42,7 +42,7 @@ from pdsim.compute.tiles import (
     whole_sequences,
 )
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import NotNegative, Positive, Rate, Seconds, Share
+from pdsim.core.units import NotNegative, NotNegativeInt, Positive, Rate, Seconds, Share
 from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
@@ -80,6 +80,8 @@ class Compute:
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
     # times as long as the mean host of data/live (0.6 to 1.5) this one takes to launch an eager prefill from a table
     launch_factor: Positive = 1.0
+    # tokens of an iteration up to which prompts run in CUDA graphs, without launches (vLLM compiled: 512); 0: eager
+    graph_tokens: NotNegativeInt = 0
     scale: NotNegative = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
@@ -146,6 +148,7 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
         overhead=compute.overhead,
         launch_factor=compute.launch_factor,
+        graph_tokens=compute.graph_tokens,
         scale=compute.scale,
     )
 
@@ -238,6 +241,7 @@ class OperatorForward:
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
+    graph_tokens: int = 0  # of an iteration that is launched as one
     scale: float = 1.0
     even: bool = False  # whether tokens are spread over experts evenly, instead of independently of each other
 
@@ -259,7 +263,8 @@ class OperatorForward:
         linear = self._linear(tokens, len(taken), absorbed=self.kernels.absorbed_prefill)
         device = (linear + self._layers() * self._attention(taken)) / self.share
         host = self.launch_factor * self.kernels.prompt_host
-        return self.scale * (max(device, self._launching / self.share) + host + self.overhead)
+        launching = self._launching / self.share if tokens > self.graph_tokens else 0.0
+        return self.scale * (max(device, launching) + host + self.overhead)
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""

@@ -90,6 +90,8 @@ def test_a_layer_with_experts_launches_more_kernels():
     assert whole(kernels=slow, model=mixed).prefill([(0, 10)]) == 6.0
     assert whole(kernels=replace(slow, mixed_launch=0.0), model=mixed).prefill([(0, 10)]) == 2.0
     assert whole(kernels=replace(slow, prompt_host=0.5), model=mixed, launch_factor=2.0).prefill([(0, 10)]) == 13.0
+    graphs = whole(kernels=replace(slow, prompt_host=0.5), model=mixed, graph_tokens=10)
+    assert graphs.prefill([(0, 10)]) < 1.0 < graphs.prefill([(0, 11)])
 
 
 def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
