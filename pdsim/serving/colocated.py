@@ -16,6 +16,7 @@ from typing import Any
 
 from simpy.events import Event
 
+from pdsim.compute.roofline import ForwardTime
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
@@ -141,6 +142,12 @@ class ColocatedRequest:
     loaded: int = 0  # of them, those that came back from host memory
 
 
+def _launch(job: Deployment) -> float:
+    # Operators know their launches; of a roofline's forward the engine does.
+    own = isinstance(job.prefill_time, ForwardTime)
+    return job.engine.prefill.launch * job.layers("prefill0") if own else 0.0
+
+
 class ColocatedEngine:
     """One engine of *job*, whose ranks compute alike; ``finished(request)`` is called at the end of each.
 
@@ -167,7 +174,9 @@ class ColocatedEngine:
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
         self._finished = finished
-        self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
+        self._batch = RunningBatch(
+            job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, launch=_launch(job)
+        )
         self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
         self._unseen = 0  # decode steps since it did last

@@ -103,7 +103,7 @@ class RunningBatch:
 
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` or
     `begin_mixed` the next step.  A host of *costs* adds its own to each step and, with *overlap*, only what exceeds
-    the forward without context.
+    the forward without context.  A step with prompts takes *launch* seconds at least.
     """
 
     def __init__(
@@ -113,8 +113,10 @@ class RunningBatch:
         costs: HostCosts | None = None,
         overlap: bool = False,
         variation: StepVariation | None = None,
+        launch: float = 0.0,
     ) -> None:
         self.limit = limit
+        self._launch = launch
         self._time = time
         self._host = costs or HostCosts()
         self._overlap = overlap
@@ -215,13 +217,12 @@ class RunningBatch:
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
         """Begin one step that also computes *pieces* of prompts (context, new tokens); return when it ends."""
         batch = len(self._members)
-        forward = self._time.prefill([*pieces, (0, batch)] if batch else pieces)
-        self._span = self._spanned(now, self._iteration(forward))
+        self._span = self._spanned(now, self.alone([*pieces, (0, batch)] if batch else pieces))
         return self._span.end(1)
 
     def alone(self, pieces: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step that computes *pieces* of prompts and no token of the batch."""
-        return self._iteration(self._time.prefill(pieces))
+        return self._iteration(max(self._time.prefill(pieces), self._launch))
 
     def end(self, steps: int) -> float:
         """Return when so many *steps* since `begin`, which there is, end."""

@@ -87,11 +87,11 @@ def test_a_step_begins_with_the_requests_that_were_seen(changes, steps):
     assert one["e2e"] > alone["e2e"] + prompt
 
 
-def test_answers_leave_after_the_host_is_done():
-    costs = HostCosts(answer=0.25)
+def test_prompts_take_their_launches_and_answers_leave_later():
+    costs = HostCosts(answer=0.25, launch=1.0)
     engine = ServingEngine(name="bare", prefill=costs, decode=HostCosts(answer=0.5, answer_token=0.01))
     (row,), what, _ = served([Request(0.0, 100, 2)], engine=engine)
-    first = mixed(what, [(0, 100)], [])
+    first = what.shape.layers  # seconds of launches, which exceed the forward
     assert row["ttft"] == pytest.approx(first + 1.25, rel=1e-12)
     assert row["e2e"] == pytest.approx(first + 1.25, rel=1e-12)  # the last token cannot overtake it
 
