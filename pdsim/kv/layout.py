@@ -175,7 +175,7 @@ def stage_layers(layers: int, pp: int, stage: int) -> range:
 
 
 def window_span(tokens: int, window: int, page_size: int) -> tuple[int, int]:
-    """Return the first page that the window over *tokens* tokens touches, and how many it touches, none in part.
+    """Return the first page that the window over *tokens* tokens touches, and how many: it touches whole pages.
 
     >>> window_span(tokens=300, window=128, page_size=64)
     (2, 3)
@@ -481,7 +481,7 @@ class RankMap:
     Pipeline stages write the planes of their layers.  Context-parallel ranks all hold whole requests: with
     *all_cp_ranks* each writes its `share` of the pages, else rank 0 writes them all; state and metadata come from
     rank 0.  Of ranks that hold the same latent or index rows only the first writes them; replicas of a head all
-    write it. Both sides make one from the same arguments, so they agree without a message.
+    write it.  Both sides make one from the same arguments, so they agree without a message.
 
     Raise a `ValueError` if decode ranks are context-parallel, if decode has several stages but not those of prefill,
     or unless one of the tensor-parallel sizes divides the other.

@@ -105,7 +105,7 @@ class PagePool:
     """The pages of one instance, handed out in runs as long as can be had.
 
     Takes the smallest free run that holds a request whole or, if none does, the largest ones; the lowest among
-    equals. Costs grow with the number of free runs, not of pages.  *unused* counts pages that nobody has, *peak* is
+    equals.  Costs grow with the number of free runs, not of pages.  *unused* counts pages that nobody has, *peak* is
     the most that had an owner at one time, *owners* has the runs of each.  Free runs are ascending and never touch.
 
     >>> pool = PagePool(10)
@@ -234,7 +234,7 @@ class FreeQueue(PagePool):
 
     So does vLLM's block pool (`v1/core/block_pool.py`; `kv_cache_manager.free` gives the blocks of a request back in
     reverse): ascending neighbours at first, later descending ones, which no descriptor covers together, then a
-    mixture. With *last_first*, what was freed last is given out first, as by vLLM 0.26 with blocks that no prefix
+    mixture.  With *last_first*, what was freed last is given out first, as by vLLM 0.26 with blocks that no prefix
     cache keeps.
 
     >>> pool = FreeQueue(4)

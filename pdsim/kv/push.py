@@ -265,7 +265,8 @@ class KvSender:
             self._break(state, chunk.decode, PeerLost(f"{chunk.decode} is gone"))
             return
         state.status = advance(state.status, Status.TRANSFERRING)
-        self.pool.fill(chunk, metadata=True)
+        if self._rank.device.holds_bytes:
+            self.pool.fill(chunk, metadata=True)
         writes = self._plan(state, chunk, seconds)
         for write in writes:  # all of them are counted before the first is posted
             state.unfinished += write.count

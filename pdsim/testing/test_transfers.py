@@ -2,6 +2,7 @@
 """Bytes arrive intact, and only where they were sent, and each notification once, after its transfer's bytes."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_a_sequence_writes_every_batch_in_turn_until_it_is_stopped(pair, stop, t
 
 def test_one_rank_writes_to_several_at_once(job):
     size = 64 * KiB
-    ranks = {"hub": (moving.write_to_many, {"size": size})}
+    ranks: dict[str, Any] = {"hub": (moving.write_to_many, {"size": size})}
     for i in range(3):
         holds = ["pattern", 5, size, i * size]
         ranks[f"leaf{i}"] = be_target, {"by": "hub", "region": size, "holds": holds, "notes": 1}
