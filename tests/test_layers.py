@@ -15,7 +15,7 @@ sim: pdsim.sim > waist
 kv: pdsim.kv > waist
 models: pdsim.models > waist
 compute: pdsim.compute > kv models waist
-verify: pdsim.verify > serving kv waist
+verify: pdsim.verify > serving kv sim waist
 serving: pdsim.serving > kv compute models waist
 recipes: pdsim.recipes > kv models waist
 records: pdsim.results.(record|schema) > waist face

@@ -190,11 +190,7 @@ def invariants() -> Iterator[str]:
 
 def laws() -> Iterator[str]:
     """Yield the table of the laws of simulation."""
-    yield from (
-        "| law | rule |",
-        "|---|---|",
-        *(f"| {name} | {rule} |" for name, rule, _ in LAWS),
-    )
+    yield from ("| law | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in LAWS.items()))
 
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import inf, log1p
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -102,8 +102,8 @@ class Faults:
         return tuple(kind.name for kind in fields(self) if kind.name != "until" and getattr(self, kind.name))
 
 
-class Observer(Protocol):
-    """What a job tells whoever checks it, in the order in which it happens.  It must not change anything."""
+class Observer:
+    """Base of what checks a job, and is told what happens, in order.  It must not change anything."""
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:
         """Take note of a control message that leaves."""

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.kv.contents import Contents
-from pdsim.kv.layout import PageTable
 from pdsim.kv.pages import Pages
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
@@ -117,14 +116,18 @@ class ComputedChecker:
         return marks
 
 
-def window_differs(contents: Contents, table: PageTable, number: int, room: int, rows: Pages, tokens: int) -> str:
-    """Return "" if *rows*, of the window of *room*, hold each page that it touches, else what is wrong.
+def window_differs(contents: Contents, room: int, state: tuple[Pages, ...], tokens: int) -> str:
+    """Return "" if the window among the rows of *state* holds each page that it touches, else what is wrong.
 
-    *number* is that of *table* among those of the state.  Pages are those of the last tokens, each looked at: not by
-    `window_span`, which those who write and those who compare share.
+    Pages are those of the last tokens, each looked at: not by `window_span`, which writers and readers share.
     """
     layout = contents.layout
-    last = range(max(0, tokens - layout.shape.state.window), tokens)
+    shape = layout.shape.state
+    if not shape.window:
+        return ""
+    number, table = next((n, table) for n, table in enumerate(layout.tables[1:]) if table.component == "window")
+    rows = state[shape.components.index("window")]
+    last = range(max(0, tokens - shape.window), tokens)
     pages = sorted({token // layout.page_size for token in last})
     have = [start + more for start, count in rows for more in range(count)]
     if len(have) < len(pages):

@@ -26,13 +26,13 @@ from pdsim.kv.messages import (
     TransferDone,
     decode,
 )
-from pdsim.kv.pages import Pages
 from pdsim.kv.pull import KvReader, KvSource
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
+from pdsim.sim.faults import Observer
 from pdsim.transfer import Batch
 from pdsim.verify import refuse_compiled
 from pdsim.verify.computed import ComputedChecker, window_differs
@@ -77,13 +77,12 @@ class Violation(NamedTuple):
         return f"{self.invariant} at {self.at:.6f} s: {self.what}"
 
 
-class InvariantChecker:
-    """Watches one job.
+class InvariantChecker(Observer):
+    """Watches one job by wrapping methods of its ranks' programs as they begin; `finish` adds what results tell.
 
-    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the
-    rooms of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one
-    as failed.  It wraps methods of the ranks' programs as they begin.  After the run, `finish` adds what only the
-    results can tell.
+    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms
+    of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as
+    failed.
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
@@ -145,9 +144,6 @@ class InvariantChecker:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(sender, message)
-
-    def posted(self, batch: Batch, label: str) -> None:
-        """Do nothing: it is what lands that counts."""
 
     def held_up(self, label: str) -> None:
         """Take note of the room."""
@@ -250,7 +246,7 @@ class InvariantChecker:
                 continue
             reason = contents.verify(room, target.pages, request.input, held)
             reason = reason or contents.verify_state(room, target.state, request.input, held)
-            reason = reason or _window(contents, room, target.state, request.input)
+            reason = reason or window_differs(contents, room, target.state, request.input)
             if reason:
                 self._report("I2", f"{name} {when}: {reason}")
 
@@ -261,9 +257,8 @@ class InvariantChecker:
             room = incoming.request.room
             slot = leader.scheduler.handoff.slots.owners.get(room)
             if slot is None:
-                self._report(
-                    "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
-                )
+                what = f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
+                self._report("I6", what)
             elif not incoming.reason:
                 for name, member in _in_incarnation(self._members, incoming.request.decode):
                     contents: Contents = member.mover.receiver.pool.contents
@@ -327,16 +322,6 @@ def _in_incarnation(members: Mapping[str, Any], incarnation: str) -> Iterator[tu
     for name, member in members.items():
         if not isinstance(member, Router) and member.incarnation == incarnation:
             yield name, member
-
-
-def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
-    names = contents.layout.shape.state.components
-    for number, table in enumerate(contents.layout.tables[1:]):
-        if table.component == "window":
-            reason = window_differs(contents, table, number, room, rows[names.index("window")], tokens)
-            if reason:
-                return reason
-    return ""
 
 
 def _note(rooms: set[int], call: Callable[[int], Any], number: int) -> Any:

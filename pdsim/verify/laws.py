@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of simulation: what holds in every run, whatever is simulated; ``checks=on`` checks them while a run goes on.
 
-`LAWS` names each with the test that holds it in the suite; `docs/reliability.md` has the table.
+`LAWS` names them; `docs/reliability.md` has the table.
 """
 
 from __future__ import annotations
@@ -9,47 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pdsim.core.errors import MessageError
 from pdsim.kv.messages import Finished, Submit, decode
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.prefill import PrefillScheduler
 from pdsim.serving.router import Router
+from pdsim.sim.faults import Observer
 from pdsim.transfer import Batch, TransferRecord
 from pdsim.transfer.job import Outcome
 from pdsim.verify import refuse_compiled
 
-__all__ = ["LAWS", "Law", "LawChecker", "broken"]
+__all__ = ["LAWS", "LawChecker", "broken"]
 
 
-class Law(NamedTuple):
-    """What holds, in one sentence, and the test of the suite that holds it."""
-
-    name: str
-    rule: str
-    test: str
-
-
-_TEST, _SHARING = "tests/kv/test_laws.py::", "tests/sim/test_sharing_properties.py::"
-
-LAWS = (
-    Law("capacity", "No link carries more than its capacity; no pool lends more than it has.",
-        f"{_SHARING}test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck"),
-    Law("bytes", "What is read and lands is what was posted, and no more; a transfer that succeeds has landed.",
-        f"{_TEST}test_bytes_that_land_twice_break_a_law"),
-    Law("tokens", "Prefill computes each input token once, in order; decode ends with input plus output.",
-        f"{_TEST}test_a_token_that_is_not_computed_breaks_a_law"),
-    Law("pages", "At every leader, free pages and owned pages are all pages.",
-        f"{_TEST}test_a_page_that_is_lost_breaks_a_law"),
-    Law("requests", "Every request that is sent out ends, once.",
-        f"{_TEST}test_a_request_that_never_ends_breaks_a_law"),
-    Law("causality", "The stages of a request follow each other, as do those of a transfer.",
-        f"{_TEST}test_a_request_that_ends_before_it_begins_breaks_a_law"),
-    Law("names", "The order in which links, paths and flows are listed changes nothing.",
-
-        "tests/sim/test_sharing_properties.py::test_the_order_of_links_paths_and_equal_starts_changes_nothing"),
-)  # fmt: skip
+LAWS = {
+    "capacity": "No link carries more than its capacity; no pool lends more than it has.",
+    "bytes": "What is read and lands is what was posted, and no more; a transfer that succeeds has landed.",
+    "tokens": "Prefill computes each input token once, in order; decode ends with input plus output.",
+    "pages": "At every leader, free pages and owned pages are all pages.",
+    "requests": "Every request that is sent out ends, once.",
+    "causality": "The stages of a request follow each other, as do those of a transfer.",
+    "names": "The order in which links, paths and flows are listed changes nothing.",
+}
 """In the order of `docs/reliability.md`.  The last is about two runs, so no single run can check it."""
 
 _ROUNDING = 1e-9
@@ -59,7 +42,7 @@ _INTERVAL = 1e-3
 """Seconds, at least, over which the use of links is looked at while a run goes on."""
 
 
-class LawChecker:
+class LawChecker(Observer):
     """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken.
 
     When bytes land it looks at what all links have carried.  Of schedulers it wraps the methods that plan a forward
@@ -121,18 +104,6 @@ class LawChecker:
         if self._network is not None and self._network.clock.now - self._since >= _INTERVAL:
             self._look()
 
-    def held_up(self, label: str) -> None:
-        """Do nothing: it moves later."""
-
-    def broken(self, label: str) -> None:
-        """Do nothing: some of it moves."""
-
-    def copied(self, batch: Batch) -> None:
-        """Do nothing: copies stay within a device."""
-
-    def ended(self, rank: str, error: str) -> None:
-        """Do nothing: why ranks end is not a law's business."""
-
     # --- laws ---
 
     def _look(self) -> None:
@@ -148,9 +119,8 @@ class LawChecker:
     def _move(self, verb: str, batch: Batch, label: str) -> None:
         moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
         if moved > self._posted.get(label, 0):
-            self._report(
-                "bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted"
-            )
+            what = f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted"
+            self._report("bytes", what)
 
     def _pieces_of(self, scheduler: Any) -> list[tuple[int, int]]:
         pieces: list[tuple[int, int]] = []
@@ -170,17 +140,16 @@ class LawChecker:
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
             if context != before:
-                self._report(
-                    "tokens", f"room {chunk.room} is computed from token {context} on, before it were {before}"
-                )
+                what = f"room {chunk.room} is computed from token {context} on, before it were {before}"
+                self._report("tokens", what)
             self._computed[chunk.room] = context + tokens
         return forward
 
     def _entered(self, member: Any, join: Callable[..., None], number: int, context: int, steps: int) -> None:
         request = self._rooms.get(number)
         if request is not None and context + steps != request.input + request.output:
-            self._report("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
-                        f"{request.input} + {request.output}")  # fmt: skip
+            what = f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
+            self._report("tokens", f"{what}{request.input} + {request.output}")
         join(number, context, steps)
 
     def _finished(self, sender: str, message: Finished) -> None:
@@ -190,9 +159,8 @@ class LawChecker:
             return
         computed = self._computed.get(message.room, 0)
         if computed != request.input:
-            self._report(
-                "tokens", f"room {message.room} is decoded with {computed} of {request.input} tokens computed"
-            )
+            what = f"room {message.room} is decoded with {computed} of {request.input} tokens computed"
+            self._report("tokens", what)
         times = [(name, getattr(message, name)) for name in _PHASES]
         for (first, one), (then, other) in pairwise(times):
             if one > other:

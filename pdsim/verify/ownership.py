@@ -33,8 +33,7 @@ class OwnershipChecker:
     """Watches whose memory bytes are read from, land on, and are copied between.
 
     It calls *report* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
-    of another room than the transfer's, which is the number that its label begins with.  *computed* is asked whether
-    what is read at prefill is there already (I10).
+    of another room than the transfer's, with whose number its label begins.  *computed* checks I10.
     """
 
     def __init__(self, report: Callable[[str, str], None], computed: ComputedChecker) -> None:
