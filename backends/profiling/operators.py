@@ -8,6 +8,7 @@ bf16.  There are as many copies as it takes for a call to find nothing of its in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -17,12 +18,13 @@ from torch import _grouped_mm, _scaled_mm
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backends.profiling.stopwatch import copies
+from backends.profiling.stopwatch import MOST, copies
 
 __all__ = ["DecoderStack", "attend", "build"]
 
 Case = Mapping[str, Any]
 Call = Callable[[], object]
+Made = tuple[int, int, Callable[[], Call]]  # bytes of a call's inputs, most copies of them, what makes one
 
 _FLASH = "_flash_attention_forward"  # PyTorch's FlashAttention with a causal mask that ends at the last key
 PAGE = 256  # tokens of a block of the paged kernel: FlashAttention 2 takes multiples of 256
@@ -33,21 +35,24 @@ def build(case: Case, device: str) -> list[Call]:
 
     Raise a `KeyError` for an unknown operator, and PyTorch's own error for a size that it cannot do.
     """
+    operator = str(case["operator"])
+    if operator == "launch":
+        one = torch.zeros(32, device=device)
+        return [lambda: one.add_(1.0)] * 256
+    alike = {"norm": _norm, "activation": _activation, "rotary": _rotary, "routing": _routing}
+    if operator in alike:
+        return [alike[operator](case, device)]
     makers = {
-        "launch": _launch,
         "gemm": _gemm,
-        "norm": _norm,
-        "activation": _activation,
-        "rotary": _rotary,
         "decode": _decode,
         "prefill": _prefill,
         "mla_decode": _latent_decode,
         "mla_absorb": _absorb,
         "mla_prefill": _prefill,
         "experts": _experts,
-        "routing": _routing,
     }
-    return makers[str(case["operator"])](case, device)
+    nbytes, most, make = makers[operator](case, device)
+    return [make() for _ in range(copies(nbytes, device, most))]
 
 
 def _numbers(case: Case, *names: str) -> tuple[int, ...]:
@@ -62,47 +67,43 @@ def _weight(*shape: int, device: str) -> torch.Tensor:
     return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0.0, 0.02)
 
 
-def _launch(case: Case, device: str) -> list[Call]:  # noqa: ARG001
-    one = torch.zeros(32, device=device)
-    return [lambda: one.add_(1.0)] * 256
-
-
-def _gemm(case: Case, device: str) -> list[Call]:
+def _gemm(case: Case, device: str) -> Made:
     m, n, k = _numbers(case, "tokens", "n", "k")
     x = _random(m, k, device=device)
     if case["dtype"] == "fp8":  # with a scale for each row and each column
         narrow = x.to(torch.float8_e4m3fn)
         rows, columns = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
 
-        def scaled(matrix: torch.Tensor) -> Call:
+        def scaled() -> Call:
+            matrix = _weight(n, k, device=device).to(torch.float8_e4m3fn)
             return lambda: _scaled_mm(narrow, matrix.t(), rows, columns, out_dtype=torch.bfloat16)
 
-        wide = [_weight(n, k, device=device) for _ in range(copies(n * k, device))]
-        return [scaled(one.to(torch.float8_e4m3fn)) for one in wide]
+        return n * k, MOST, scaled
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
 
-    def product(matrix: torch.Tensor) -> Call:
+    def product() -> Call:
+        matrix = _weight(n, k, device=device)
         return lambda: torch.mm(x, matrix.t(), out=out)
 
-    return [product(_weight(n, k, device=device)) for _ in range(copies(2 * n * k, device))]
+    return 2 * n * k, MOST, product
 
 
 # --- pointwise parts of a layer ------------------------------------------------------------------------------------
 
 
-def _norm(case: Case, device: str) -> list[Call]:
+def _norm(case: Case, device: str) -> Call:
     rows, width = _numbers(case, "tokens", "n")
     x, residual = (_random(rows, width, device=device) for _ in range(2))
     gain, call = torch.ones(width, device=device, dtype=torch.bfloat16), _compiled("norm", device)
-    return [lambda: call(x, residual, gain)]
+    return lambda: call(x, residual, gain)
 
 
-def _activation(case: Case, device: str) -> list[Call]:
+def _activation(case: Case, device: str) -> Call:
     x, call = _random(int(case["tokens"]), 2 * int(case["n"]), device=device), _compiled("silu_mul", device)
-    return [lambda: call(x)]
+    return lambda: call(x)
 
 
-def _rotary(case: Case, device: str) -> list[Call]:
+def _rotary(case: Case, device: str) -> Call:
     rows, heads, kv, width = _numbers(case, "tokens", "heads", "kv_heads", "head_dim")
     qkv = _random(rows, (heads + 2 * kv) * width, device=device)
     cos, sin = (torch.randn(rows, width // 2, device=device) for _ in range(2))
@@ -115,7 +116,7 @@ def _rotary(case: Case, device: str) -> list[Call]:
         store[0].copy_(keys)
         store[1].copy_(values)
 
-    return [rotary]
+    return rotary
 
 
 def norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,32 +207,30 @@ def attend(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
     return full(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
-def _prefill(case: Case, device: str) -> list[Call]:
+def _prefill(case: Case, device: str) -> Made:
     # Of *tokens* new tokens of one sequence to themselves and to *context* of earlier chunks; *k* is the width of
     # queries and keys, *head_dim* without it.
     new, context, heads, kv, value = _numbers(case, "tokens", "context", "heads", "kv_heads", "value_dim")
     width = int(case.get("k") or case["head_dim"])
     q = _random(1, new, heads, width, device=device)
-    calls = []
-    for _ in range(copies((context + new) * kv * (width + value) * 2, device, most=8)):
+
+    def make() -> Call:
         k, v = (_random(1, context + new, kv, size, device=device) for size in (width, value))
-        calls.append(_bound(str(case["kernel"]), q, k, v))
-    return calls
+        return lambda: attend(str(case["kernel"]), q, k, v)
+
+    return (context + new) * kv * (width + value) * 2, 8, make
 
 
-def _bound(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    return lambda: attend(kernel, q, k, v)
-
-
-def _decode(case: Case, device: str) -> list[Call]:
+def _decode(case: Case, device: str) -> Made:
     # Of one new token of each sequence of a batch to its context; all have the same.
     batch, context, heads, kv, width = _numbers(case, "batch", "context", "heads", "kv_heads", "head_dim")
     q = _random(batch, 1, heads, width, device=device)
-    calls = []
-    for _ in range(copies(4 * batch * context * kv * width, device, most=64)):
+
+    def make() -> Call:
         k, v = (_random(batch, context, kv, width, device=device) for _ in range(2))
-        calls.append(_paged(q, k, v) if case["kernel"] == "paged" else _bound(str(case["kernel"]), q, k, v))
-    return calls
+        return _paged(q, k, v) if case["kernel"] == "paged" else lambda: attend(str(case["kernel"]), q, k, v)
+
+    return 4 * batch * context * kv * width, 64, make
 
 
 def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
@@ -252,60 +251,54 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     return call
 
 
-def _latent_decode(case: Case, device: str) -> list[Call]:
+def _latent_decode(case: Case, device: str) -> Made:
     # Absorbed attention of one new token a sequence to latent rows of *k* elements, which all heads share; the first
     # *value_dim* are the values.  Without the fused kernels that engines have for it, an upper bound.
     batch, context, heads, width, rank = _numbers(case, "batch", "context", "heads", "k", "value_dim")
     q = _random(batch, heads, width, device=device)
 
-    def bound(rows: torch.Tensor) -> Call:
-        def call() -> object:
-            scores = torch.softmax(torch.bmm(q, rows.transpose(1, 2)), -1)
-            return torch.bmm(scores, rows[:, :, :rank])
+    def make() -> Call:
+        rows = _random(batch, context, width, device=device).mul_(0.05)
+        return lambda: torch.bmm(torch.softmax(torch.bmm(q, rows.transpose(1, 2)), -1), rows[:, :, :rank])
 
-        return call
-
-    count = copies(2 * batch * context * width, device, most=16)
-    return [bound(_random(batch, context, width, device=device).mul_(0.05)) for _ in range(count)]
+    return 2 * batch * context * width, 16, make
 
 
-def _absorb(case: Case, device: str) -> list[Call]:
+def _absorb(case: Case, device: str) -> Made:
     # The two products a head that take queries to latent rows, and what comes back to values: in absorbed attention
     # they stand for expanding the cache.
     batch, heads, width, rank = _numbers(case, "batch", "heads", "head_dim", "value_dim")
     q = _random(heads, batch, width, device=device)
     back = _random(heads, batch, rank, device=device)
 
-    def bound(up: torch.Tensor, down: torch.Tensor) -> Call:
+    def make() -> Call:
+        up, down = _random(heads, width, rank, device=device), _random(heads, rank, width, device=device)
         return lambda: (torch.bmm(q, up), torch.bmm(back, down))
 
-    return [
-        bound(_random(heads, width, rank, device=device), _random(heads, rank, width, device=device))
-        for _ in range(copies(4 * heads * width * rank, device, most=64))
-    ]
+    return 4 * heads * width * rank, 64, make
 
 
 # --- a layer of experts: grouped products over tokens sorted by expert, and the routing around them ----------------
 
 
-def _experts(case: Case, device: str) -> list[Call]:
+def _experts(case: Case, device: str) -> Made:
     # Both grouped products and the activation, of tokens that hit *hit* experts evenly: set, not routed, because
     # the time depends on how many are.  Each call hits other experts, so that weights come from memory.
     rows, count, hit, per, width, inner = _numbers(case, "tokens", "experts", "hit", "per_token", "n", "width")
     up, down = _expert_weights(count, width, inner, device)
     x = _random(rows * per, width, device=device)
-    every = torch.arange(count, device=device)
+    every, shifts = torch.arange(count, device=device), itertools.count()
 
-    def bound(shift: int) -> Call:
-        chosen = ((torch.arange(hit, device=device) * count // hit + shift) % count).sort().values
+    def make() -> Call:
+        chosen = ((torch.arange(hit, device=device) * count // hit + next(shifts)) % count).sort().values
         even = chosen[torch.arange(rows * per, device=device) * hit // (rows * per)]
         ends = torch.searchsorted(even, every, right=True).to(torch.int32)
         return lambda: _grouped(x, up, down, ends)
 
-    return [bound(shift) for shift in range(copies(hit * width * inner * 6, device, most=count // hit))]
+    return hit * width * inner * 6, count // hit, make
 
 
-def _routing(case: Case, device: str) -> list[Call]:
+def _routing(case: Case, device: str) -> Call:
     # What a layer of experts does besides its products: choose, sort, gather, weigh and add, from given logits.
     rows, count, per, width = _numbers(case, "tokens", "experts", "per_token", "n")
     x = _random(rows, width, device=device)
@@ -316,7 +309,7 @@ def _routing(case: Case, device: str) -> list[Call]:
         chosen, order, _ = _assigned(logits, per)
         return x[order // per].shape, _gathered(made, chosen, order, rows)
 
-    return [call]
+    return call
 
 
 def _assigned(logits: torch.Tensor, per: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["COLD", "Stopwatch", "Timing", "copies"]
+__all__ = ["COLD", "MOST", "Stopwatch", "Timing", "copies"]
 
 COLD = 192 << 20  # bytes that the copies of a case's inputs have together: three times the L2 cache of an H200
+MOST = 256  # copies, of inputs that are small
 Call = Callable[[], object]
 
 
-def copies(nbytes: int, device: str, most: int = 256) -> int:
+def copies(nbytes: int, device: str, most: int) -> int:
     """Return how many copies of inputs of *nbytes* it takes for none to be in a GPU's cache at its turn."""
     return 1 if device == "cpu" else max(1, min(most, -(-COLD // max(nbytes, 1))))
 
