@@ -87,13 +87,11 @@ class Control:
         handlers: Mapping[bytes, Handler],
         on_lost: Callable[[PeerLine], None],
     ) -> None:
-        self._clock = clock
+        self._clock, self._keys = clock, keys
         self._context = zmq.Context()
-        self._handlers = handlers
-        self._on_lost = on_lost
+        self._handlers, self._on_lost = handlers, on_lost
         self._lines: dict[bytes, PeerLine] = {}  # by token
         self._epoll = select.epoll()
-        self._keys = keys
         self._inbox = Inbox(self._context, bind, self._deliver, keys)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
         self.card = Card(keys.name, self._inbox.uri, secrets.token_bytes(16), myself())
@@ -148,7 +146,7 @@ class Control:
         return line
 
     def welcome(self, name: str) -> None:
-        """Hear rank *name* again, which was started again."""
+        """Hear rank *name* again, which was started anew."""
         self._inbox.welcome(name)
 
     def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
@@ -194,15 +192,14 @@ class Control:
         progressed = False
         while line.monitor.get(zmq.EVENTS) & zmq.POLLIN:
             if recv_monitor_message(line.monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                progressed |= self._lose(line, "is gone: its connection was closed")
+                progressed |= not line.lost
+                self._lose(line, "is gone: its connection was closed")
         return progressed
 
-    def _lose(self, line: PeerLine, reason: str) -> bool:
-        if line.lost:
-            return False
-        line.lost = reason
-        self._on_lost(line)
-        return True
+    def _lose(self, line: PeerLine, reason: str) -> None:
+        if not line.lost:
+            line.lost = reason
+            self._on_lost(line)
 
     def _deliver(self, sender: str, frames: list[bytes]) -> None:
         try:

@@ -76,7 +76,7 @@ class RealDevice(ABC):
 
     holds_bytes = True  # contents can be read, and compared
 
-    def __init__(self, clock: WallClock, capacity: int, name: str) -> None:
+    def __init__(self, clock: WallClock, capacity: int, name: str = "cpu") -> None:
         if capacity <= 0:
             raise ValueError(f"capacity must be > 0 bytes, got {capacity}")
         self.clock = clock
@@ -90,7 +90,7 @@ class RealDevice(ABC):
 
     @abstractmethod
     def copy(self, batch: Batch) -> Event:
-        """Copy within the device; see `pdsim.transfer.Device.copy`."""
+        """Copy within the device, after the work that was asked for before; see `pdsim.transfer.Device.copy`."""
 
     @abstractmethod
     def _make(self, size: int, pool: str) -> RealBuffer: ...
@@ -152,11 +152,10 @@ class RealDevice(ABC):
         self._reclaim(own)
 
     def hold(self, buffer: RealBuffer) -> None:
-        """Keep *buffer*'s memory, freed or not, until `release`."""
+        """Keep *buffer*'s memory, freed or not, until as many calls of `release`."""
         buffer.holds += 1
 
     def release(self, buffer: RealBuffer) -> None:
-        """End one `hold`."""
         buffer.holds -= 1
         self._reclaim(buffer)
 
@@ -181,9 +180,6 @@ class RealDevice(ABC):
         """Occupy the device for *seconds* of real time, without using a processor."""
         if seconds < 0:
             raise ValueError(f"seconds must be >= 0, got {seconds}")
-        return self._enqueue(seconds)
-
-    def _enqueue(self, seconds: float) -> Event:
         self._free_at = max(self._free_at, self.clock.now) + seconds
         return self.clock.at(self._free_at)
 
@@ -248,14 +244,10 @@ def host_buffer(size: int, pool: str) -> HostBuffer:
 class HostDevice(RealDevice):
     """Host memory of limited capacity.  The processor copies, at once, within the turn of the clock that is due."""
 
-    def __init__(self, clock: WallClock, capacity: int, name: str = "cpu") -> None:
-        super().__init__(clock, capacity, name)
-
     def _make(self, size: int, pool: str) -> HostBuffer:
         return host_buffer(size, pool)
 
     def copy(self, batch: Batch) -> Event:
-        """Copy within host memory, after the work that was asked for before."""
         views = [self._bytes(batch.source), self._bytes(batch.target)]
 
         def run(_: Event) -> None:
@@ -263,7 +255,7 @@ class HostDevice(RealDevice):
             views.clear()  # a program that waits for this may free the memory, which must have no users then
             move(source, target, batch.source_offset, batch.target_offset, batch.size)
 
-        done = self._enqueue(0.0)
+        done = self.compute(0.0)
         assert done.callbacks is not None
         done.callbacks.append(run)
         return done

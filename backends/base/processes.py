@@ -24,8 +24,7 @@ from pdsim.core.errors import ConfigError
 
 __all__ = ["captured_stderr", "half_open", "installed", "is_dead", "myself", "prepare", "when_dead"]
 
-FIRST, LAST = 0.01, 30.0
-"""Seconds until `when_dead` looks again, doubled each time, and from which on it looks no more."""
+FIRST, LAST = 0.01, 30.0  # seconds until `when_dead` looks again, doubled each time, up to which it does
 
 
 @cache
@@ -77,13 +76,13 @@ def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wai
 
 _SELF = Path("/proc/self")
 _ESTABLISHED = "01"
-_IDLE = {
+_IDLE = ("03", "06", "07", "0A", "0C")  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out
     "03",
     "06",
     "07",
     "0A",
     "0C",
-}  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
+)  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
 _NOBODY = "0"  # the inode of a socket that no process has any more
 
 

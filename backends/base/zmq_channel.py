@@ -25,7 +25,7 @@ from pdsim.core.clock import Mailbox, WallClock
 from pdsim.core.errors import BackendUnavailable, MessageError, TransferFailed
 from pdsim.transfer import Message, Program
 
-__all__ = ["FAILURES", "LARGEST", "QUEUE", "Authenticator", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
+__all__ = ["FAILURES", "LARGEST", "QUEUE", "Inbox", "Keys", "ZmqChannel", "dial", "job_keys"]
 
 LINGER_MS = 2000
 """Milliseconds for which `close` goes on sending what is queued; a live receiver takes it in microseconds."""
@@ -38,7 +38,6 @@ FAILURES = (
 """Events of a socket's monitor that say that a handshake has failed."""
 
 _ZAP = "inproc://zeromq.zap.01"  # where a context asks who may connect: RFC 27
-_DOMAIN = b"pdsim"  # without a domain libzmq asks nobody
 _VERSION = b"1.0"
 
 
@@ -51,12 +50,6 @@ class Keys(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"Keys(name={self.name!r}, {len(self.public)} ranks)"
-
-    def listen(self, socket: Any) -> None:
-        """Have *socket*, before it is bound, accept whom the `Authenticator` of its context knows."""
-        socket.curve_server = True
-        socket.curve_secretkey = self.secret.encode()
-        socket.zap_domain = _DOMAIN
 
     def dial(self, socket: Any, rank: str) -> None:
         """Have *socket* connect as this rank to *rank*, and to nobody else; before it connects.
@@ -82,27 +75,20 @@ def job_keys(names: Iterable[str]) -> dict[str, Keys]:
 
 
 class Authenticator:
-    """Answers, on a thread of its own, which keys may connect to sockets of *context*; ends with the context.
+    """Answers, on a thread of its own, which keys may connect to *socket*, before it is bound; ends with *context*.
 
-    Made before the socket is bound that it is to `watch`.  *refused* counts handshakes that failed there.
+    *refused* counts handshakes that failed there.
     """
 
-    def __init__(self, context: Any, keys: Keys) -> None:
-        self._context = context
+    def __init__(self, context: Any, socket: Any, keys: Keys) -> None:
         self._names = {z85.decode(key): name for name, key in keys.public.items()}
-        self._asked = context.socket(zmq.REP)
-        self._asked.linger = 0
+        self._asked, self._failures = context.socket(zmq.REP), context.socket(zmq.PAIR)
+        self._asked.linger = self._failures.linger = 0
         self._asked.bind(_ZAP)
-        self._failures: Any = None
-        self.refused = 0
-
-    def watch(self, socket: Any) -> None:
-        """Count the handshakes that fail at *socket*, and begin to answer."""
-        socket.monitor("inproc://failures", FAILURES)
-        self._failures = self._context.socket(zmq.PAIR)
-        self._failures.linger = 0
         self._failures.rcvhwm = 0  # or a full queue would stop the thread that all connections share
+        socket.monitor("inproc://failures", FAILURES)
         self._failures.connect("inproc://failures")
+        self.refused = 0
         threading.Thread(target=self._serve, name="authenticator", daemon=True).start()
 
     def _serve(self) -> None:
@@ -112,20 +98,16 @@ class Authenticator:
         try:
             while True:
                 for socket, _ in poller.poll():
-                    if socket is self._asked:
-                        socket.send_multipart(self._answer(socket.recv_multipart()))
-                    else:
-                        socket.recv_multipart()
+                    frames = socket.recv_multipart()
+                    if socket is self._failures:
                         self.refused += 1
+                        continue
+                    name = self._names.get(frames[-1], "")
+                    said = [b"200", b""] if name else [b"400", b"not a rank of this job"]
+                    socket.send_multipart([_VERSION, frames[1], *said, name.encode(), b""])
         except zmq.ContextTerminated:
             self._asked.close()
             self._failures.close()
-
-    def _answer(self, question: list[bytes]) -> list[bytes]:
-        request, name = question[1], self._names.get(question[-1])
-        if name is None:
-            return [_VERSION, request, b"400", b"not a rank of this job", b"", b""]
-        return [_VERSION, request, b"200", b"", name.encode(), b""]
 
 
 class Inbox:
@@ -143,18 +125,18 @@ class Inbox:
         keys: Keys,
         full: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._authenticator = Authenticator(context, keys)
         self._socket = context.socket(zmq.PULL)
         self._socket.rcvhwm = QUEUE
         self._socket.maxmsgsize = LARGEST
         self._socket.linger = 0
-        keys.listen(self._socket)
-        self._authenticator.watch(self._socket)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.secret.encode()
+        self._socket.zap_domain = b"pdsim"  # without a domain libzmq asks nobody
+        self._authenticator = Authenticator(context, self._socket, keys)
         self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
         self.uri = f"tcp://{bind}:{self._port}"
         self._fd = int(self._socket.FD)
-        self._deliver = deliver
-        self._full = full
+        self._deliver, self._full = deliver, full
         self._dropped: set[str] = set()
         self._refused = 0
         self.paused = False
@@ -193,14 +175,13 @@ class Inbox:
 
     def _take(self, frames: list[Any]) -> None:
         sender: str = frames[0].get("User-Id")  # what the authenticator answered: no part of the message forges it
-        if sender in self._dropped:
-            self._refused += 1
-        else:
-            try:
+        try:
+            if sender not in self._dropped:
                 self._deliver(sender, [frame.bytes for frame in frames])
                 return
-            except MessageError:
-                self.drop(sender)
+        except MessageError:
+            pass
+        self.drop(sender)
         with suppress(OSError), sockets.socket(fileno=os.dup(frames[0].get(zmq.SRCFD))) as connection:
             if connection.getsockname()[1] == self._port:
                 connection.shutdown(sockets.SHUT_RDWR)
@@ -264,7 +245,6 @@ class ZmqChannel:
         self._uris.update(uris)
 
     def send(self, receiver: str, payload: bytes) -> None:
-        """Send without waiting; a `KeyError` names an unknown rank, a `MessageError` a message that is too large."""
         self._send(receiver, payload)
 
     def tell(self, receiver: str, topic: bytes, payload: bytes) -> None:
@@ -304,7 +284,6 @@ class ZmqChannel:
             self._sockets[receiver] = None
 
     def receive(self) -> Event:
-        """Return an event that succeeds with the next `Message`."""
         if self._inbox.paused and len(self._received) <= QUEUE // 2:
             self._inbox.poll()
         return self._received.get()
@@ -314,11 +293,12 @@ class ZmqChannel:
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
         """Call *handler* with every `Message` from now on, one in each turn, which keeps their number bounded."""
-        self._clock.process(self._hand_on(handler))
 
-    def _hand_on(self, handler: Callable[[Message], None]) -> Program:
-        while True:
-            handler((yield self.receive()))
+        def hand_on() -> Program:
+            while True:
+                handler((yield self.receive()))
+
+        self._clock.process(hand_on())
 
     def close(self) -> None:
         """Close the sockets, once what was sent has been handed to the system or 2 s have passed."""
