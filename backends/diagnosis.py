@@ -105,36 +105,33 @@ def _nvidia() -> str:
 
 def _gpus() -> Diagnosis:
     if names := _nvidia().splitlines():
-        return Diagnosis("gpu", works=True, version=f"{len(names)} x {names[0]}")
+        return Diagnosis("gpu", True, f"{len(names)} x {names[0]}")
     if Path("/dev/kfd").exists():
-        return Diagnosis("gpu", works=True, version="AMD GPUs (/dev/kfd)")
+        return Diagnosis("gpu", True, "AMD GPUs (/dev/kfd)")
     why = "no NVIDIA driver and no /dev/kfd"
     if Path("/proc/driver/nvidia/version").exists():
         why = error_of(_LIST_GPUS) or "the NVIDIA driver finds no GPU"
-    remedy = "a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty"
-    return Diagnosis("gpu", works=False, reason=why, remedy=remedy)
+    return Diagnosis("gpu", False, "", why, "a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty")
 
 
 def _rdma() -> Diagnosis:
     if names := rdma_devices():
-        return Diagnosis("rdma", works=True, version=", ".join(names))
+        return Diagnosis("rdma", True, ", ".join(names))
     remedy = "a machine with RDMA NICs and their drivers, or an emulated one (hw=rdma_guest)"
-    return Diagnosis("rdma", works=False, reason=f"no device in {_INFINIBAND}", remedy=remedy)
+    return Diagnosis("rdma", False, "", f"no device in {_INFINIBAND}", remedy)
 
 
 def _shm() -> Diagnosis:
     folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        remedy = f"mount a tmpfs at {folder}"
-        return Diagnosis("shm", works=False, reason=f"{folder} cannot be written to", remedy=remedy)
-    free = shutil.disk_usage(folder).free
-    return Diagnosis("shm", works=True, version=f"{free / 2**20:.0f} MiB free in {folder}")
+        return Diagnosis("shm", False, "", f"{folder} cannot be written to", f"mount a tmpfs at {folder}")
+    return Diagnosis("shm", True, f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}")
 
 
 def _cma() -> Diagnosis:
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     value = scope.read_text().strip() if scope.exists() else "0"
     if value == "0" or os.geteuid() == 0:
-        return Diagnosis("cma", works=True, version=f"ptrace_scope {value}" if scope.exists() else "")
+        return Diagnosis("cma", True, f"ptrace_scope {value}" if scope.exists() else "")
     reason = f"{scope} is {value}: UCX copies through shared memory instead, which is slower"
-    return Diagnosis("cma", works=False, reason=reason, remedy="sysctl kernel.yama.ptrace_scope=0")
+    return Diagnosis("cma", False, "", reason, "sysctl kernel.yama.ptrace_scope=0")

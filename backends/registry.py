@@ -19,21 +19,6 @@ from pdsim.core import plugins
 from pdsim.core.errors import BackendUnavailable, ConfigError, instead
 from pdsim.hardware.costs import Collective, Engine
 
-__all__ = [
-    "backends",
-    "check",
-    "check_collective",
-    "diagnose",
-    "diagnose_library",
-    "implementation_of",
-    "load",
-    "names",
-    "notes",
-    "on_hosts",
-    "variants",
-    "variants_of",
-]
-
 
 def names() -> tuple[str, ...]:
     """Return the names of all implementations, without importing them."""
@@ -76,26 +61,24 @@ def backends() -> tuple[str, ...]:
 
 def on_hosts(nodes: int = 1) -> tuple[str, ...]:
     """Return the backends that move host memory, of one machine or between *nodes*, and need their library only."""
-    every = (variant for name in _importable() for variant in variants(name))
-    return tuple(dict.fromkeys(variant.backend for variant in every if variant.on_hosts(nodes)))
+    working = []
+    for backend in backends():
+        with suppress(BackendUnavailable):
+            if any(way.on_hosts(nodes) for way in variants_of(backend)):
+                working.append(backend)
+    return tuple(working)
 
 
 @cache
 def _implementations() -> dict[str, str]:
-    # One that cannot be imported provides that of its own name.
-    importable = _importable()
-    implementations = {variant.backend: name for name in importable for variant in variants(name)}
-    return implementations | {name: name for name in names() if name not in importable}
-
-
-@cache
-def _importable() -> tuple[str, ...]:
-    importable = []
+    # One that cannot be imported provides the backend of its own name.
+    implementations = {}
     for name in names():
+        ways: tuple[Variant, ...] = (Variant(backend=name),)
         with suppress(BackendUnavailable):
-            load(name)
-            importable.append(name)
-    return tuple(importable)
+            ways = variants(name)
+        implementations |= {way.backend: name for way in ways}
+    return implementations
 
 
 # --- what works here -----------------------------------------------------------------------------------------------
@@ -112,7 +95,7 @@ def diagnose(backend: str) -> Diagnosis:
     try:
         ways = variants_of(backend)
     except BackendUnavailable as error:
-        return Diagnosis(backend, works=False, reason=str(error), remedy=f"reinstall {_provider(implementation)}")
+        return Diagnosis(backend, False, "", str(error), f"reinstall {_provider(implementation)}")
     libraries = _libraries(ways)
     missing = [(why, library.install) for library in libraries if (why := error_of(library.probe))]
     needed = [device for device in devices() if device.name in {way.device for way in ways}]
@@ -122,11 +105,9 @@ def diagnose(backend: str) -> Diagnosis:
         missing.append((" and ".join(device.reason for device in needed), others))
     versions = " ".join(filter(None, map(installed, libraries))) if libraries else _provider(implementation)
     if not missing:
-        return Diagnosis(backend, works=True, version=versions or "version unknown")
+        return Diagnosis(backend, True, versions or "version unknown")
     reasons, remedies = zip(*missing, strict=True)
-    return Diagnosis(
-        backend, works=False, version=versions, reason=", and ".join(reasons), remedy="; ".join(remedies)
-    )
+    return Diagnosis(backend, False, versions, ", and ".join(reasons), "; ".join(remedies))
 
 
 def diagnose_library(backend: str) -> str:

@@ -77,12 +77,6 @@ def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wai
 _SELF = Path("/proc/self")
 _ESTABLISHED = "01"
 _IDLE = ("03", "06", "07", "0A", "0C")  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out
-    "03",
-    "06",
-    "07",
-    "0A",
-    "0C",
-)  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
 _NOBODY = "0"  # the inode of a socket that no process has any more
 
 

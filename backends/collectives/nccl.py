@@ -11,7 +11,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from backends.collectives import pytorch
@@ -23,8 +23,8 @@ from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["Nccl", "NcclWindow", "SymmetricMemory"]
 
+# keeps libraries from NVLink multicast, which needs rights on the switch that a rank may not have
 SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""What keeps libraries from NVLink multicast, which needs rights on the switch that a rank may not have."""
 
 BUSY = 1_500_000
 """Cycles that a stream is kept busy with, some 0.8 ms, where the device alone is timed: launches fall into them."""
@@ -109,19 +109,6 @@ class _OnGpu(Library):
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _registered(self, size: int, **how: bool) -> Callable[[], None]:
-        import torch
-
-        torch.cuda.set_device(self._device.gpu)
-        with translating(self.engine):
-            pool = torch.cuda.MemPool(self._group.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
-            self._group.register_mem_pool(pool, **how)
-            torch.cuda.synchronize()
-        self._kept.append(pool)
-        return self._add(whole, size)
-
     def _add(self, whole: Any, size: int) -> Callable[[], None]:
         # Buffers that are cut from it are zeroed first, which waits for the stream.
         import torch
@@ -151,22 +138,30 @@ class Nccl(_OnGpu):
     """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered as buffers of the user's."""
 
     engine = "nccl"
+    window: ClassVar[dict[str, bool]] = {}  # how memory is registered
 
     def reserve(self, size: int) -> Callable[[], None]:
-        return self._registered(size)
+        import torch
+
+        torch.cuda.set_device(self._device.gpu)
+        with translating(self.engine):
+            pool = torch.cuda.MemPool(self._group.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+            self._group.register_mem_pool(pool, **self.window)
+            torch.cuda.synchronize()
+        self._kept.append(pool)
+        return self._add(whole, size)
 
 
-class NcclWindow(_OnGpu):
+class NcclWindow(Nccl):
     """NCCL with symmetric memory registered as windows (``ncclCommWindowRegister``), for its symmetric kernels.
 
     Those take half the time of the others for pieces of 1 to 4 MiB, and a third more than registered memory from
     64 MiB on (2 x H200, `data/benchmarks`).
     """
 
-    engine = "nccl"
-
-    def reserve(self, size: int) -> Callable[[], None]:
-        return self._registered(size, symm=True)
+    window: ClassVar[dict[str, bool]] = {"symm": True}
 
 
 class SymmetricMemory(_OnGpu):

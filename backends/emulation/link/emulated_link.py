@@ -57,9 +57,7 @@ class EmulatedLink:
     def __init__(
         self, nodes: list[namespaces.Node], control: socket.socket, forwarder: subprocess.Popen[bytes]
     ) -> None:
-        self._nodes = nodes
-        self._control = control
-        self._forwarder = forwarder
+        self._nodes, self._control, self._forwarder = nodes, control, forwarder
 
     def address(self, node: int) -> str:
         return _address(node)
@@ -101,7 +99,8 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
         made.enter_context(control)
         with other:
             forwarder = _start(link, [node.tun for node in ends], other)
-        made.callback(_stop, forwarder)
+        made.callback(forwarder.wait)
+        made.callback(forwarder.kill)
         control.settimeout(PATIENCE)
         if control.recv(2) != b"up":
             raise BackendUnavailable(f"the packet forwarder did not start: exit code {forwarder.wait()}")
@@ -133,11 +132,6 @@ def _start(link: NetworkLink, tuns: list[int], control: socket.socket) -> subpro
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def _stop(forwarder: subprocess.Popen[bytes]) -> None:
-    forwarder.kill()
-    forwarder.wait()
 
 
 def _address(node: int) -> str:

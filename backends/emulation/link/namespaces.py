@@ -14,8 +14,8 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,23 +51,14 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
     *settings* are its ``/proc/sys/net`` files, by path from there.  Raise `BackendUnavailable` if this process may
     not.
     """
-    results: list[Node | OSError] = []
-
-    def build() -> None:
-        try:
-            results.append(_build(address, mtu, settings))
-        except OSError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=build)  # a namespace is a thread's: this one enters it for good
-    thread.start()
-    thread.join()
-    if isinstance(results[0], OSError):
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a namespace is a thread's: this one enters it for good
+            return thread.submit(_build, address, mtu, settings).result()
+    except OSError as error:
         raise BackendUnavailable(
-            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({results[0]}); "
+            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({error}); "
             f"run as root with /dev/net/tun, or use hw=loopback"
-        ) from results[0]
-    return results[0]
+        ) from error
 
 
 @contextlib.contextmanager
@@ -104,10 +95,10 @@ def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
         fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM)  # with segmentation too, a "packet" would have 64 KiB
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
             _set(control, "lo", _SIOCSIFFLAGS, struct.pack("H", _IFF_UP | _IFF_RUNNING))
-            _set(control, DEVICE, _SIOCSIFADDR, _address(address))
-            _set(control, DEVICE, _SIOCSIFNETMASK, _address("255.255.255.0"))
-            _set(control, DEVICE, _SIOCSIFMTU, struct.pack("i", mtu))
-            _set(control, DEVICE, _SIOCSIFTXQLEN, struct.pack("i", _QUEUE))
+            for request, text in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, "255.255.255.0")):
+                _set(control, DEVICE, request, struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton(text)))
+            for request, value in ((_SIOCSIFMTU, mtu), (_SIOCSIFTXQLEN, _QUEUE)):
+                _set(control, DEVICE, request, struct.pack("i", value))
             _set(control, DEVICE, _SIOCSIFFLAGS, struct.pack("H", _IFF_UP | _IFF_RUNNING))
         namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         opened.pop_all()
@@ -116,10 +107,6 @@ def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
 
 def _set(control: socket.socket, device: str, request: int, value: bytes) -> None:
     fcntl.ioctl(control, request, struct.pack("16s24s", device.encode(), value))
-
-
-def _address(text: str) -> bytes:
-    return struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton(text))
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:

@@ -54,9 +54,9 @@ class Hop:
 
     def plan(self, changes: Sequence[tuple[str, float, float, float]]) -> None:
         """Take the kind, the start, the end and the share of the rate of each change, in order."""
-        self._slow = [(start, end, 0.0 if kind == "stall" else share) for kind, start, end, share in changes]
-        self._slow = [each for each, change in zip(self._slow, changes, strict=True) if change[0] != "cut"]
-        self._cut = [(start, end) for kind, start, end, _ in changes if kind == "cut"]
+        shares = {"stall": 0.0}
+        self._slow = [(a, b, shares.get(kind, share)) for kind, a, b, share in changes if kind != "cut"]
+        self._cut = [(a, b) for kind, a, b, _ in changes if kind == "cut"]
 
     def take(self, packet: bytes, at: float) -> None:
         """Carry *packet*, which is there at time *at*.
@@ -187,15 +187,12 @@ def _carry(
                 return
             if said == ASKED:
                 control.sendall(json.dumps([chain.packets, chain.late, chain.worst]).encode())
-            else:
-                _plan(hops, changes, float(said))
-
-
-def _plan(hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any], origin: float) -> None:
-    for number, both in enumerate(hops):
-        own = [(kind, origin + a, origin + b, share) for hop, kind, a, b, share in changes if hop == number]
-        for hop in both:
-            hop.plan(sorted(own, key=lambda change: change[1]))
+                continue
+            origin = float(said)
+            for number, both in enumerate(hops):
+                own = [(kind, origin + a, origin + b, share) for at, kind, a, b, share in changes if at == number]
+                for hop in both:
+                    hop.plan(sorted(own, key=lambda change: change[1]))
 
 
 if __name__ == "__main__":
