@@ -72,7 +72,7 @@ def on_hosts(nodes: int = 1) -> tuple[str, ...]:
 @cache
 def _implementations() -> dict[str, str]:
     # One that cannot be imported provides the backend of its own name.
-    implementations = {}
+    implementations: dict[str, str] = {}
     for name in names():
         ways: tuple[Variant, ...] = (Variant(backend=name),)
         with suppress(BackendUnavailable):

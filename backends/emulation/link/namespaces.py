@@ -97,8 +97,8 @@ def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
             _set(control, "lo", _SIOCSIFFLAGS, struct.pack("H", _IFF_UP | _IFF_RUNNING))
             for request, text in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, "255.255.255.0")):
                 _set(control, DEVICE, request, struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton(text)))
-            for request, value in ((_SIOCSIFMTU, mtu), (_SIOCSIFTXQLEN, _QUEUE)):
-                _set(control, DEVICE, request, struct.pack("i", value))
+            for request, number in ((_SIOCSIFMTU, mtu), (_SIOCSIFTXQLEN, _QUEUE)):
+                _set(control, DEVICE, request, struct.pack("i", number))
             _set(control, DEVICE, _SIOCSIFFLAGS, struct.pack("H", _IFF_UP | _IFF_RUNNING))
         namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         opened.pop_all()
