@@ -59,27 +59,29 @@ def test_it_sees_this_machines_files_and_cannot_change_them(guest, tmp_path):
     assert (done.output, file.read_text()) == ("as it waschanged\n", "as it was")
 
 
+def server(guest, name, script):
+    """Return a server of jobs that is a shell script; ``$2`` is where its FIFOs are."""
+    return Server(guest, name, "none", python=("sh", "-c", script))
+
+
+def test_a_server_of_jobs_that_does_not_start_says_why(guest):
+    with pytest.raises(GuestFailed, match=r"'absent' in the guest ended:\nno such library"):
+        server(guest, "absent", "echo no such library")
+
+
 @pytest.mark.parametrize(
-    ("name", "script", "failure"),
+    ("name", "end", "seconds", "failure"),
     [
-        ("absent", "echo no such library", r"ended:\nno such library"),
-        ("dying", "echo ready > $2/answers; read job < $2/jobs; echo it was too much", r"ended:\nit was too much"),
-        (
-            "slow",
-            "echo ready > $2/answers; read job < $2/jobs; sleep 5; echo done > $2/answers",
-            r"is not done after 0\.5 s",
-        ),
+        ("dying", "echo it was too much", 60, r"ended:\nit was too much"),
+        ("slow", "sleep 5; echo done > $2/answers", 0.5, r"is not done after 0\.5 s"),
     ],
 )
-def test_a_server_of_jobs_that_fails_says_why(guest, name, script, failure):
-    """It is a shell script here; ``$2`` is where its FIFOs are."""
-    server = None
+def test_a_server_of_jobs_that_fails_says_why_and_is_not_asked_again(guest, name, end, seconds, failure):
+    failing = server(guest, name, f"echo ready > $2/answers; read job < $2/jobs; {end}")
     with pytest.raises(GuestFailed, match=rf"{name!r} in the guest {failure}"):
-        server = Server(guest, name, "none", python=("sh", "-c", script))
-        server.run("a job", seconds=0.5 if name == "slow" else 60)
-    if server is not None:
-        with pytest.raises(GuestFailed, match="cannot be used any more, an earlier job having been answered by"):
-            server.run("another", seconds=60)
+        failing.run("a job", seconds=seconds)
+    with pytest.raises(GuestFailed, match="cannot be used any more, an earlier job having been answered by"):
+        failing.run("another", seconds=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
