@@ -32,8 +32,8 @@ BUSY = 1_500_000
 SEGMENT = 2 << 20  # bytes that reservations are rounded up to: the granularity of CUDA's virtual memory
 
 
-class _OnGpu(Library):
-    """What all have in common: a stream, events around each gather, and views of buffers.
+class Nccl(Library):
+    """NCCL.  Symmetric memory is allocated by it (`ncclMemAlloc`) and registered as buffers of the user's.
 
     Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
     seconds, so they contain no polling.  With ``timing="device"`` they contain neither launch nor waiting for the
@@ -41,7 +41,9 @@ class _OnGpu(Library):
     the first event lets the streams of all ranks go on together.
     """
 
+    engine = "nccl"
     memory = "gpu"
+    window: ClassVar[dict[str, bool]] = {}  # how symmetric memory is registered
     times_device = True
     _stream: Any = None
     _group: Any = None
@@ -109,6 +111,19 @@ class _OnGpu(Library):
         if self._stream is not None:
             self._stream.synchronize()
 
+    def reserve(self, size: int) -> Callable[[], None]:
+        import torch
+
+        torch.cuda.set_device(self._device.gpu)
+        with translating(self.engine):
+            pool = torch.cuda.MemPool(self._group.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+            self._group.register_mem_pool(pool, **self.window)
+            torch.cuda.synchronize()
+        self._kept.append(pool)
+        return self._add(whole, size)
+
     def _add(self, whole: Any, size: int) -> Callable[[], None]:
         # Buffers that are cut from it are zeroed first, which waits for the stream.
         import torch
@@ -134,26 +149,6 @@ class _OnGpu(Library):
         return self._tensors[buffer]
 
 
-class Nccl(_OnGpu):
-    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered as buffers of the user's."""
-
-    engine = "nccl"
-    window: ClassVar[dict[str, bool]] = {}  # how memory is registered
-
-    def reserve(self, size: int) -> Callable[[], None]:
-        import torch
-
-        torch.cuda.set_device(self._device.gpu)
-        with translating(self.engine):
-            pool = torch.cuda.MemPool(self._group.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
-            self._group.register_mem_pool(pool, **self.window)
-            torch.cuda.synchronize()
-        self._kept.append(pool)
-        return self._add(whole, size)
-
-
 class NcclWindow(Nccl):
     """NCCL with symmetric memory registered as windows (``ncclCommWindowRegister``), for its symmetric kernels.
 
@@ -164,7 +159,7 @@ class NcclWindow(Nccl):
     window: ClassVar[dict[str, bool]] = {"symm": True}
 
 
-class SymmetricMemory(_OnGpu):
+class SymmetricMemory(Nccl):
     """PyTorch's symmetric memory: every rank reads the pieces of the others with its copy engines.
 
     Where only the targets are symmetric it writes its own piece to them instead.  A barrier before sees to it that
