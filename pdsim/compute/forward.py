@@ -47,7 +47,17 @@ from pdsim.hardware.machine import Machine
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
 
-__all__ = ["Compute", "ForwardModel", "OperatorForward", "exchange", "forward", "forward_time", "nodes_hit", "peaks"]
+__all__ = [
+    "Compute",
+    "ForwardModel",
+    "OperatorForward",
+    "captured",
+    "exchange",
+    "forward",
+    "forward_time",
+    "nodes_hit",
+    "peaks",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,14 @@ class Compute:
     def measured_gpu(self) -> str:
         """The name of the GPU that it was measured on, or nothing."""
         return self.kernels.gpu if self.kernels else self.gpu
+
+
+def captured(batch: int) -> int:
+    """Return the batch of the CUDA graph that a decode step of *batch* replays, padded: 1, 2, 4, or so many times 8.
+
+    vLLM 0.22.1, ``cudagraph_capture_sizes``; SGLang 0.5.12, ``_generate_cuda_graph_batch_sizes``, has 12, too.
+    """
+    return batch if batch <= 2 else 4 if batch <= 4 else -(-batch // 8) * 8
 
 
 _ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
@@ -274,7 +292,8 @@ class OperatorForward:
         else:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
-        device = (self._linear(part, part, absorbed=True) + self._layers() * attention) / self.share
+        rows = part if self._table is None else captured(part)
+        device = (self._linear(rows, rows, absorbed=True) + self._layers() * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
     def context_of(self, batch: int) -> float:

@@ -14,7 +14,7 @@ from pdsim.calibration import compaction
 from pdsim.calibration import kernels as fit
 from pdsim.calibration.kernels import fit_roof, row_seconds
 from pdsim.cli.profile import read
-from pdsim.compute.forward import OperatorForward, peaks
+from pdsim.compute.forward import OperatorForward, captured, peaks
 from pdsim.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.compute.shapes import layer_shape, products
 from pdsim.config.compose import compose
@@ -82,6 +82,10 @@ def test_pieces_of_a_batch_share_their_turns():
     assert both - alone == pytest.approx(linear)
     chunk = time.prefill([(1000, 128)]) - alone
     assert chunk == pytest.approx(2 * (3e-6 + 1000 * 32 * 1e-12))
+
+
+def test_decode_batches_are_padded_to_the_next_graph():
+    assert [captured(batch) for batch in (1, 2, 3, 5, 8, 9, 17)] == [1, 2, 4, 8, 8, 16, 24]
 
 
 def test_a_layer_with_experts_launches_more_kernels():
