@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,15 +16,11 @@ from omegaconf import OmegaConf
 
 import experiments.transfer
 import pdsim
+from pdsim.results.store import FILES
 
 ROOT = Path(pdsim.__file__).parent.parent
-QUICK = (
-    "experiment=transfer",
-    "experiment.patterns=[pair]",
-    "experiment.size=4KiB",
-    "experiment.blocks=1",
-    "experiment.repeat=2",
-)
+QUICK = ("experiment=transfer", "experiment.patterns=[pair]", "experiment.size=4KiB", "experiment.blocks=1")
+QUICK += ("experiment.repeat=2",)
 
 
 @pytest.fixture(autouse=True)
@@ -89,101 +86,70 @@ def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
 
 # --- refusals: exit status 2, one line for each mistake, nothing written
 
-REFUSALS = [
-    (("rnu",), "unknown command 'rnu'; did you mean run?"),
-    (("serve",), "'serve' is not a command; did you mean pdsim run experiment=serve?"),
-    (("hw=8xh20", "seed=1"), "did you mean pdsim run hw=8xh20 seed=1?"),
-    (("run", "--shell-completion"), "unknown option --shell-completion; see pdsim run --help"),
-    (("show",), "show needs the folder of a run, such as one in results; see pdsim show --help"),
-    (("show", "nowhere"), "nowhere is not a folder; name the folder of a run"),
-    (("show", "."), ". has no config.yaml, "),
-    (("compare", "."), "compare takes 2 to 26 folders of runs, got 1"),
-    (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
-    (("doctor", "now"), "doctor takes no arguments but --host and --config-dir, got 'now'"),
-    (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
-    (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,"),
-    (("run", "--cfg"), "--cfg needs a value after it"),
-    (("run", "calibration=nonsense"), "calibration=nonsense does not exist; "),
-    (
-        ("run", "output=/proc/none"),
-        "output=/proc/none: No such file or directory; name a folder that can be written to",
-    ),
-    (("run", "hw="), "hw= chooses nothing; there are 1xa100,"),
-    (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; pdsim sweep runs one point for each"),
-    (("run", "hw=[8xh20,8xh200]"), "hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20"),
-    (("run", "hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
-    (("run", "~hw.nic"), "hw.nic is missing and has no default; set hw.nic=VALUE"),
-    (
-        ("run", "experiment.sizes=1", "experiment=transfer"),
-        "unknown key experiment.sizes; did you mean experiment.size?",
-    ),
-    (("run", "experiment.name=srve"), "experiment.name=srve does not exist; did you mean serve? There are"),
-    (("run", "workload.trace=none.jsonl"), "workload.trace=none.jsonl cannot be read: No such file or directory;"),
-    (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
-    (("run", "--config-dir", "nowhere"), "--config-dir nowhere is not a folder; name one that has"),
-    (("run", "--cfg", "jobs"), "--cfg jobs is not known; --cfg job prints what the run will use"),
-    (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
-    (("run", "executor=ray"), "executor=ray is about many points; use pdsim sweep, or leave it out"),
-    (("sweep", "hydra/launcher=joblib"), "hydra/launcher=joblib is for pdsim run, which then is a job of Hydra's"),
-    (("sweep", "hw=8xh20,8xh200", "executor=loca"), "executor=loca does not exist; did you mean executor=local?"),
-    (
-        ("sweep", "hw=8xh20,8xh200", "executor.worker=1"),
-        "unknown key executor.worker; did you mean executor.workers",
-    ),
-    (("sweep", "seed=1,2", "--zip", "seed,hw"), "--zip seed,hw: hw has no list of values; write hw=A,B"),
-    (("sweep", "seed=1,2", "hw=8xh20,8xh200,8xh100", "--zip", "seed,hw"), "but seed has 2, hw has 3"),
-    (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= set the same; give one of them"),
-    (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 0"),
-    (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
-    (("run", "parallel.prefill.tp=8"), "8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances"),
-    (
-        ("run", "parallel=tp2", "parallel.prefill.tp=3"),
-        "tp=3 does not divide the 64 heads of model=llama-3.1-70b; use one",
-    ),
-    (("run", "model=qwen3-8b", "kv.pool=95GB"), "of weights exceed the"),
-    (("run", "hw=2xh200", "model=llama-3.1-70b"), "puts 132 GiB of weights on each GPU at parallel.prefill.tp=1"),
-    (
-        ("run", "hw=2x8xh20", "backend=mooncake_nvlink"),
-        "works within a node only, but prefill and decode lie on different",
-    ),
-    (
-        ("run", "hw=2x8xh100", "parallel.prefill.tp=4", "parallel.prefill.instances=1", "parallel.decode.tp=16"),
-        "GPUs",
-    ),
-    (("run", "backend=mori"), "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out"),
-    (("run", "hw.nic.count=0", "backend=mooncake"), "moves bytes over rdma, but hw=8xh20 has no network cards"),
-    (
-        ("run", "workload.rate=2"),
-        "workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or",
-    ),
-    (("run", "workload=poisson", "workload.cv=3"), "has no effect on poisson arrivals; choose workload=gamma, or"),
-    (
-        ("run", "workload=smoke", "workload.trace=x"),
-        "workload.rate=6.0 has no effect on a trace; leave it out, and",
-    ),
-    (
-        ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
-        "backend.options.thread is not an option of backend=mooncake_tcp; did you mean threads? choose one of",
-    ),
-    (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
-    (
-        ("run", "target=real", "hw=loopback", "backend=mooncake_nvlink"),
-        "moves bytes over nvlink, but hw=loopback has no",
-    ),
-    (
-        ("run", "target=real", "hw=rdma_guest", "backend=nixl_shm"),
-        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, mori,",
-    ),
-    (
-        ("run", "experiment=transfer", "experiment.ranks=9"),
-        "experiment.ranks=9: 9 ranks take a GPU each and hw=8xh20 has 8; set",
-    ),
-]
+
+def cases(text):
+    """Return the lines "WORDS -> MESSAGE" of *text* as pairs."""
+    lines = (line.split(" -> ") for line in text.strip().splitlines())
+    return [(tuple(shlex.split(words)), message) for words, message in lines]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), REFUSALS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
-)
+REFUSALS = """
+rnu -> unknown command 'rnu'; did you mean run?
+serve -> 'serve' is not a command; did you mean pdsim run experiment=serve?
+hw=8xh20 seed=1 -> did you mean pdsim run hw=8xh20 seed=1?
+run --shell-completion -> unknown option --shell-completion; see pdsim run --help
+show -> show needs the folder of a run, such as one in results; see pdsim show --help
+show nowhere -> nowhere is not a folder; name the folder of a run
+show . -> . has no config.yaml,
+compare . -> compare takes 2 to 26 folders of runs, got 1
+list modell -> no group 'modell'; did you mean model? There are backend,
+doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
+run 8xh200 -> '8xh200' is not KEY=VALUE; did you mean hw=8xh200?
+run hw -> 'hw' is not KEY=VALUE; write hw=NAME with one of 1xa100,
+run --cfg -> --cfg needs a value after it
+run calibration=nonsense -> calibration=nonsense does not exist;
+run output=/proc/none -> output=/proc/none: No such file or directory; name a folder that can be written to
+run hw= -> hw= chooses nothing; there are 1xa100,
+run hw=8xh20,8xh200 -> hw=8xh20,8xh200 names several values; pdsim sweep runs one point for each
+run "hw=[8xh20,8xh200]" -> hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20
+run hw.gpuss=3 -> unknown key hw.gpuss; did you mean hw.gpus? hw has name,
+run "~hw.nic" -> hw.nic is missing and has no default; set hw.nic=VALUE
+run experiment.sizes=1 experiment=transfer -> unknown key experiment.sizes; did you mean experiment.size?
+run experiment.name=srve -> experiment.name=srve does not exist; did you mean serve? There are
+run workload.trace=none.jsonl -> workload.trace=none.jsonl cannot be read: No such file or directory;
+run "kv.page_size=${other}" -> Interpolation key 'other' not found
+run --config-dir nowhere -> --config-dir nowhere is not a folder; name one that has
+run --cfg jobs -> --cfg jobs is not known; --cfg job prints what the run will use
+run --config-name mine -> --config-name mine does not exist; leave it out,
+run executor=ray -> executor=ray is about many points; use pdsim sweep, or leave it out
+sweep hydra/launcher=joblib -> hydra/launcher=joblib is for pdsim run, which then is a job of Hydra's
+sweep hw=8xh20,8xh200 executor=loca -> executor=loca does not exist; did you mean executor=local?
+sweep hw=8xh20,8xh200 executor.worker=1 -> unknown key executor.worker; did you mean executor.workers
+sweep seed=1,2 --zip seed,hw -> --zip seed,hw: hw has no list of values; write hw=A,B
+sweep seed=1,2 hw=8xh20,8xh200,8xh100 --zip seed,hw -> but seed has 2, hw has 3
+sweep seed=1,2 --seeds 2 -> --seeds and seed= set the same; give one of them
+sweep --seeds none -> --seeds none: must be a whole number >= 0
+run -m hw=8xh20,9xh20 -> hw=9xh20 does not exist; did you mean hw=8xh20?
+run parallel.prefill.tp=8 -> 8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances
+run parallel=tp2 parallel.prefill.tp=3 -> tp=3 does not divide the 64 heads of model=llama-3.1-70b; use one
+run model=qwen3-8b kv.pool=95GB -> of weights exceed the
+run hw=2xh200 model=llama-3.1-70b -> puts 132 GiB of weights on each GPU at parallel.prefill.tp=1
+run hw=2x8xh20 backend=mooncake_nvlink -> works within a node only, but prefill and decode lie on different
+run hw=2x8xh100 parallel.prefill.tp=4 parallel.prefill.instances=1 parallel.decode.tp=16 -> GPUs
+run backend=mori -> backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out
+run hw.nic.count=0 backend=mooncake -> moves bytes over rdma, but hw=8xh20 has no network cards
+run workload.rate=2 -> workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or
+run workload=poisson workload.cv=3 -> has no effect on poisson arrivals; choose workload=gamma, or
+run workload=smoke workload.trace=x -> workload.rate=6.0 has no effect on a trace; leave it out, and
+run target=real hw=loopback backend.options.thread=4 -> backend.options.thread is not an option of backend=mooncake_t
+run target=real -> target=real on hw=8xh20 needs 8 nvidia GPUs, but
+run target=real hw=loopback backend=mooncake_nvlink -> moves bytes over nvlink, but hw=loopback has no
+run target=real hw=rdma_guest backend=nixl_shm -> target=real emulates hw=rdma_guest: it takes engines that go over R
+run experiment=transfer experiment.ranks=9 -> experiment.ranks=9: 9 ranks take a GPU each and hw=8xh20 has 8; set
+"""
+
+
+@pytest.mark.parametrize(("words", "message"), cases(REFUSALS), ids=lambda value: " ".join(value)[:60])
 def test_a_refused_command_says_why_and_writes_nothing(pdsim_says, tmp_path, words, message):
     status, out, err = pdsim_says(*words)
     assert (status, out) == (2, "")
@@ -216,10 +182,12 @@ def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
 
 def test_a_kept_run_is_shown_again_and_two_compared(pdsim_says, tmp_path):
     _, first, _ = pdsim_says("run", *QUICK, "output=a")
-    pdsim_says("run", *QUICK, "output=b", "experiment.repeat=3")
+    status, json_of_b, err = pdsim_says("run", *QUICK, "output=b", "experiment.repeat=3", "--json")
+    assert (status, err, json.loads(json_of_b)["overrides"][-1]) == (0, "", "experiment.repeat=3")
     a, b = (str(folder.relative_to(tmp_path)) for folder in sorted(tmp_path.glob("[ab]/*")))
     assert pdsim_says("show", a) == (0, first, "")
-    assert json.loads(pdsim_says("show", "--json", a)[1])["folder"] == a
+    shown = json.loads(pdsim_says("show", "--json", a)[1])
+    assert (shown["folder"], shown["experiment"], shown["status"]) == (a, "transfer", "ok")
     _, out, _ = pdsim_says("compare", a, b)
     assert re.search(r"^experiment.repeat +2 +3 *$", out, re.MULTILINE)
     assert re.search(r"^transfers +2 +3 +1.500 ", out, re.MULTILINE)
@@ -232,8 +200,7 @@ def test_a_run_prints_its_table_and_keeps_one_complete_folder(pdsim_says, tmp_pa
     assert (status, err) == (0, "")
     assert "transfer on 8xh20 with mooncake_nvlink (model" in out
     assert f"results/{folder.name}" in out
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {"config.yaml", "run.json", "summary.json", "transfers.parquet"}
+    assert {path.name for path in folder.iterdir()} == set(FILES)
     assert {path.name for path in tmp_path.iterdir()} == {"results"}  # nothing of Hydra's
 
 
@@ -245,32 +212,6 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     assert offered.startswith("load: prefill ")
     assert slo.startswith("SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in ")
     assert len(rest) <= 13
-
-
-def test_json_is_all_that_is_on_standard_output(pdsim_says):
-    status, out, err = pdsim_says("run", *QUICK, "--json", "seed=7")
-    run = json.loads(out)
-    assert (status, err) == (0, "")
-    assert (run["experiment"], run["seed"], run["status"]) == ("transfer", 7, "ok")
-    assert run["overrides"][-1] == "seed=7"
-
-
-def test_units_and_lists_are_understood_on_the_command_line(pdsim_says):
-    words = ("experiment.size=[4KiB,64KiB]", "hw.nic.rate=400Gbps", "backend.timeout=5s", "kv.pool=20GiB")
-    _, out, _ = pdsim_says("run", *QUICK, *words, "--json")
-    kept = Path(json.loads(out)["folder"], "config.yaml").read_text()
-    assert "timeout: 5.0" in kept
-    assert "rate: 50000000000.0" in kept
-    assert re.search(r"size:\n\s+- 4096\n\s+- 65536", kept)
-    assert f"pool: {20 * 2**30}" in kept
-
-
-def test_a_machine_of_ones_own_comes_from_ones_folder(pdsim_says, tmp_path):
-    (tmp_path / "mine" / "hw").mkdir(parents=True)
-    (tmp_path / "mine" / "hw" / "box.yaml").write_text("defaults: [8xh200, _self_]\nname: box\ngpus: 6\n")
-    status, out, _ = pdsim_says("run", *QUICK, "--config-dir", "mine", "hw=box")
-    assert status == 0
-    assert "transfer on box" in out
 
 
 def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pdsim_says, tmp_path):
@@ -310,19 +251,30 @@ def test_a_run_with_failures_ends_with_status_one(pdsim_says, monkeypatch):
     assert "failed: rank1: PeerLost: rank0 is gone" in out
 
 
-def test_ctrl_c_ends_a_run_with_status_130(tmp_path):
-    process = started("run", "workload=poisson", "workload.count=200000", cwd=tmp_path)
-    results = tmp_path / "results"
-    deadline = time.monotonic() + 30
-    while not (results.is_dir() and list(results.glob("*/run.json"))):
+def begun(process, folder):
+    """Wait until the run of *process* in *folder* has begun."""
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("results/*/run.json")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted; a run that had begun is marked incomplete"),
+        (signal.SIGTERM, 143, "ended by SIGTERM; a run that had begun is marked incomplete"),
+    ],
+)
+def test_a_signal_ends_a_run_while_its_requests_are_drawn(tmp_path, number, status, said):
+    words = ("run", "workload=poisson", "workload.count=1e9", "check.plausible=false")
+    process = started(*words, cwd=tmp_path)
+    begun(process, tmp_path)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    (folder,) = results.iterdir()
-    assert (process.returncode, out) == (130, "")
-    assert err == "pdsim: interrupted; a run that had begun is marked incomplete\n"
+    (folder,) = (tmp_path / "results").iterdir()
+    assert (process.returncode, out, err) == (status, "", f"pdsim: {said}\n")
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
 
 
@@ -366,20 +318,6 @@ def test_ctrl_c_anywhere_leaves_the_status(tmp_path):
     command = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_sigterm_ends_a_run_while_its_requests_are_drawn(tmp_path):
-    words = ("run", "workload=poisson", "workload.count=1e9", "check.plausible=false")
-    process = started(*words, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("results/*/run.json")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.terminate()
-    assert process.wait(timeout=30) == 143
-    (folder,) = (tmp_path / "results").iterdir()
-    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
 
 
 def test_nothing_heavy_is_imported_by_a_simulation():

@@ -1,18 +1,16 @@
-"""Shell completion: what is offered for a beginning, through argcomplete as the shell calls it.
-
-NO_COLOR; statuses.
-"""
+"""Shell completion through argcomplete, help of commands and keys, colours of a terminal."""
 
 import os
 import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from pdsim.cli.complete import parser, values
 from pdsim.cli.help import COMMANDS
-from pdsim.cli.main import _DO, main
+from pdsim.cli.main import _DO
 from tests.test_cli import QUICK
 
 
@@ -47,22 +45,19 @@ def test_the_shell_is_answered(tmp_path):
     assert (done.returncode, answer.read_text().split()) == (0, ["8xh100"])
 
 
-def test_what_the_shell_evaluates_is_a_script(capfd):
-    assert main(["completion"]) == 0
-    subprocess.run(["bash", "-n"], input=capfd.readouterr().out, text=True, check=True, timeout=30)
+def test_what_the_shell_evaluates_is_a_script(pdsim_says):
+    subprocess.run(["bash", "-n"], input=pdsim_says("completion")[1], text=True, check=True, timeout=30)
 
 
-@pytest.mark.parametrize("words", [["help", "run"], ["run", "--help"]])
-def test_help_is_asked_for_both_ways(words, capfd):
-    assert main(words) == 0
-    assert capfd.readouterr().out.startswith("usage: pdsim run")
-
-
-def test_help_explains_a_key(capfd):
-    assert main(["help", "slo"]) == 0
-    assert capfd.readouterr().out == "slo.ttft: time, > 0 (default: 5 s)\nslo.tpot: time, > 0 (default: 50 ms)\n"
-    assert main(["help", "kv.pol"]) == 2
-    assert capfd.readouterr().err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
+def test_help_explains_commands_and_keys(pdsim_says):
+    assert pdsim_says("help", "run")[1] == pdsim_says("run", "--help")[1]
+    assert pdsim_says("help", "slo")[1].splitlines() == [
+        "slo.ttft: time, > 0 (default: 5 s)",
+        "slo.tpot: time, > 0 (default: 50 ms)",
+    ]
+    status, _, err = pdsim_says("help", "kv.pol")
+    assert status == 2
+    assert err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
@@ -73,15 +68,9 @@ def test_a_terminal_has_colours_unless_told_otherwise(tmp_path, variables):
     with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, env=kept | variables | {"TERM": "xterm"}) as process:
         os.close(theirs)
         said = b""
-        while chunk := _read(ours):
-            said += chunk
+        with suppress(OSError):  # the terminal's other end is closed
+            while chunk := os.read(ours, 65536):
+                said += chunk
         assert process.wait(timeout=60) == 0
     os.close(ours)
     assert (b"\x1b[33m" in said) is not bool(variables)  # a warning is yellow
-
-
-def _read(descriptor):
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # the terminal's other end is closed
-        return b""

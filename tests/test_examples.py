@@ -49,18 +49,11 @@ def test_its_backend_is_listed_with_the_package_it_comes_from(installed):
 
 @pytest.mark.parametrize("target", ["real", "model"])
 def test_its_backend_runs_by_its_own_configuration(installed, target):
-    words = (
-        "hw=loopback",
-        "backend=example",
-        "experiment=transfer",
-        "experiment.size=4KiB",
-        "experiment.repeat=1",
-        "--json",
-    )
+    words = ("hw=loopback", "backend=example", "experiment=transfer", "experiment.size=4KiB", "experiment.repeat=1")
     done = installed("pdsim", "run", f"target={target}", *words, "--json")
     assert not done.returncode, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["status"], found["backend"], found["target"]) == ("ok", "example", target)
+    run = json.loads(done.stdout)
+    assert (run["status"], run["backend"], run["target"]) == ("ok", "example", target)
 
 
 RUN_ELSEWHERE = ("pip install -e '.[dev]' examples/third_party_backend", "pdsim doctor")

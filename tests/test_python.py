@@ -32,17 +32,13 @@ def test_a_run_has_its_metrics_requests_and_configuration():
 
 
 def test_it_is_the_run_of_the_command_line_and_can_be_loaded_again(tmp_path):
-    run = pdsim.simulate(**QUICK, output="a")
+    run = pdsim.simulate(**QUICK, output="a", **{"kv.checked": None, "backend.options": {"A": "b"}})
     words = ["experiment=transfer", "experiment.patterns=[pair]", "experiment.size=[4KiB]", "experiment.repeat=2"]
+    assert (run.config["kv.checked"], run.config["backend.options.A"]) == (None, "b")
     assert main(["run", *words, "output=b", "--quiet"]) == 0
     (folder,) = (tmp_path / "b").iterdir()
     assert pdsim.load(folder).metrics == run.metrics == pdsim.load(str(run.folder)).metrics
     assert pdsim.load(folder).transfers.equals(run.transfers)
-
-
-def test_values_of_python_are_those_of_the_command_line():
-    run = pdsim.simulate(**QUICK, seed=7, **{"hw.nodes": 1, "kv.checked": None, "backend.options": {"A": "b"}})
-    assert (run.config["seed"], run.config["kv.checked"], run.config["backend.options.A"]) == (7, None, "b")
 
 
 @pytest.mark.parametrize(

@@ -11,137 +11,99 @@ import importlib
 import pytest
 
 from pdsim.cli.main import main
-from tests.test_cli import QUICK
+from tests.test_cli import QUICK, cases
 
-TRANSFER, FAULTS, LINK = "experiment=transfer", "experiment=faults", "hw=link"
-GATHER, HANDOFF = "experiment=allgather", "experiment=handoff"
+WRONG = """
+hw.nic.rate=400Gb -> hw.nic.rate: '400Gb' is not a rate; write something like 400Gbps or 50GB/s
+"hw.nic.rate=[1Gbps,2Gbps]" -> hw.nic.rate: ['1Gbps', '2Gbps'] is not a rate
+hw.nic.rate=1e400 -> hw.nic.rate: inf is not a finite rate
+hw.nic.rate=-400Gbps -> hw.nic.rate must be >= 0, got -50000000000.0; leave hw.nic.rate out
+"hw.nic.rate=???" -> Missing mandatory value: rate
+"hw.nic.rate=${hw.nic}" -> Interpolation to parent node
+hw.nic.rate==3 -> a value with blanks, commas, brackets, quotes or = needs quotes
+hw.nic=400Gbps -> hw.nic must have keys of its own (count, rate, latency), got '400Gbps'
+hw.gpu.memory=96GBit -> hw.gpu.memory: '96GBit' is not a size; write a number or something like 64KiB
+hw.vendor=intel -> hw.vendor must be one of nvidia, amd, cpu, got 'intel'
+hw.link.rate=5Mbps -> hw.link.delay is missing and has no default
+hw=link hw.link.changes=stall -> hw.link.changes[0] must have keys of its own (kind, start, end, share, hop)
+hw=link "hw.link.changes=[{kind: stal, start: 1s, end: 3s}]" -> must be one of slow, stall, cut, got 'stal'
+"backend.vendors=[nvidia, intel]" -> backend.vendors must be of nvidia, amd, cpu, got 'intel'
+backend.intra=null -> says neither what intra nor what inter costs
+backend.serial=2 -> backend.serial must be >= 0 and <= 1, got 2
+collective.timing=gpu -> collective.timing must be one of caller, device, got 'gpu'
+collective=gloo collective.timing=device -> needs collective.plain.device, and nobody has measured it for gloo
+backend.options=3 -> backend.options must be a mapping of keys to values, got 3
+"backend.options={a: {b: c}}" -> backend.options.a must be text
+model.hybrid.pattern=xyz -> model.hybrid.pattern must be of a, w and m with at least one a, got 'xyz'
+workload=poisson workload.rate=2Gbps -> workload.rate: '2Gbps' is not a number a second; write something like 4
+hw=8xh20 backend=nixl parallel.decode.tp=2 kv.staging=true kv.staging_ring=64GiB -> kv.staging_ring=64 GiB does not
+kv.staging=maybe -> kv.staging must be true or false, got 'maybe'
+launch.silence=5s -> launch sets options of processes, and target=model starts none; set target=real or
+host_factor=11 -> host_factor must be >= 0.1 and <= 10, got 11.0
+cache.eviction=lru -> cache.eviction must be one of block, radix, got 'lru'
+backend.policy.pool=link -> backend.policy.pool must be one of default, nvlink, intra_node_nvlink, got
+hw=link hw.link.rate=0bps -> hw.link.rate must be > 0, got 0.0
+hw=link hw.link.mtu=100 -> hw.link.mtu must be >= 576 and <= 65000, got 100
+hw=link hw.link.filled=1.5 -> hw.link.filled must be > 0 and <= 1, got 1.5
+output= -> output must name a folder, got ''
+output=/dev/null/x -> output=/dev/null/x: Not a directory; name a folder that can be written to
+experiment.router=random -> must be one of cache_aware, least_tokens, power_of_two, round_robin, transfer_aware, got
+"experiment=[]" -> experiment=[] would mix several files into one
+experiment=transfer "experiment.size=[]" -> experiment.size must have one value or more, got none
+experiment=transfer "experiment.patterns=[pairs:x]" -> 'pairs:x' has a count that it cannot have; write pairs:2
+experiment=transfer experiment.points=/ -> experiment.points=/: Is a directory; name a CSV file of points
+experiment=handoff "experiment.tp=[x]" -> experiment.tp must be of pairs such as 1to2, got 'x'
+experiment=faults "experiment.without=[noise]" -> experiment.without names 'noise'; there are delays,
+experiment=faults experiment.seed=-4 -> experiment.seed must be >= 0, got -4; leave experiment.seed out
+seed=9223372036854775808 -> seed must be >= 0 and < 9223372036854775808, got 9223372036854775808
+policy.queues=3 -> unknown key policy; it belongs to the backend
+"""
 
-WRONG = [
-    ("hw.nic.rate=400Gb", "hw.nic.rate: '400Gb' is not a rate; write something like 400Gbps or 50GB/s"),
-    ("hw.nic.rate=[1Gbps,2Gbps]", "hw.nic.rate: ['1Gbps', '2Gbps'] is not a rate"),
-    ("hw.nic.rate=1e400", "hw.nic.rate: inf is not a finite rate"),
-    ("hw.nic.rate=-400Gbps", "hw.nic.rate must be >= 0, got -50000000000.0; leave hw.nic.rate out"),
-    ("hw.nic.rate=???", "Missing mandatory value: rate"),
-    ("hw.nic.rate=${hw.nic}", "Interpolation to parent node"),
-    ("hw.nic.rate==3", "a value with blanks, commas, brackets, quotes or = needs quotes"),
-    ("hw.nic=400Gbps", "hw.nic must have keys of its own (count, rate, latency), got '400Gbps'"),
-    ("hw.gpu.memory=96GBit", "hw.gpu.memory: '96GBit' is not a size; write a number or something like 64KiB"),
-    ("hw.vendor=intel", "hw.vendor must be one of nvidia, amd, cpu, got 'intel'"),
-    ("hw.link.rate=5Mbps", "hw.link.delay is missing and has no default"),
-    ((LINK, "hw.link.changes=stall"), "hw.link.changes[0] must have keys of its own (kind, start, end, share, hop)"),
-    ((LINK, "hw.link.changes=[{kind: stal, start: 1s, end: 3s}]"), "must be one of slow, stall, cut, got 'stal'"),
-    ("backend.vendors=[nvidia, intel]", "backend.vendors must be of nvidia, amd, cpu, got 'intel'"),
-    ("backend.intra=null", "says neither what intra nor what inter costs"),
-    ("backend.serial=2", "backend.serial must be >= 0 and <= 1, got 2"),
-    ("collective.timing=gpu", "collective.timing must be one of caller, device, got 'gpu'"),
-    (
-        ("collective=gloo", "collective.timing=device"),
-        "needs collective.plain.device, and nobody has measured it for gloo",
-    ),
-    (
-        (
-            "hw=loopback",
-            "target=real",
-            "collective=gloo",
-            "collective.timing=device",
-            "collective.plain.device=[{latency: 1us, rate: 1GB/s}]",
-            "collective.symmetric.device=[{latency: 1us, rate: 1GB/s}]",
-        ),
-        "collective=gloo gathers memory of the host; use timing=caller",
-    ),
-    ("backend.options=3", "backend.options must be a mapping of keys to values, got 3"),
-    ("backend.options={a: {b: c}}", "backend.options.a must be text"),
-    ("model.hybrid.pattern=xyz", "model.hybrid.pattern must be of a, w and m with at least one a, got 'xyz'"),
-    (
-        ("workload=poisson", "workload.rate=2Gbps"),
-        "workload.rate: '2Gbps' is not a number a second; write something like 4",
-    ),
-    (
-        (
-            *["hw=8xh20", "backend=nixl", "parallel.prefill.tp=4", "parallel.decode.tp=2", "kv.staging=true"],
-            "kv.staging_ring=64GiB",
-        ),
-        "kv.staging_ring=64 GiB does not fit beside 65.8 GiB of weights and 12.9 GiB of KV into the 89.4 GiB of",
-    ),
-    ("kv.staging=maybe", "kv.staging must be true or false, got 'maybe'"),
-    (
-        "launch.silence=5s",
-        "launch sets options of processes, and target=model starts none; set target=real or",
-    ),
-    ("host_factor=11", "host_factor must be >= 0.1 and <= 10, got 11.0"),
-    ("cache.eviction=lru", "cache.eviction must be one of block, radix, got 'lru'"),
-    ("backend.policy.pool=link", "backend.policy.pool must be one of default, nvlink, intra_node_nvlink, got"),
-    ((LINK, "hw.link.rate=0bps"), "hw.link.rate must be > 0, got 0.0"),
-    ((LINK, "hw.link.mtu=100"), "hw.link.mtu must be >= 576 and <= 65000, got 100"),
-    ((LINK, "hw.link.filled=1.5"), "hw.link.filled must be > 0 and <= 1, got 1.5"),
-    ("output=", "output must name a folder, got ''"),
-    ("output=/dev/null/x", "output=/dev/null/x: Not a directory; name a folder that can be written to"),
-    (
-        "experiment.router=random",
-        "must be one of cache_aware, least_tokens, power_of_two, round_robin, transfer_aware, got 'random'",
-    ),
-    ("experiment=[]", "experiment=[] would mix several files into one"),
-    ((TRANSFER, "experiment.size=[]"), "experiment.size must have one value or more, got none"),
-    ((TRANSFER, "experiment.patterns=[pairs:x]"), "'pairs:x' has a count that it cannot have; write pairs:2"),
-    ((TRANSFER, "experiment.points=/"), "experiment.points=/: Is a directory; name a CSV file of points"),
-    ((HANDOFF, "experiment.tp=[x]"), "experiment.tp must be of pairs such as 1to2, got 'x'"),
-    ((FAULTS, "experiment.without=[noise]"), "experiment.without names 'noise'; there are delays,"),
-    ((FAULTS, "experiment.seed=-4"), "experiment.seed must be >= 0, got -4; leave experiment.seed out"),
-    ("seed=9223372036854775808", "seed must be >= 0 and < 9223372036854775808, got 9223372036854775808"),
-    ("policy.queues=3", "unknown key policy; it belongs to the backend"),
-]
+NONSENSE = """
+hw.nic.rate=400 -> hw.nic.rate=400 has no unit; did you mean 400Gbps?
+"hw.nic={rate: 400}" -> hw.nic.rate=400 has no unit; did you mean 400Gbps?
+hw.gpu.compute=148 -> hw.gpu.compute=148 has no unit; did you mean 148TFLOPS?
+backend.intra.call=3 -> backend.intra.call=3 has no unit; did you mean 3us?
+slo.ttft=500 -> slo.ttft=500 has no unit; did you mean 500ms?
+hw=link "hw.link.changes=[{kind: stall, start: 1, end: 3s}]" -> hw.link.changes[0].start=1 has no unit; did you
+hw.nic.rate=4e20 -> hw.nic.rate=4e+20 has no unit; write it with one of Gbps, GB/s
+hw.interconnect.latency=2h -> did you mean 2us?
+backend.intra.descriptor=2s -> did you mean 2us?
+hw.nic.rate=1bps -> did you mean 1Gbps?
+hw.interconnect.rate=450kbps -> did you mean 450Gbps?
+hw.nic.latency=1e-30s -> expected 0.1 ns to 1 s; correct it, or set
+collective=nccl collective.timeout=3e9s -> expected 1 us to 720 h; correct it, or set
+hw.interconnect.latency=5s -> hw.interconnect.latency=5 s is not plausible, expected 0.1 ns to 10 ms;
+hw.gpu.memory=96 -> hw.gpu.memory=96 B is not plausible, expected 64 MiB to 16 TiB; did you mean 96GiB?
+hw.nic.rate=400bps -> hw.nic.rate=50 B/s is not plausible
+hw.gpus=100000 -> hw.gpus=100,000 is not plausible, expected 1 to 1,024
+workload.load=50 -> workload.load=50 is not plausible, expected
+model.parameters=7 -> model.parameters=7 is not plausible, expected 1e+04 to 1e+15; did you mean 7B?
+kv.pool=20 -> kv.pool=20 B is not plausible, expected 1 KiB to 16 TiB; did you mean 20GiB?
+workload=poisson workload.count=1e9 -> workload.count=1,000,000,000 is not plausible, expected 1 to 10,000,000
+workload=poisson workload.rate=1e-9 -> workload.rate=1e-09 is not plausible
+hw=link hw.link.delay=1h -> hw.link.delay=1 h is not plausible
+hw.gpus=0 -> moves bytes over nvlink, but hw=8xh20 has no GPUs
+hw.name=../x -> hw.name='../x' must be 1 to 64 characters without a slash
+hw.name= -> hw.name='' must be 1 to 64 characters
+model.kv_dtype=int8 -> model.kv_dtype must be one of bf16, fp16,
+model.attention=mla -> model.latent_dim must be > 0, got 0
+parallel.prefill.dp=3 -> parallel.prefill.dp must divide tp=4
+parallel.decode.cp=2 -> decode ranks are not context-parallel; leave decode.cp at 1
+kv.pool=1MiB -> a page of kv.page_size=64 tokens takes 5 MiB a rank, and 1 MiB are left for KV
+scheduler.memory_fraction=88 -> scheduler.memory_fraction must be > 0 and <= 1, got 88.0
+compute.flops_share=2 -> compute.flops_share must be > 0 and <= 1, got 2.0
+workload.aborts=1.5 -> workload.aborts must be >= 0 and <= 1, got 1.5
+workload=poisson workload.count=null -> workload.arrivals=poisson has no end; set workload.count=N
+hw=link hw.nodes=1 -> hw.nodes must be from 2 to 250 with hw.link, which joins them, got 1
+hw=link "hw.link.changes=[{kind: stall, start: 3s, end: 1s}]" -> end must be > start=3.0, got 1.0
+experiment=allgather "experiment.ranks=[99]" -> experiment.ranks=99: each takes a GPU and hw=8xh20 has 8
+experiment=faults experiment.intensity=2 -> experiment.intensity must be >= 0 and <= 1, got 2.0
+"""
 
-NONSENSE = [
-    ("hw.nic.rate=400", "hw.nic.rate=400 has no unit; did you mean 400Gbps?"),
-    ("hw.nic={rate: 400}", "hw.nic.rate=400 has no unit; did you mean 400Gbps?"),
-    ("hw.gpu.compute=148", "hw.gpu.compute=148 has no unit; did you mean 148TFLOPS?"),
-    ("backend.intra.call=3", "backend.intra.call=3 has no unit; did you mean 3us?"),
-    ("slo.ttft=500", "slo.ttft=500 has no unit; did you mean 500ms?"),
-    (
-        (LINK, "hw.link.changes=[{kind: stall, start: 1, end: 3s}]"),
-        "hw.link.changes[0].start=1 has no unit; did you",
-    ),
-    ("hw.nic.rate=4e20", "hw.nic.rate=4e+20 has no unit; write it with one of Gbps, GB/s"),
-    ("hw.interconnect.latency=2h", "did you mean 2us?"),
-    ("backend.intra.descriptor=2s", "did you mean 2us?"),
-    ("hw.nic.rate=1bps", "did you mean 1Gbps?"),
-    ("hw.interconnect.rate=450kbps", "did you mean 450Gbps?"),
-    ("hw.nic.latency=1e-30s", "expected 0.1 ns to 1 s; correct it, or set"),
-    (("collective=nccl", "collective.timeout=3e9s"), "expected 1 us to 720 h; correct it, or set"),
-    ("hw.interconnect.latency=5s", "hw.interconnect.latency=5 s is not plausible, expected 0.1 ns to 10 ms;"),
-    ("hw.gpu.memory=96", "hw.gpu.memory=96 B is not plausible, expected 64 MiB to 16 TiB; did you mean 96GiB?"),
-    ("hw.nic.rate=400bps", "hw.nic.rate=50 B/s is not plausible"),
-    ("hw.gpus=100000", "hw.gpus=100,000 is not plausible, expected 1 to 1,024"),
-    ("workload.load=50", "workload.load=50 is not plausible, expected"),
-    ("model.parameters=7", "model.parameters=7 is not plausible, expected 1e+04 to 1e+15; did you mean 7B?"),
-    ("kv.pool=20", "kv.pool=20 B is not plausible, expected 1 KiB to 16 TiB; did you mean 20GiB?"),
-    (
-        ("workload=poisson", "workload.count=1e9"),
-        "workload.count=1,000,000,000 is not plausible, expected 1 to 10,000,000",
-    ),
-    (("workload=poisson", "workload.rate=1e-9"), "workload.rate=1e-09 is not plausible"),
-    ((LINK, "hw.link.delay=1h"), "hw.link.delay=1 h is not plausible"),
-    ("hw.gpus=0", "moves bytes over nvlink, but hw=8xh20 has no GPUs"),
-    ("hw.name=../x", "hw.name='../x' must be 1 to 64 characters without a slash"),
-    ("hw.name=", "hw.name='' must be 1 to 64 characters"),
-    ("model.kv_dtype=int8", "model.kv_dtype must be one of bf16, fp16, "),
-    ("model.attention=mla", "model.latent_dim must be > 0, got 0"),
-    ("parallel.prefill.dp=3", "parallel.prefill.dp must divide tp=4"),
-    ("parallel.decode.cp=2", "decode ranks are not context-parallel; leave decode.cp at 1"),
-    ("kv.pool=1MiB", "a page of kv.page_size=64 tokens takes 5 MiB a rank, and 1 MiB are left for KV"),
-    ("scheduler.memory_fraction=88", "scheduler.memory_fraction must be > 0 and <= 1, got 88.0"),
-    ("compute.flops_share=2", "compute.flops_share must be > 0 and <= 1, got 2.0"),
-    ("workload.aborts=1.5", "workload.aborts must be >= 0 and <= 1, got 1.5"),
-    (("workload=poisson", "workload.count=null"), "workload.arrivals=poisson has no end; set workload.count=N"),
-    ((LINK, "hw.nodes=1"), "hw.nodes must be from 2 to 250 with hw.link, which joins them, got 1"),
-    ((LINK, "hw.link.changes=[{kind: stall, start: 3s, end: 1s}]"), "end must be > start=3.0, got 1.0"),
-    ((GATHER, "experiment.ranks=[99]"), "experiment.ranks=99: each takes a GPU and hw=8xh20 has 8"),
-    ((FAULTS, "experiment.intensity=2"), "experiment.intensity must be >= 0 and <= 1, got 2.0"),
-]
-
-
-def words_of(case: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (case,) if isinstance(case, str) else case
+GLOO = ("hw=loopback", "target=real", "collective=gloo", "collective.timing=device")
+GLOO += tuple(f"collective.{kind}.device=[{{latency: 1us, rate: 1GB/s}}]" for kind in ("plain", "symmetric"))
+LONG = [(GLOO, "collective=gloo gathers memory of the host; use timing=caller")]
 
 
 @pytest.fixture(autouse=True)
@@ -151,14 +113,14 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "fragment"), WRONG + NONSENSE, ids=lambda value: " ".join(words_of(value))[:60])
-def test_wrong_input_is_one_line_status_two_and_nothing_written(capfd, tmp_path, case, fragment):
-    status = main(["run", *words_of(case)])
-    out, err = capfd.readouterr()
-    assert (status, out) == (2, "")
-    assert fragment in err
+@pytest.mark.parametrize(
+    ("words", "message"), cases(WRONG) + cases(NONSENSE) + LONG, ids=lambda value: " ".join(value)[:60]
+)
+def test_wrong_input_is_one_line_status_two_and_nothing_written(pdsim_says, tmp_path, words, message):
+    status, out, err = pdsim_says("run", *words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
     assert err.startswith("pdsim: ")
-    assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,17 +143,13 @@ def test_a_file_that_is_no_configuration_is_one_line(capfd, tmp_path, content, s
     assert line.startswith(f"pdsim: {said}")
 
 
-def test_what_is_not_plausible_can_be_taken_as_it_is(capfd):
-    status = main(["run", *QUICK, "hw.interconnect.latency=5s", "check.plausible=false"])
-    assert (status, capfd.readouterr().err) == (0, "")
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ("model.parameters=7B",),
         ("slo.ttft=500ms",),
         ("hw.nic.latency=0",),
+        ("hw.interconnect.latency=5s", "check.plausible=false"),
         ("workload=poisson", "workload.rate=4req/s", "workload.input_mean=8k"),
     ],
 )
@@ -209,24 +167,19 @@ def test_ignored_options_of_the_engine_are_named(capfd):
 
 
 @pytest.mark.parametrize("name", ["结果", "mit leer", "Ωμέγα/нуль"])
-def test_folders_may_have_any_name(capfd, tmp_path, name):
-    for _ in range(2):
-        assert main(["run", *QUICK, f"output='{name}'"]) == 0
-    assert name in capfd.readouterr().out
-    folders = [str(folder) for folder in sorted((tmp_path / name).iterdir())]
-    assert main(["show", folders[0]]) == 0
-    assert main(["compare", *folders]) == 0
-    assert name in capfd.readouterr().out
-
-
-def test_a_trace_and_a_working_directory_may_have_any_name(capfd, tmp_path, monkeypatch):
+def test_folders_and_traces_may_have_any_name(capfd, tmp_path, monkeypatch, name):
     home = tmp_path / "дом 家"
     home.mkdir()
     monkeypatch.chdir(home)
     (home / "spur-ß.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
-    assert main(["run", "workload.trace=spur-ß.jsonl", "--quiet"]) == 0
-    assert capfd.readouterr().err == ""
-    assert len(list((home / "results").iterdir())) == 1
+    for _ in range(2):
+        assert main(["run", "workload.trace=spur-ß.jsonl", f"output='{name}'"]) == 0
+    out, err = capfd.readouterr()
+    assert name in out
+    assert err == ""
+    folders = [str(folder) for folder in sorted((home / name).iterdir())]
+    assert main(["show", folders[0]]) == main(["compare", *folders]) == 0
+    assert name in capfd.readouterr().out
 
 
 def test_an_error_after_an_interruption_is_the_interruption(monkeypatch, capsys):
