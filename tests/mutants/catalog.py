@@ -1,6 +1,6 @@
 """Known defects of KV handoffs, each as a small change of our own code that the trial must catch.
 
-A mutant changes exactly what its line says, for the time of a ``with mutant.applied():``, and names the invariant of
+A mutant changes exactly what its line says, while a scenario runs, and names the invariant of
 `pdsim.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all
 from those that need not be run; they count as seeds all the same.  What is too rare among all scenarios has a
 *setting* of its own.
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from msgspec.structs import replace as changed
-from simpy.events import Event
 
 from experiments.faults import scenario as scenarios
 from experiments.faults.scenario import Scenario, attempt, draw
@@ -86,33 +85,22 @@ class Mutant:
 
     def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
         """Explore *seeds* until *invariant* does not hold; return None if it always does."""
-        run = 0
+        # kinds that would undo its setting: they choose ranks, machine, policy or the program of decode
+        without, run = frozenset({"held", "layouts", "nodes", "policies"} if self.setting else ()), 0
         for seed in seeds:
             with patched(self.setting):
-                scenario = draw(seed, REQUESTS, INTENSITY, self.without)
+                scenario = draw(seed, REQUESTS, INTENSITY, without)
                 if not self.relevant(scenario):
                     continue
                 run += 1
-                with self.applied():
-                    found = attempt(scenario).violations
-                if any(violation.invariant == self.invariant for violation in found):
+                with patched(self.changes):
+                    broken = {violation.invariant for violation in attempt(scenario).violations}
+                if self.invariant in broken:
                     assert not self.setting or not attempt(scenario).violations, (
                         f"seed {seed} is not clean unchanged"
                     )
-                    invariants = sorted({violation.invariant for violation in found})
-                    return Caught(seed + 1, run, invariants)
+                    return Caught(seed + 1, run, sorted(broken))
         return None
-
-    @property
-    def without(self) -> frozenset[str]:
-        """The kinds that would undo its setting: they choose ranks, machine, policy or the program of decode."""
-        return frozenset({"held", "layouts", "nodes", "policies"}) if self.setting else frozenset()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Change the code for as long as the context lasts."""
-        with patched(self.changes):
-            yield
 
 
 @contextmanager
@@ -153,20 +141,6 @@ def delayed(scenario: Scenario) -> bool:
     return scenario.faults.delayed > 0
 
 
-def shares(scenario: Scenario) -> bool:
-    """Context-parallel ranks divide the pages of a request."""
-    return scenario.job.prefill.cp > 1 and scenario.job.all_cp_ranks
-
-
-def holding(scenario: Scenario) -> bool:
-    """Decode holds pages of requests, which no engine does yet."""
-    return any(spec.program == "experiments.faults.programs:decode" for spec in scenario.specs)
-
-
-def messages_of_metadata(scenario: Scenario) -> bool:
-    return scenario.job.handoff.metadata_by == "control" and scenario.job.handoff.notify != "write"
-
-
 def lost_and_back(side: str) -> Callable[[Scenario], bool]:
     """Return what tells whether an instance of *side* is lost and started again."""
     return lambda scenario: bool(scenario.restart) and all(name.startswith(side) for name in scenario.kill)
@@ -182,14 +156,6 @@ def replicating(scenario: Scenario) -> bool:
 
 def nothing(*_: Any) -> None:
     """Do nothing."""
-
-
-def connects_as_another(original: Any, self: EngineRank, sender: str, message: Any) -> None:
-    original(self, sender, changed(message, started=self.started))
-
-
-def maximum(old: Status, new: Status) -> Status:
-    return max(old, new)
 
 
 def without_counting(self: KvReceiver, number: int, room: Any) -> None:
@@ -215,11 +181,6 @@ def counted_as_done(original: Any, self: KvSender, write: Any, error: Exception)
     original(self, write, error)
     if write.room.room in self._rooms:
         self._over(write.room)
-
-
-def concluded_once(original: Any, self: KvSender, state: Any) -> None:
-    if state.room in self._rooms:
-        original(self, state)
 
 
 def failure_ignored(self: KvSender, write: Any, event: Any) -> None:
@@ -333,10 +294,6 @@ def numbered_by_place(original: Any, self: PrefillScheduler, *arguments: Any) ->
     return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
 
 
-def key_unchecked(original: Any, self: Ring, key: Any, size: int) -> Any:
-    return self.slots[key] if key in self.slots else original(self, key, size)
-
-
 def stays_in_its_round(original: Any, self: Ring, size: int) -> int | None:
     if self.slots:
         return original(self, size)  # type: ignore[no-any-return]
@@ -364,11 +321,6 @@ def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
     original(self, room)
 
 
-def forgets_without_slot(self: PushDecodeLeader, number: int) -> None:
-    if number in self.slots.owners:
-        self.slots.release(number)
-
-
 def settles_at_once(self: KvSender, state: Any) -> None:
     if state.aborted and not state.planned:
         state.aborted = False
@@ -378,11 +330,6 @@ def settles_at_once(self: KvSender, state: Any) -> None:
 
 def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
     raise KeyError(f"ABORT of room {message.room}")
-
-
-def dies(original: Any, self: Queues[Any], number: int, event: Any) -> None:
-    if event is None or event.ok:
-        original(self, number, event)
 
 
 def counts_messages(self: Any, _: str, message: Any) -> None:
@@ -398,12 +345,13 @@ def gone_by_prefix(self: PrefillScheduler, incarnation: str) -> None:
     self.handoff.drop(incarnation)
 
 
-def kills_the_second(original: Any, *arguments: Any) -> dict[str, float]:
-    return dict.fromkeys(["decode1.0"], *original(*arguments).values())
+def kills_the_second(original: Any, random: Any, kinds: Any, *more: Any) -> Any:
+    kill, restart = original(random, [kind for kind in kinds if kind == "kills"], *more)
+    return dict.fromkeys(["decode1.0"] * len(kill), *kill.values()), restart
 
 
 ELEVEN = (
-    (scenarios, "_kills", kills_the_second),
+    (scenarios, "_losses", kills_the_second),
     (scenarios, "_SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
     (scenarios, "_MACHINE", replaced(scenarios._MACHINE, gpus=16)),
 )
@@ -453,11 +401,6 @@ def takes_up_late(original: Any, self: PushDecode, sender_: str, message: Any) -
         clock.call_at(clock.now + 1e-2, lambda _: original(self, sender_, message), None)
     else:
         original(self, sender_, message)
-
-
-def counted_for_ever(original: Any, self: router.Router, request: Any, over: bool = False) -> None:
-    if not over or request.finished is not None:
-        original(self, request, over)
 
 
 def sends_incomplete_pages(original: Any, self: PrefillScheduler, room: Any, tokens: int) -> Any:
@@ -514,25 +457,17 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
     return first, -(-tokens // page_size) - first
 
 
-def never_ready_again(original: Any, self: PeerConnector, rank: str, message: Any) -> None:
-    if epoch_of(message.incarnation) < 2:
-        original(self, rank, message)
-
-
 def fails_all(original: Any, self: router.Router, incarnation: str, reason: str, formed: bool) -> None:
     original(self, incarnation, reason, formed)
     for request in tuple(self._rooms.values()):
         self._fail(request, reason)
 
 
-def proven_at_once(self: Any, peer: str) -> Event:
-    return self._clock.event().succeed()
-
-
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
-           ((push, "advance", maximum), (KvSender, "_broken", counted_as_done),
-            (KvSender, "_conclude", concluded_once)), failing),
+           ((push, "advance", lambda old, new: max(old, new)), (KvSender, "_broken", counted_as_done),
+            (KvSender, "_conclude", lambda original, self, state:
+             state.room in self._rooms and original(self, state))), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((layout, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not begun anew, nor a question refused in time", "I5",
@@ -548,35 +483,40 @@ MUTANTS = (
     Mutant("Z9", "slots are freed with their room, while writes to them may land", "I4",
            ((DecodeScheduler, "fail", frees_slots_at_once),), staged_and_failing),
     Mutant("Z10", "chunks are numbered by where they begin, so that two of them have one slot", "I4",
-           ((PrefillScheduler, "_chunk", numbered_by_place), (Ring, "request", key_unchecked)),
-           staged),
+           ((PrefillScheduler, "_chunk", numbered_by_place),
+            (Ring, "request", lambda original, self, key, size:
+             self.slots.get(key) or original(self, key, size))), staged),
     Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
            ((KvSender, "_start", sliced_after_all),), staged),
     Mutant("Z12", "pages are counted in the request, though those that decode holds are not sent",
-           "I2", ((PrefillScheduler, "_chunk", counted_in_the_request),), holding),
+           "I2", ((PrefillScheduler, "_chunk", counted_in_the_request),),
+           lambda s: any(spec.program == "experiments.faults.programs:decode" for spec in s.specs)),
     Mutant("Z13", "decode frees pages at an abort while writes to them are under way", "I3",
            ((DecodeScheduler, "fail", releases_at_once),), failing),
     Mutant("Z13b", "prefill says that nothing moves while writes are under way", "I3",
            ((KvSender, "_settle", settles_at_once),), failing),
     Mutant("Z14", "an abort raises in the thread that receives it", "I5",
-           ((PrefillScheduler, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
+           ((PrefillScheduler, "_abort", knows_no_abort),), lambda s: bool(s.cancels)),
     Mutant("Z15", "writers are told apart by their tensor-parallel rank alone", "I5",
-           ((KvSender, "_arrival", counted_by_tp),), lambda scenario: scenario.job.prefill.pp > 1),
+           ((KvSender, "_arrival", counted_by_tp),), lambda s: s.job.prefill.pp > 1),
     Mutant("Z16", "the result of a write is not looked at", "I3",
            ((KvSender, "_written", failure_ignored),), failing),
     Mutant("Z17", "context-parallel ranks divide pages by number, not by position", "I2",
-           ((KvSender, "_share", share_by_number),), shares),
+           ((KvSender, "_share", share_by_number),),
+           lambda s: s.job.prefill.cp > 1 and s.job.all_cp_ranks),
     Mutant("Z18", "a write that fails raises in its worker, and a worker ends with the first exception", "I5",
-           ((Queues, "_resume", dies),),
-           lambda scenario: scenario.job.handoff.queues > 0 and failing(scenario)),
+           ((Queues, "_resume", lambda original, self, number, event:
+             (event is None or event.ok) and original(self, number, event)),),
+           lambda s: s.job.handoff.queues > 0 and failing(s)),
     Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
            ((PeerConnector, "_count", counts_messages),),
-           lambda scenario: scenario.job.prefill.size > 1 and delayed(scenario)),
+           lambda s: s.job.prefill.size > 1 and delayed(s)),
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
-           ((PrefillScheduler, "drop", gone_by_prefix),), lambda scenario: bool(scenario.kill), ELEVEN),
+           ((PrefillScheduler, "drop", gone_by_prefix),), lambda s: bool(s.kill), ELEVEN),
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
            ((DecodeScheduler, "fail", frees_slot_at_once),
-            (PushDecodeLeader, "forget", forgets_without_slot)), failing),
+            (PushDecodeLeader, "forget", lambda self, number:
+             number in self.slots.owners and self.slots.release(number))), failing),
     Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
            ((PeerConnector, "_count", overtaken),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
@@ -584,23 +524,25 @@ MUTANTS = (
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
            ((router.Router, "__init__", impatient),
             (router.Router, "instance_lost", lose_unnoticed), (Membership, "owes", nothing)),
-           lambda scenario: bool(scenario.kill)),
+           lambda s: bool(s.kill)),
     Mutant("D4", "with one prefill instance end the slots of all ranks of the same numbers, of whichever one", "I4",
            ((StagingReceiver, "sever", quiesced_by_number),),
-           lambda scenario: staged(scenario) and lost_and_back("prefill")(scenario), TWO_STAGED),
+           lambda s: staged(s) and lost_and_back("prefill")(s), TWO_STAGED),
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
-           ((PrefillWorker, "compute", swapped),), lambda scenario: scenario.job.prefill.size > 1),
+           ((PrefillWorker, "compute", swapped),), lambda s: s.job.prefill.size > 1),
     Mutant("O2", "a follower at decode takes up pages in another order than its leader", "I7",
            ((PushDecode, "_reserve", takes_up_late),),
-           lambda scenario: scenario.job.decode.size > 1),
+           lambda s: s.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            ((KvSender, "_start", gathers_what_failed),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
-           ((router.Router, "_count", counted_for_ever),), failing),
+           ((router.Router, "_count", lambda original, self, request, over=False:
+             (not over or request.finished) and original(self, request, over)),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((Peers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the incarnation before it", "I9",
-           ((EngineRank, "_connect_peer", connects_as_another),), both_back),
+           ((EngineRank, "_connect_peer", lambda original, self, sender, message:
+             original(self, sender, changed(message, started=self.started))),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
            ((PrefillScheduler, "_chunk", sends_incomplete_pages),)),
     Mutant("S2", "the last token of a request is never computed", "I10",
@@ -612,23 +554,25 @@ MUTANTS = (
             (PushDecodeLeader, "read", nothing))),
     Mutant("S5", "pages are given back while one rank still scatters", "I3",
            ((DecodeScheduler, "quiesced", quiet_with_the_first),),
-           lambda scenario: staged_and_failing(scenario) and scenario.job.decode.size > 1),
+           lambda s: staged_and_failing(s) and s.job.decode.size > 1),
     Mutant("S6", "a write that the engine reports as failed counts as done", "I2",
            ((KvSender, "_written", failure_is_success),),
-           lambda scenario: scenario.faults.broken > 0 and scenario.job.handoff.notify != "write"),
+           lambda s: s.faults.broken > 0 and s.job.handoff.notify != "write"),
     Mutant("S7", "the message at the end of a room counts the messages with metadata twice", "I5",
-           ((KvSender, "_notify", counts_metadata_twice),), messages_of_metadata),
+           ((KvSender, "_notify", counts_metadata_twice),),
+           lambda s: s.job.handoff.metadata_by == "control" and s.job.handoff.notify != "write"),
     Mutant("S8", "a window begins one token late, for those who write and those who compare", "I2",
            ((pages, "window_span", one_page_late), (contents, "window_span", one_page_late)),
-           lambda scenario: scenario.job.shape.state.window > 0),
+           lambda s: s.job.shape.state.window > 0),
     Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           ((PeerConnector, "_count", never_ready_again),), both_back),
+           ((PeerConnector, "_count", lambda original, self, rank, message:
+             epoch_of(message.incarnation) < 2 and original(self, rank, message)),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
            ((router.Router, "instance_lost", fails_all),),
-           lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
+           lambda s: bool(s.kill) and s.job.prefill_instances > 1),
     Mutant("S12", "a peer that is given up counts as quiesced at once", "I3",
-           ((SimEndpoint, "quiesced", proven_at_once),),
-           lambda scenario: any(silence.rank.startswith("prefill") for silence in scenario.faults.silences),
+           ((SimEndpoint, "quiesced", lambda self, peer: self._clock.event().succeed()),),
+           lambda s: any(silence.rank.startswith("prefill") for silence in s.faults.silences),
            SLOW_WIRE),
     Mutant("S13", "a gather buffer that was replaced is never given back", "I8",
            ((GatherBuffers, "_discard", nothing),), staged_and_failing),
@@ -638,7 +582,7 @@ MUTANTS = (
            ((KvReader, "forget", forgets_at_once),), failing, PULLED),
     Mutant("P3", "a room is complete when the first of its reads is", "I2",
            ((KvReader, "_ended", complete_with_the_first),),
-           lambda scenario: scenario.job.prefill.size > scenario.job.decode.size, PULLED),
+           lambda s: s.job.prefill.size > s.job.decode.size, PULLED),
     Mutant("P4", "pages that a lost reader was reading never come back", "I8",
            ((PullPrefillLeader, "drop", nothing),), lost_and_back("decode"), PULLED),
 )  # fmt: skip
