@@ -26,7 +26,6 @@ from pdsim.transfer.job import Target
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
 from pdsim.validation.verdicts import (
     Bound,
-    Compared,
     by_class,
     by_decade,
     compare,
@@ -91,15 +90,24 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     notes: list[str] = []
     failures: list[str] = []
     records: list[TransferRecord] = []
+    only = options.predict == "only"
     if options.stored:
         _take(config, options, folder, progress)
-    elif options.predict == "only":
-        expect(config, _design(config, parts(config, options, folder, notes), notes), folder, progress)
-        return _predictions(folder, notes)
+        return _compared(config, options, folder, notes, failures)
+    if config.target != "real" and not only:
+        raise ConfigError(
+            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was "
+            "measured, or experiment.predict=only for predictions alone"
+        )
+    if options.expected:
+        design = _design(config, adopt(config, Path(options.expected), folder), notes)
     else:
-        design = _expected(config, options, folder, notes, within(progress, 0.0, PREDICTING))
-        measuring = within(progress, PREDICTING, 1.0)
-        failures += measure(config, design, options.sized(config.hw.gpus).jobs, target, folder, measuring, records)
+        design = _design(config, parts(config, options, folder, notes), notes)
+        expect(config, design, folder, within(progress, 0.0, 1.0 if only else PREDICTING))
+    if only:
+        return _predictions(folder, notes)
+    measuring = within(progress, PREDICTING, 1.0)
+    failures += measure(config, design, options.sized(config.hw.gpus).jobs, target, folder, measuring, records)
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
 
@@ -115,27 +123,11 @@ def _take(config: Config, options: ValidateOptions, folder: Path, progress: Show
     take(source, folder)
     made = (source / EXPECTED).is_file()
     if made and options.predict != "now":
-        values_in(read(source / EXPECTED, "expected"), "expected", str(source / EXPECTED))
+        values_in(source / EXPECTED, "expected")  # refuses what another version wrote
         return
     if made:
         check_same(config, read(source / EXPECTED), source / EXPECTED)
     expect(config, design_of(source, folder), folder, progress)
-
-
-def _expected(
-    config: Config, options: ValidateOptions, folder: Path, notes: list[str], progress: ShowProgress
-) -> list[DesignPart]:
-    # Its predictions are in *folder* then, those of an earlier run or new ones.
-    if config.target != "real":
-        raise ConfigError(
-            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was "
-            "measured, or experiment.predict=only for predictions alone"
-        )
-    if options.expected:
-        return _design(config, adopt(config, Path(options.expected), folder), notes)
-    design = _design(config, parts(config, options, folder, notes), notes)
-    expect(config, design, folder, progress)
-    return design
 
 
 def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> list[DesignPart]:
@@ -157,13 +149,12 @@ def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> li
 def _compared(
     config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]
 ) -> Result:
-    # Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files,
-    # so what is compared is what was kept.
+    # predictions and measurements are read back from their files, so what is compared is what was kept
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     expected, measured = read(folder / EXPECTED, "expected"), read(folder / MEASURED, "measured")
-    both = compare(
-        values_in(expected, "expected", str(folder / EXPECTED)),
-        values_in(measured, "measured", str(folder / MEASURED)),
-    )
+    both = compare(values_in(folder / EXPECTED, "expected"), values_in(folder / MEASURED, "measured"))
     for index, each in enumerate(both):
         if each.predicted.group.startswith("pair") and each.predicted.nbytes < options.bounds.large:
             small = replace(each.predicted, group=f"small {each.predicted.group}")
@@ -175,7 +166,7 @@ def _compared(
     notes += [_since(expected, measured)] if options.expected else []
     missing = len(expected["expected"]) - len(both)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
-    _write_parquet(folder / TABLE, both)
+    pq.write_table(pa.Table.from_pylist([each.row() for each in both]), folder / TABLE, compression="zstd")
     for wrong in (each for each in classes if each.beyond):
         absolute = wrong.bound is not None and wrong.bound.seconds is not None and wrong.seconds is not None
         error = f"{(wrong.seconds or 0.0) * 1e3:.2f} ms" if absolute else f"{wrong.median:.1%}"
@@ -202,17 +193,9 @@ def _named(expected: Mapping[str, Any]) -> str:
 
 
 def _predictions(folder: Path, notes: Sequence[str]) -> Result:
-    expected = read(folder / EXPECTED)
-    values = values_in(expected, "expected", str(folder / EXPECTED))
+    expected, values = read(folder / EXPECTED), values_in(folder / EXPECTED, "expected")
     return Result(
         summary=[Metric("points", len(values), "quantities that are predicted")],
         tables=[prediction_table(values)],
         notes=[*notes, f"nothing was measured; predictions: {_named(expected)}"],
     )
-
-
-def _write_parquet(path: Path, both: Sequence[Compared]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist([each.row() for each in both]), path, compression="zstd")

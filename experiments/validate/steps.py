@@ -185,8 +185,8 @@ def take(source: Path, folder: Path) -> None:
     Predictions that are in *source* come too.  Raise a `ConfigError` if there is nothing of either.
     """
     if (source / MEASURED).is_file():
-        measured = read(source / MEASURED, "measured", "expectations", "engines", "began")
-        values_in(measured, "measured", str(source / MEASURED))  # refuses what another version wrote
+        read(source / MEASURED, "measured", "expectations", "engines", "began")
+        values_in(source / MEASURED, "measured")  # refuses what another version wrote
         for name in (EXPECTED, MEASURED, POINTS):
             if (source / name).is_file():
                 keep(folder / name, (source / name).read_bytes())

@@ -44,8 +44,7 @@ def compared_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Comp
         return expected, measured, loads.compare_files(expected, measured)
     expected = read(first, "expected", "written", "hw", "backend")
     measured = read(second, "measured", "engines", "began")
-    both = compare(values_in(expected, "expected", str(first)), values_in(measured, "measured", str(second)))
-    return expected, measured, both
+    return expected, measured, compare(values_in(first, "expected"), values_in(second, "measured"))
 
 
 def figures(compared: Sequence[Compared]) -> list[Figure]:

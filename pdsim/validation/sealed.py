@@ -92,20 +92,20 @@ def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
     return {**content, "sha256": digest}
 
 
-def values_in(content: Mapping[str, Any], key: str, name: str) -> list[Value]:
-    """Return the values that the rows at *key* of *content* hold, which `unseal` returned of the file *name*.
+def values_in(path: Path, key: str) -> list[Value]:
+    """Return the values that the rows at *key* of the sealed file *path* hold.
 
-    Raise a `ConfigError` that names the versions if the rows are of one that had other fields.
+    Raise a `ConfigError` as `unseal` does, or if the rows are of a version that had other fields.
     """
-    rows = content[key]
+    content = read(path, key)
     try:
-        unknown = sorted({field for row in rows for field in row} - {field.name for field in fields(Value)})
+        unknown = sorted({field for row in content[key] for field in row} - {field.name for field in fields(Value)})
         if not unknown:
-            return msgspec.convert(rows, list[Value])
+            return msgspec.convert(content[key], list[Value])
         reason = f"rows with {unknown[0]}"
     except (TypeError, msgspec.ValidationError) as error:
         reason = f"other rows ({error})"
-    raise ConfigError(_foreign(content, name, reason))
+    raise ConfigError(_foreign(content, str(path), reason))
 
 
 def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
