@@ -31,10 +31,8 @@ Rows = Iterator[Sample]
 def read(path: Path, tool: str = "") -> Samples:
     """Return the samples in *path*, which a *tool* of `FORMATS` wrote, by default the one that it shows to be.
 
-    Raise a `ConfigError` if it cannot be read, or if it holds no samples.
-
-    Samples of a foreign tool are of kind *published*, and their quartiles equal their median unless the tool prints
-    more. A table of published numbers takes its source from the comments at its top.
+    Those of a foreign tool are of kind *published*.  A table of published numbers takes its source from the comments
+    at its top.  Raise a `ConfigError` if it cannot be read, or if it holds no samples.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,7 +54,8 @@ def read(path: Path, tool: str = "") -> Samples:
     if not rows:
         raise ConfigError(f"--from {path}: no row of {tool} in it; give the whole of what it printed")
     about = {"kind": "published", "source": f"foreign tool {tool}, {path.name}"}
-    return Samples(rows, about | _comments(text) if tool == "table" else about)
+    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and tool == "table"]
+    return Samples(rows, about | dict(line.split(": ", 1) for line in lines if ": " in line))
 
 
 def tool_of(text: str) -> str:
@@ -64,23 +63,18 @@ def tool_of(text: str) -> str:
     return next((name for name, (sign, _) in FORMATS.items() if re.search(sign, text)), "")
 
 
-def _comments(text: str) -> dict[str, str]:
-    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-    return dict(line.split(": ", 1) for line in lines if ": " in line)
-
-
 def _sample(seconds: float, **where: Any) -> Sample:
     return Sample(seconds=seconds, low=seconds, high=seconds, **where)
 
 
 def _option(text: str, name: str, default: str) -> str:
-    said = re.findall(rf"--?{name}[= ]([\w.]+)", text) or re.findall(rf"--{name}=[^)]*\)\s*:\s*(\S+)", text)
+    # of the listing of options that a tool prints, or of its command line
+    said = re.findall(rf"--{name}=[^)]*\)\s*:\s*(\S+)", text) or re.findall(rf"--?{name}[= ]([\w.]+)", text)
     return said[-1] if said else default
 
 
 def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, str]]:
-    # *split* is the regular expression between cells; two or more blanks by default, because headings contain single
-    # ones. Lines with another number of cells than the heading are skipped.
+    # *split* is between cells: two or more blanks, because headings contain single ones
     heads: list[str] = []
     for line in text.splitlines():
         cells = [cell for cell in re.split(split, line.strip().strip("|").strip()) if cell]
@@ -94,12 +88,9 @@ def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, 
 
 
 def _nixlbench(text: str) -> Rows:
-    # Times a row's batch size it is the time of a transfer.  Threads are those of the listing of
-    # options that nixlbench prints, or of its command line, 1 without either.
-    listed = re.search(r"--num_threads=N\)\s*:\s*(\d+)", text)
-    threads = int(listed[1]) if listed else int(_option(text, "num_threads", "1"))
-    listed = re.search(r"--op_type=\[READ,WRITE\]\)\s*:\s*(\w+)", text)
-    operation = (listed[1] if listed else _option(text, "op_type", "WRITE")).lower()
+    # Its latency times a row's batch size is the time of a transfer.
+    threads = int(_option(text, "num_threads", "1"))
+    operation = _option(text, "op_type", "WRITE").lower()
     for row in _table(text, "Block Size (B)"):
         size, batch = int(row["Block Size (B)"]), int(row["Batch Size"])
         seconds = float(row["Avg Lat. (us)"]) * 1e-6 * batch
@@ -116,7 +107,6 @@ def _tebench(text: str) -> Rows:
 
 
 def _transfer_engine_bench(text: str) -> Rows:
-    # Defaults are those of its flags.
     command = ""
     for line in text.splitlines():
         if re.search(r"transfer_engine_bench .*-segment_id", line):  # the initiator's
@@ -125,10 +115,9 @@ def _transfer_engine_bench(text: str) -> Rows:
         if done is None:
             continue
         if not command:
-            raise ConfigError(
-                "transfer_engine_bench does not print its block size: put its command line above its output"
-            )
-        threads = int(_option(command, "threads", "12"))
+            lack = "transfer_engine_bench does not print its block size"
+            raise ConfigError(f"{lack}: put its command line above its output")
+        threads = int(_option(command, "threads", "12"))  # defaults are those of its flags
         yield _sample(
             float(done[1]) * threads / int(done[2]),
             blocks=int(_option(command, "batch_size", "128")),
@@ -139,25 +128,21 @@ def _transfer_engine_bench(text: str) -> Rows:
 
 
 def _mori(text: str) -> Rows:
-    # Avg Lat is of a batch in the first, and of a block in the second, which has a total for each
-    # message size.
+    # Avg Lat is of a batch in the first table; the second has a total for each message size.
     where = {"operation": _option(text, "op-type", _option(text, "op", "read"))}
     queues = int(_option(text, "num-qp-per-transfer", "4"))
     rows = list(_table(text, "MsgSize (B)", r"\s*\|\s*|\s{2,}"))
     batch = round(float(rows[-1]["TotalSize (MB)"]) * 1e6 / int(rows[-1]["MsgSize (B)"])) if rows else 0
     for row in rows:
-        seconds = float(row["Avg Lat (us)"]) * 1e-6
-        yield _sample(
-            seconds, blocks=int(row.get("BatchSize", batch)), size=int(row["MsgSize (B)"]), queues=queues, **where
-        )
+        seconds, blocks = float(row["Avg Lat (us)"]) * 1e-6, int(row.get("BatchSize", batch))
+        yield _sample(seconds, blocks=blocks, size=int(row["MsgSize (B)"]), queues=queues, **where)
     for row in _table(text, "MsgSize(B)"):
         seconds = float(row["TotalDur(us)"]) * 1e-6 / int(row["Iters"])
         yield _sample(seconds, blocks=int(row["Batch"]), size=int(row["MsgSize(B)"]), queues=queues, **where)
 
 
 def _perftest(text: str) -> Rows:
-    # A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20
-    # bytes.
+    # A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20 bytes.
     operation = "read" if re.search(r"RDMA_Read|ib_read", text) else "write"
     depth, queues = (re.search(rf"{name}\s*:\s*(\d+)", text) for name in ("TX depth", "Number of qps"))
     where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0}
@@ -179,18 +164,12 @@ def _nvbandwidth(text: str) -> Rows:
     for arrow, _, body in re.findall(matrix, text):
         cells = [float(cell) for line in body.splitlines() for cell in line.split()[1:] if cell != "N/A"]
         times = sorted(size / (cell * 1e9) for cell in cells)
-        middle = times[len(times) // 2]
-        pattern = "bidirectional" if arrow == "<->" else "pair"
+        low, middle, high = (times[share * len(times) // 4] for share in (1, 2, 3))
         yield Sample(
-            pattern=pattern,
-            blocks=1,
-            size=size,
-            operation="read" if arrow == "<-" else "write",
-            seconds=middle,
-            low=times[len(times) // 4],
-            high=times[3 * len(times) // 4],
+            pattern="bidirectional" if arrow == "<->" else "pair", blocks=1, size=size,
+            operation="read" if arrow == "<-" else "write", seconds=middle, low=low, high=high,
             per_flow=tuple(times),
-        )
+        )  # fmt: skip
 
 
 def _nccl(text: str) -> Rows:
@@ -200,18 +179,13 @@ def _nccl(text: str) -> Rows:
     pattern = {"sendrecv": "pair"}.get(named[1], named[1])
     for line in text.splitlines():
         cells = line.split()
-        if (
-            len(cells) == 13
-            and all(re.fullmatch(r"[\d.]+", cells[index]) for index in (0, 1, 5, 6))
-            and int(cells[0])
-        ):
+        row = len(cells) == 13 and all(re.fullmatch(r"[\d.]+", cells[index]) for index in (0, 1, 5, 6))
+        if row and int(cells[0]):
             yield _sample(float(cells[5]) * 1e-6, pattern=pattern, blocks=1, size=int(cells[0]))
 
 
 def _vllm(text: str) -> Rows:
-    # A line has the means of some seconds, of reads of blocks of one size.
-    #
-    # Its MB is 2**20 bytes.  A line of fewer than one descriptor or byte says nothing.
+    # A line has the means of some seconds, of reads of blocks of one size.  Its MB is 2**20 bytes.
     rule = r"Avg xfer time \(ms\)=([\d.]+).*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
     for time, size, descriptors in re.findall(rule, text):
         blocks, nbytes = round(float(descriptors)), float(size) * 2**20
@@ -258,9 +232,8 @@ def _mooncake(text: str) -> Rows:
 
 
 def _published(text: str) -> Rows:
-    # Two shapes: a latency for each size and batch, or rates of writes and reads of a whole node for
-    # each block size.  QPs, threads, batch and GPUs are read from the first line's words, as in
-    # "8xH800, threads 12, batch 64, 2 QPs".
+    # A latency for each size and batch, or rates of writes and reads of a whole node for each block size.  The rest
+    # is in the first line's words, as in "8xH800, threads 12, batch 64, 2 QPs".
     about = next(line for line in text.splitlines() if line.startswith("#"))
     rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
     queues, threads, batch, gpus = (
@@ -269,27 +242,14 @@ def _published(text: str) -> Rows:
     )
     for row in rows:
         if "avg_lat_us" in row:
-            where: Mapping[str, Any] = {"blocks": int(row["batch"]), "size": int(row["msg_bytes"]), "queues": queues}
-            yield _sample(
-                float(row["avg_lat_us"]) * 1e-6, operation="read" if " read" in about else "write", **where
-            )
+            where = {"blocks": int(row["batch"]), "size": int(row["msg_bytes"]), "queues": queues}
+            operation = "read" if " read" in about else "write"
+            yield _sample(float(row["avg_lat_us"]) * 1e-6, operation=operation, **where)
         for operation in ("write", "read"):
             if f"{operation}_gbs" in row:
-                yield _rate_of_all(row, operation, threads, batch, max(1, gpus))
-
-
-def _rate_of_all(row: Mapping[str, str], operation: str, threads: int, batch: int, gpus: int) -> Sample:
-    size, rate = int(row["block_bytes"]), float(row[f"{operation}_gbs"]) * 1e9
-    seconds = threads * batch * size / rate
-    return _sample(
-        seconds,
-        blocks=batch,
-        size=size,
-        concurrency=threads // gpus,
-        flows=gpus,
-        operation=operation,
-        pattern="pair",
-    )
+                size, rate, flows = int(row["block_bytes"]), float(row[f"{operation}_gbs"]) * 1e9, max(1, gpus)
+                where = {"blocks": batch, "size": size, "concurrency": threads // flows, "flows": flows}
+                yield _sample(threads * batch * size / rate, operation=operation, **where)
 
 
 FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
