@@ -196,9 +196,8 @@ def floor(points: Iterable[Sequence[float]]) -> Floor | None:
     """Return the floor for *points*, each with the medians of its jobs; those of one job tell nothing.
 
     With J jobs, m_j the logarithm of a median and m their mean, the sum of (m_j - m)^2 / J is (J - 1) / J s^2 in
-    expectation, so that |m_j - m| / sqrt(J - 1) has the size s / sqrt(J) of the error of a mean of J.
-
-    Return None if no point has several jobs.
+    expectation, so that |m_j - m| / sqrt(J - 1) has the size s / sqrt(J) of the error of a mean of J.  None without
+    several jobs.
 
     >>> two = floor([(1.0, 1.21)])
     >>> two.jobs, round(two.median, 4)  # log(1.21) / 2, from the mean of both
@@ -216,19 +215,15 @@ def floor(points: Iterable[Sequence[float]]) -> Floor | None:
 
 # --- which transfers to measure ------------------------------------------------------------------------------------
 
-SMALLEST, LARGEST = 4 << 10, 256 << 20
+SMALLEST = 4 << 10
+SIZES = tuple(SMALLEST << power for power in range(17))  # to 256 MiB
 COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
 AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
 LONG = tuple((count, 4 << 20) for count in (2, 8, 32))  # nearly all bytes: what tells a rate from posting
-READ_SIZES = tuple(SMALLEST << power for power in range(0, 17, 2))
-READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), AT  # where it turns from posting to the wire, too
 CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
 
-DRAWS = 1000
-"""Points drawn for each to be held out: of those that fit few are small, and there may be none."""
-
-MOST, CHEAP = 50, 20e-3
-"""Repeats that are enough for any point, and seconds that those beyond the least may take."""
+DRAWS = 1000  # of points for each to be held out: of those that fit few are small, and there may be none
+MOST, CHEAP = 50, 20e-3  # repeats that are enough for any point, and seconds that those beyond the least may take
 
 
 class Cell(NamedTuple):
@@ -254,13 +249,10 @@ class Cell(NamedTuple):
 def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell], list[Cell]]:
     """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time.
 
-    Raise a `ConfigError` if there are not so many points to hold out.
-
-    Points to hold out are drawn log-uniformly from 1 to 4096 descriptors of 4 KiB to 256 MiB, from *seed*, without
-    repeats and without points of the grid.  The order of both lists is that in which they should be measured.
+    Those to hold out are drawn log-uniformly from *seed*, of 1 to 4096 descriptors of 4 KiB to 256 MiB, and not of
+    the grid.  Raise a `ConfigError` if there are not so many.
     """
-    sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
-    shapes = [(1, size, 1) for size in sizes]
+    shapes = [(1, size, 1) for size in SIZES]
     shapes += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
     shapes += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
     cells = {
@@ -276,16 +268,15 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
         if cell.size >= SMALLEST and blocks * cell.size <= largest and cell not in cells:
             left[cell] = None
     if len(left) < held:
-        raise ConfigError(
-            f"--held {held}: of {largest} bytes or fewer the grid leaves {len(left)} points; lower --held, or raise "
-            f"--largest"
-        )
+        few = f"of {largest} bytes or fewer the grid leaves {len(left)} points"
+        raise ConfigError(f"--held {held}: {few}; lower --held, or raise --largest")
     return list(cells), list(left)
 
 
 def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads."""
-    shapes = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
+    # counts also where it turns from posting to the wire
+    shapes = [(1, size) for size in SIZES[::2]] + [(count, size) for size in AT for count in COUNTS[2::2]]
     cells = [Cell("pair", n, size, 1, "read") for n, size in shapes if n * size <= largest]
     return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
 
