@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Protocol, runtime_checkable
 
@@ -150,11 +150,6 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
     """
     if compute.kernels is None:
         return forward_time(model, machine, compute, side, direct)
-    if side.ep > 1:
-        raise ValueError(
-            f"parallel.{'decode' if direct else 'prefill'}.ep={side.ep}: profiles have no tokens that travel; use "
-            "compute=roofline, or ep=1"
-        )
     return OperatorForward(
         model=model,
         kernels=compute.kernels,
@@ -165,6 +160,9 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         stages=side.pp,
         kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
         overhead=compute.overhead,
+        exchange=exchange(model, machine, compute, side.ep, side.dp, direct)
+        if side.ep > 1 < side.dp
+        else Exchange(),
         launch_factor=compute.launch_factor,
         graph_tokens=compute.graph_tokens,
         scale=compute.scale,
@@ -246,7 +244,9 @@ class OperatorForward:
     """The forward of a rank as the sum of its operators; the same interface as `pdsim.compute.roofline.ForwardTime`.
 
     Attention is divided among ``tp // dp`` ranks, everything else among *tp*, whose tokens are those of *dp* groups.
-    Stages and context-parallel ranks, *share*, divide the work.
+    Stages and context-parallel ranks, *share*, divide the work.  With expert parallelism a rank computes what is
+    routed to its experts, which is as much work in the mean; without attention groups every rank has all tokens, so
+    that the sum after the experts stays, and with them tokens travel instead (*exchange*).
     """
 
     model: Llm
@@ -258,6 +258,7 @@ class OperatorForward:
     stages: int = 1  # of a pipeline, see `pdsim.compute.roofline.ForwardTime.step`
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
+    exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     graph_tokens: int = 0  # of an iteration that is launched as one
     scale: float = 1.0
@@ -323,11 +324,6 @@ class OperatorForward:
             return 0.0
         roof = self._decode_roof()
         return self.scale * self._layers() * roof.walk if self.model.attention != "mla" else 0.0
-
-    @property
-    def exchange(self) -> Exchange:
-        """What tokens send to experts of other ranks: nothing."""
-        return Exchange()
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
@@ -423,7 +419,9 @@ class OperatorForward:
         if mixed:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
             total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
-        return total + 2 * model.layers * self._allreduce(tokens)
+        total += model.layers * self._allreduce(tokens, self.tp // self.dp)
+        total += (dense if self.exchange else model.layers) * self._allreduce(every, self.tp)
+        return total + self.exchange.seconds(tokens)
 
     def _beside(self, tokens: int, sequences: int) -> float:
         # What tables lack beside norms and activations: of latent attention two norms of low ranks, positions and
@@ -504,12 +502,12 @@ class OperatorForward:
         more = rows > 1 if name == "rotary" else name == "routing" and rows * self.model.experts_per_token > SORTED
         return roof.seconds(work, self.peaks) + (roof.merge if more else 0.0)
 
-    def _allreduce(self, tokens: int) -> float:
-        if self.tp == 1:
+    def _allreduce(self, tokens: int, ranks: int) -> float:
+        if ranks == 1:
             return 0.0
         if self._table is not None:
-            return self._table.allreduce(tokens, self.tp)
-        ring = self.kernels.ring(self.tp)
+            return self._table.allreduce(tokens, ranks)
+        ring = self.kernels.ring(ranks)
         return ring.latency + 2.0 * tokens * self.model.hidden / ring.rate
 
 

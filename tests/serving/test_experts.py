@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdsim.compute.forward import Compute, exchange, forward_time, nodes_hit
+from pdsim.compute.forward import Compute, exchange, forward, forward_time, nodes_hit
 from pdsim.compute.roofline import Exchange, weight_bytes
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
@@ -194,3 +194,15 @@ def test_followers_send_cached_pages_early():
     trace = replace(config.workload, arrivals="sessions", users=2, turns=3, shared=1024, count=6)
     result = serve(replace(config, workload=trace))
     assert {metric.name: metric.value for metric in result.summary}["requests_failed"] == 0
+
+
+def test_by_tables_attention_groups_send_tokens_and_others_add_up():
+    config = compose(["hw=2x8xh200", "model=deepseek-v3", "parallel=tp8", "compute=h200_sglang_table"])
+
+    def step(**sizes):
+        return forward(config.model, config.hw, config.compute, Side(tp=8, **sizes), direct=True)
+
+    assert step(ep=8).step(16) == step().step(16)
+    wide, groups = step(dp=8, ep=8), step(dp=8)
+    sums = 58 * groups._allreduce(8 * 16, 8)  # of the layers with experts
+    assert wide.step(16) - groups.step(16) == pytest.approx(wide.exchange.seconds(16) - sums)
