@@ -111,6 +111,8 @@ def captured(batch: int) -> int:
     return batch if batch <= 2 else 4 if batch <= 4 else -(-batch // 8) * 8
 
 
+_LONGEST = 64 << 8
+"""Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
 _ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
 """Products of attention: of the tokens of one group; others are of those of all."""
 
@@ -263,6 +265,7 @@ class OperatorForward:
     graph_tokens: int = 0  # of an iteration that is launched as one
     scale: float = 1.0
     even: bool = False  # whether tokens are spread over experts evenly, instead of independently of each other
+    _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
 
     @cached_property
     def shape(self) -> LayerShape:
@@ -279,8 +282,8 @@ class OperatorForward:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
         taken = list(pieces)
         tokens = sum(new for _, new in taken)
-        linear = self._linear(tokens, len(taken), absorbed=self.kernels.absorbed_prefill)
-        device = (linear + self._layers() * self._attention(taken)) / self.share
+        linear = self._prompts(tokens, len(taken))
+        device = (linear + self._attention_layers * self._attention(taken)) / self.share
         host = self.launch_factor * self.kernels.prompt_host
         launching = self._launching / self.share if tokens > self.graph_tokens else 0.0
         return self.scale * (max(device, launching) + host + self.overhead)
@@ -294,7 +297,7 @@ class OperatorForward:
             roof = self._decode_roof()
             attention = roof.launch + (0.0 if self._whole(part) else roof.merge)
         rows = part if self._table is None else captured(part)
-        device = (self._linear(rows, rows, absorbed=True) + self._layers() * attention) / self.share
+        device = (self._linear(rows, rows, absorbed=True) + self._attention_layers * attention) / self.share
         return self.stages * self.scale * (device + self.overhead)
 
     def context_of(self, batch: int) -> float:
@@ -323,7 +326,7 @@ class OperatorForward:
         if self._table is not None:
             return 0.0
         roof = self._decode_roof()
-        return self.scale * self._layers() * roof.walk if self.model.attention != "mla" else 0.0
+        return self.scale * self._attention_layers * roof.walk if self.model.attention != "mla" else 0.0
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
@@ -335,6 +338,25 @@ class OperatorForward:
         return Lookup(
             table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads
         )
+
+    def _prompts(self, tokens: int, sequences: int) -> float:
+        # By a table, what depends on the tokens is one curve, and what on the sequences, the head, is kept: a call
+        # takes a tenth of the time.
+        absorbed = self.kernels.absorbed_prefill
+        if self._table is None or not 1 < tokens <= _LONGEST:
+            return self._linear(tokens, sequences, absorbed)
+        if (head := self._heads_of.get(sequences)) is None:
+            head = self._linear(1, sequences, absorbed) - self._linear(1, 1, absorbed)
+            self._heads_of[sequences] = head
+        return self._by_tokens(tokens) + head
+
+    @cached_property
+    def _by_tokens(self) -> tables.Curve:
+        fine = [round(64 * 2.0 ** (step / 16)) for step in range(1, 16 * 8 + 1)]
+        sizes = [*range(1, 65), *fine]
+        assert sizes[-1] == _LONGEST
+        seconds = [self._linear(size, 1, self.kernels.absorbed_prefill) for size in sizes]
+        return tables.Curve(sizes, seconds, _LONGEST, "a forward without attention")
 
     @property
     def _module(self) -> bool:
@@ -351,7 +373,8 @@ class OperatorForward:
             eager += layers * kernels.layer_launch
         return self.launch_factor * eager
 
-    def _layers(self) -> int:
+    @cached_property
+    def _attention_layers(self) -> int:
         pattern = self.model.hybrid.pattern
         return max(1, round(self.model.layers * pattern.count("a") / len(pattern)))
 
@@ -374,7 +397,7 @@ class OperatorForward:
             token_bytes = 2.0 * shared * width
         else:
             width, name = 2 * model.head_dim, "prefill"
-            token_bytes = int(self.kv_bytes * self.share / self._layers())
+            token_bytes = int(self.kv_bytes * self.share / self._attention_layers)
         roof = self.kernels.roof(name, model.name)
         work = causal_attention(pieces, heads, width, token_bytes, roof.tile, self.peaks.processors)
         return roof.seconds(work, self.peaks) + (roof.merge if any(before for before, _ in pieces) else 0.0)
@@ -387,8 +410,8 @@ class OperatorForward:
 
     def _token(self, sequences: int) -> float:
         if self._table is not None:
-            return self.scale * self._layers() * self._table.decode(sequences)[1] / self.share
-        roof, layers, model = self._decode_roof(), self._layers(), self.model
+            return self.scale * self._attention_layers * self._table.decode(sequences)[1] / self.share
+        roof, layers, model = self._decode_roof(), self._attention_layers, self.model
         if model.attention == "gqa":
             rows = decode_rows(sequences, self._kv_heads, roof.tile, self.peaks.processors)
             width = 2 * model.head_dim
