@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from backends.base.device import HostBuffer, host_buffer
-from backends.collectives import pytorch
-from backends.collectives.base import Library
+from backends.collectives.base import Library, gather, store, translated, translating, without_pytorch
 from pdsim.transfer.group import SYMMETRIC
 
 __all__ = ["Gloo"]
@@ -32,13 +31,13 @@ class Gloo(Library):
 
     @classmethod
     def missing(cls) -> str:
-        return pytorch.missing()
+        return without_pytorch()
 
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
         import torch.distributed as dist
 
-        with pytorch.translating(self.engine):
-            self._store = pytorch.store(count, host, port, listener, self._timeout)
+        with translating(self.engine):
+            self._store = store(count, host, port, listener, self._timeout)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = datetime.timedelta(seconds=self._timeout)
@@ -53,10 +52,9 @@ class Gloo(Library):
         places: Sequence[tuple[int, int]],
     ) -> Any:
         piece, whole, all_of = self._tensor(source), self._tensor(target), size * self._group.size()
-        with pytorch.translating(self.engine):
+        with translating(self.engine):
             operations = [
-                pytorch.gather(self._group, whole[end : end + all_of], piece[start : start + size])
-                for start, end in places
+                gather(self._group, whole[end : end + all_of], piece[start : start + size]) for start, end in places
             ]
         return operations, time.monotonic()
 
@@ -69,7 +67,7 @@ class Gloo(Library):
             for operation in operations:
                 operation.wait()
         except RuntimeError as error:  # which would keep the operation, and so the memory, in its traceback
-            failure = pytorch.translated(error, self.engine)
+            failure = translated(error, self.engine)
         if failure is not None:
             raise failure
         return time.monotonic() - float(began)

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from backends.collectives import pytorch
-from backends.collectives.base import Library
-from backends.collectives.pytorch import translating
+from backends.collectives.base import Library, gather, store, translating, without_pytorch
 from backends.cuda.gather import area
 from pdsim.core.errors import BackendUnavailable
 from pdsim.transfer.group import SYMMETRIC
@@ -50,7 +48,7 @@ class Nccl(Library):
 
     @classmethod
     def missing(cls) -> str:
-        return pytorch.missing()
+        return without_pytorch()
 
     def __init__(self, device: Any, timeout: float) -> None:
         super().__init__(device, timeout)
@@ -70,7 +68,7 @@ class Nccl(Library):
         self._index, self._count = index, count
         self._stream = torch.cuda.Stream()
         with translating(self.engine):
-            self._store = pytorch.store(count, host, port, listener, self._timeout)
+            self._store = store(count, host, port, listener, self._timeout)
             options = ProcessGroupNCCL.Options()
             options._timeout = datetime.timedelta(seconds=self._timeout)
             self._group = ProcessGroupNCCL(self._store, index, count, options)
@@ -98,7 +96,7 @@ class Nccl(Library):
         return begin, end
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
-        pytorch.gather(self._group, whole, piece).wait()  # the stream waits, not this thread
+        gather(self._group, whole, piece).wait()  # the stream waits, not this thread
 
     def poll(self, work: Any) -> float | None:
         begin, end = work

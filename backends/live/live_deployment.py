@@ -169,9 +169,8 @@ class LiveDeployment:
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
-        from backends.live.client import replay
+        from backends.live.client import encoded, replay
         from backends.live.metrics import Sampler
-        from backends.live.prompts import encoded
 
         live, seed = self.config.live, self.config.seed
         limits = live.connections, live.timeout

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from backends.emulation.guest.engines import Recipe
-from backends.emulation.guest.image import cache, command
-from backends.emulation.guest.machine import DEVICE, Guest, GuestFailed
+from backends.emulation.guest.machine import DEVICE, Guest, GuestFailed, cache, command
 from pdsim.core.errors import BackendUnavailable
 
 __all__ = ["RECIPE", "missing_requirements", "python"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from backends.live.client import encoded, token_ids
 from backends.live.formats import OpenAiChat, OpenAiCompletions, SglangGenerate, reason
 from backends.live.http import Http, LiveServer, session
 from backends.live.metrics import Histogram, Page, difference, parse
-from backends.live.prompts import encoded, token_ids
 from backends.live.routes import RequestRow, VllmPair
 from pdsim.serving.workload import Request
 
