@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK [AFTER]``.
+"""One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK AFTER``.
 
 It has one GPU, or the processor.  `backends.profiling.runner` writes the job.  Rows are appended as they come; a
 case that cannot be measured is a line of the log with the reason.  A process that dies is started again behind the
@@ -82,7 +82,7 @@ class _Measurer:
         # It is built anew only if its shape differs from that of the case before.
         if self._decoder is None or self._decoder.key != DecoderStack.key_of(case):
             self._decoder = None
-            self._free(all_of_it=True)
+            self._free(share=0.0)
             self._decoder = DecoderStack(case, self.device)
         if not self._kernels:
             self._kernels = {"prefill": self._working(256), "decode": self._working(1)}
@@ -103,10 +103,10 @@ class _Measurer:
                 return kernel
         return "reference"
 
-    def _free(self, all_of_it: bool = False) -> None:
+    def _free(self, share: float = 0.5) -> None:
         if self.device != "cpu":
             total = torch.cuda.get_device_properties(0).total_memory
-            if all_of_it or torch.cuda.memory_reserved() > 0.5 * total:
+            if torch.cuda.memory_reserved() > share * total:
                 torch.cuda.empty_cache()
 
     def _agree(self, value: float) -> float:
@@ -150,12 +150,11 @@ def _say(text: str) -> None:
 def main(words: list[str]) -> int:
     """Measure the job in the file that the first of *words* names, as the rank in the second.
 
-    With a third, what follows the case of that number.  Cases that are no all-reduce are dealt out among the ranks;
-    all-reduces are measured by all ranks together.
+    The third is the number of the case that it begins behind, -1 for none.  Cases that are no all-reduce are dealt out
+    among the ranks; all-reduces are measured by all ranks together.
     """
     job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
-    rank = int(words[1])
-    after = int(words[2]) if len(words) > 2 else -1
+    rank, after = int(words[1]), int(words[2])
     torch.manual_seed(rank)
     if job["device"] == "cpu":
         torch.set_num_threads(1)  # so that it measures beside others

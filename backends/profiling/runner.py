@@ -47,15 +47,12 @@ def device(kind: str) -> ProfiledDevice:
     except ImportError as error:
         raise ConfigError("profile needs PyTorch; pip install 'pdsim[torch]'") from error
     if kind == "cpu":
-        return ProfiledDevice(
-            "cpu", 1, "processor", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), torch.__version__
-        )
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return ProfiledDevice("cpu", 1, "processor", memory, torch.__version__)
     if not torch.cuda.is_available():
         raise ConfigError("profile found no GPU that PyTorch can use; try --device cpu, or see pdsim doctor")
-    about = torch.cuda.get_device_properties(0)
-    return ProfiledDevice(
-        "cuda", torch.cuda.device_count(), about.name, float(about.total_memory), torch.__version__
-    )
+    about, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    return ProfiledDevice("cuda", count, about.name, float(about.total_memory), torch.__version__)
 
 
 def measure(
@@ -79,66 +76,56 @@ def measure(
     world = max(1, gpus or where.count)
     end = time.time() + limit
     together = allreduces(hidden, world) if world > 1 else []
-    share = max(limit * 0.75, limit - 40.0) if together else limit
+    if where.kind == "cpu":
+        together = [case for case in together if case["kernel"] == "nccl"][::3]
+    alone = max(limit * 0.75, limit - 40.0) if together else limit
     folder.mkdir(parents=True, exist_ok=True)
-    log = _run(cases, where, world, end - limit + share, seconds, repeats, folder / "alone", [])
+    job = {"device": where.kind, "world": world, "seconds": seconds, "repeats": repeats}
+    log = _run(job, cases, where, end - limit + alone, folder / "alone", joint=False)
     if together:
-        small = [case for case in together if case["kernel"] == "nccl"][::3] if where.kind == "cpu" else together
-        log += _run(small, where, world, end, seconds, repeats, folder / "together", ["joint"])
+        log += _run(job, together, where, end, folder / "together", joint=True)
     rows: Rows = []
-    for name in ("alone", "together"):
-        for rank in range(world if name == "alone" else 1):
-            path = Path(f"{folder / name}-{rank}.csv")
-            if path.exists():
-                with path.open(newline="", encoding="utf-8") as file:
-                    rows += list(csv.DictReader(file))
+    for path in [*(folder / f"alone-{rank}.csv" for rank in range(world)), folder / "together-0.csv"]:
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows += list(csv.DictReader(file))
     return rows, log
 
 
 def _run(
+    job: Mapping[str, Any],
     cases: Sequence[Mapping[str, Any]],
     where: ProfiledDevice,
-    world: int,
     deadline: float,
-    seconds: float,
-    repeats: int,
     output: Path,
-    joint: list[str],
+    joint: bool,
 ) -> list[str]:
-    # *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a
-    # collective that the new one has not entered.  A worker that goes on 30 s beyond the *deadline*
-    # is killed.
+    # *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a collective that
+    # the new one has not entered.  A worker that goes on 30 s beyond the *deadline* is killed.
     numbered = [{**case, "number": number} for number, case in enumerate(cases)]
-    job = {
-        "cases": numbered,
-        "device": where.kind,
-        "output": str(output),
-        "deadline": deadline,
-        "world": world,
-        "seconds": seconds,
-        "repeats": repeats,
-        "meeting": str(output.with_suffix(".meeting").absolute()),
-    }
+    meeting = output.with_suffix(".meeting").absolute()
+    meeting.unlink(missing_ok=True)
+    about = {**job, "cases": numbered, "output": str(output), "deadline": deadline, "meeting": str(meeting)}
     path = output.with_suffix(".json")
-    path.write_text(json.dumps(job), encoding="utf-8")
-    output.with_suffix(".meeting").unlink(missing_ok=True)
-    logs = [Path(f"{output}-{rank}.log") for rank in range(world)]
-    running = {rank: _start(path, rank, logs[rank], where, bool(joint)) for rank in range(world)}
+    path.write_text(json.dumps(about), encoding="utf-8")
+    logs = [Path(f"{output}-{rank}.log") for rank in range(job["world"])]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    running = {rank: _start(path, rank, log, where, joint) for rank, log in enumerate(logs)}
     restarts = dict.fromkeys(running, 0)
     try:
         while running:
             time.sleep(0.05)
             for rank, process in list(running.items()):
-                status = process.poll()
-                if status is None and time.time() > deadline + 30.0:
+                if time.time() > deadline + 30.0:
                     process.kill()
-                    status = process.wait()
-                if status is None:
+                    process.wait()
+                if (status := process.poll()) is None:
                     continue
                 del running[rank]
                 if status and not joint and restarts[rank] < _RESTARTS and time.time() < deadline:
                     restarts[rank] += 1
-                    running[rank] = _start(path, rank, logs[rank], where, False, _last(logs[rank]))
+                    running[rank] = _start(path, rank, logs[rank], where, joint)
     finally:
         for process in running.values():
             process.kill()
@@ -152,21 +139,17 @@ def _run(
     return failed
 
 
-def _start(
-    job: Path, rank: int, log: Path, where: ProfiledDevice, joint: bool, after: int = -1
-) -> subprocess.Popen[bytes]:
-    # ``CUDA_VISIBLE_DEVICES`` of this process is kept to.  PyTorch compiles on one thread, so that
-    # workers do not disturb each other's measurements.
+def _start(job: Path, rank: int, log: Path, where: ProfiledDevice, joint: bool) -> subprocess.Popen[bytes]:
+    # It begins behind the case that its log names last.  ``CUDA_VISIBLE_DEVICES`` of this process is kept to.
+    # PyTorch compiles on one thread, so that workers do not disturb each other's measurements.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
     if where.kind == "cuda" and not joint:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         every = visible.split(",") if visible else [str(number) for number in range(where.count)]
         environment["CUDA_VISIBLE_DEVICES"] = every[rank]
-    words = [sys.executable, "-m", "backends.profiling.measuring", str(job), str(rank), str(after)]
-    with log.open("ab") as file:
+    with log.open("a+", encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        begun = re.findall(r"^case (\d+) ", file.read(), re.MULTILINE)
+        after = begun[-1] if begun else "-1"
+        words = [sys.executable, "-m", "backends.profiling.measuring", str(job), str(rank), after]
         return subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _last(log: Path) -> int:
-    numbers = re.findall(r"^case (\d+) ", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return int(numbers[-1]) if numbers else -1
