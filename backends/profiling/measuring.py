@@ -150,8 +150,8 @@ def _say(text: str) -> None:
 def main(words: list[str]) -> int:
     """Measure the job in the file that the first of *words* names, as the rank in the second.
 
-    The third is the number of the case that it begins behind, -1 for none.  Cases that are no all-reduce are dealt out
-    among the ranks; all-reduces are measured by all ranks together.
+    The third is the number of the case that it begins behind, -1 for none.  Cases that are no all-reduce are dealt
+    out among the ranks; all-reduces are measured by all ranks together.
     """
     job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     rank, after = int(words[1]), int(words[2])
