@@ -23,8 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from backends.base.zmq_channel import Keys, job_keys
-from backends.emulation.link import namespaces
-from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
+from backends.emulation.link.emulated_link import DEVICE, EmulatedLink, Lateness, entered, joined
 from backends.jobs.affinity import shares
 from backends.jobs.spawn import Spawn, spawn
 from backends.jobs.supervision import Alive, Done, Go, Line, Message, Moved, Start, WorkerFailed, WorkerReady
@@ -125,7 +124,7 @@ class Processes:
             # on GPUs engines were measured posting from the clock's thread
             posting=threads if threads > 1 else spec.posting if gpu is None else None,
             bind=self.bind if link is None else link.address(spec.place.node),
-            device="" if link is None else namespaces.DEVICE,
+            device="" if link is None else DEVICE,
             capacity=self.device_capacity if gpu is None else self.gpu_capacity,
             gpu=gpu,
             collective=self.collective,
@@ -135,7 +134,7 @@ class Processes:
 
 def _within(namespace: int, start: Spawn) -> Spawn:
     def within(connection: int, output: IO[bytes]) -> Any:
-        with namespaces.entered(namespace):
+        with entered(namespace):
             return start(connection, output)
 
     return within

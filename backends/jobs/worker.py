@@ -24,7 +24,7 @@ from typing import Any
 from backends.base.device import HostDevice, RealDevice
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.real_group import RealGroups
-from backends.emulation.link import namespaces
+from backends.emulation.link.emulated_link import see_devices
 from backends.jobs.affinity import QuickProcessor
 from backends.jobs.supervision import Alive, Done, Go, Line, Moved, Start, WorkerFailed, WorkerReady, check_plain
 from backends.registry import load
@@ -173,7 +173,7 @@ def _prepare(start: Start) -> tuple[Any, Any]:
     if start.processors:
         os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
     if start.device:
-        namespaces.see_devices()
+        see_devices()
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
     clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), _Records()
     device = _device(clock, start)

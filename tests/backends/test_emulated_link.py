@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from backends.emulation.guest import engines, machine, mori
-from backends.emulation.link.emulated_link import Lateness, joined, missing_requirements
-from backends.emulation.link.namespaces import DEVICE
+from backends.emulation.link.emulated_link import DEVICE, Lateness, joined, missing_requirements
 from backends.jobs.launcher import Processes
 from pdsim.core.errors import BackendUnavailable, TransferError
 from pdsim.hardware.machine import LinkChange, NetworkLink
