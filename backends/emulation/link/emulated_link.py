@@ -2,8 +2,8 @@
 """A known link between the nodes of a job on one machine: what ``hw.link`` describes, made real.
 
 Every node is a network namespace without a name, with a TUN device, and all that ranks of different nodes say to
-each other passes the packet forwarder, at the rate and with the delay that were asked for.  A namespace lasts as long
-as a process or a descriptor is in it (those of pyroute2 are files, and stay); it takes root and ``/dev/net/tun``.
+each other passes the packet forwarder, at the rate and with the delay that were asked for.  A namespace lasts as
+long as a process or a descriptor is in it (those of pyroute2 are files, and stay).  It takes root, ``/dev/net/tun``.
 """
 
 from __future__ import annotations
