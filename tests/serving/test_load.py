@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,8 @@ from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.results.record import half_width, trend
-from pdsim.serving.load import offered_load, prefill_iterations, scaled
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.load import OfferedLoad, offered_load, prefill_iterations, scaled
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
 from tests.support.configs import EIGHT
@@ -80,38 +82,32 @@ def test_each_request_waits_as_lindleys_recursion_says(cv: float):
 # --- the closed form -----------------------------------------------------------------------------------------------
 
 
+def offered(what: Deployment, requests: Sequence[Request]) -> OfferedLoad:
+    load = offered_load(what, requests)
+    assert load is not None
+    return load
+
+
 def test_the_prefill_load_is_rate_times_service_over_instances():
     config = queue(50, 60.0)
     requests = load(config.workload, 0, config.model.context)
     what = job(config, ServeOptions())
     rate = 49 / (requests[-1].arrival - requests[0].arrival)
-    offered = offered_load(what, requests)
-    twice = offered_load(replace(what, prefill_instances=2), requests)
-    assert offered is not None
-    assert twice is not None
-    assert offered.prefill == pytest.approx(rate * service(config, requests).mean(), rel=1e-12)
-    assert twice.prefill == pytest.approx(offered.prefill / 2, rel=1e-12)
-    assert offered.decode == 0  # the first token is prefill's
+    one, two = (offered(replace(what, prefill_instances=count), requests) for count in (1, 2))
+    assert one.prefill == pytest.approx(rate * service(config, requests).mean(), rel=1e-12)
+    assert two.prefill == pytest.approx(one.prefill / 2, rel=1e-12)
+    assert one.decode == 0  # the first token is prefill's
 
 
 def test_the_decode_load_is_that_of_a_saturated_batch():
-    config = configured()
-    what = job(config, ServeOptions())
-    requests = [Request(float(number), 100, 21) for number in range(5)]
-    offered = offered_load(what, requests)
-    assert offered is not None
-    assert offered.decode_batch == what.decode_batch == 8
-    steps = sum(what.decode_time.step(8) + what.decode_time.context * 8 * (100 + step) for step in range(1, 21))
-    assert offered.decode == pytest.approx(steps / 8, rel=1e-12)  # one request a second, eight share each step
-
-
-def test_pages_limit_the_saturated_batch():
-    config = configured()
-    what = replace(job(config, ServeOptions()), decode_pages=25)
+    what = job(configured(), ServeOptions())
     requests = [Request(float(number), 100, 21) for number in range(5)]  # 8 pages of 16 tokens
-    offered = offered_load(what, requests)
-    assert offered is not None
-    assert offered.decode_batch in (2, 3)  # three fill 24 pages, less what the next one's prefill holds
+    full = offered(what, requests)
+    assert full.decode_batch == what.decode_batch == 8
+    steps = sum(what.decode_time.step(8) + what.decode_time.context * 8 * (100 + step) for step in range(1, 21))
+    assert full.decode == pytest.approx(steps / 8, rel=1e-12)  # one request a second, eight share each step
+    # three fill 24 pages, less what the next one's prefill holds
+    assert offered(replace(what, decode_pages=25), requests).decode_batch in (2, 3)
 
 
 def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
@@ -122,6 +118,8 @@ def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
     assert values(result)["makespan_s"] == pytest.approx(result.offered_load["prefill"] * span, rel=0.01)
     assert result.notes[0].startswith("load: prefill ")
     assert result.notes[1].startswith("warning: overloaded: prefill is offered ")
+    assert values(result)["stationary"] == 0
+    assert any(note.startswith("not stationary: TTFT grows by ") for note in result.notes)
 
 
 @pytest.mark.parametrize(("target", "word"), [(0.7, ""), (0.95, "near capacity"), (1.17, "overloaded")])
@@ -149,13 +147,10 @@ def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():
     requests = load(config.workload, 0, config.model.context)
     what = job(config, ServeOptions())
     thin = replace(config.workload, load=0.5, scaling="thinning")
-    before, found = offered_load(what, requests), scaled(thin, what, requests, 0)
-    assert set(found) < set(requests)
-    after = offered_load(what, found)
-    assert before is not None
-    assert after is not None
-    assert before.highest > 1
-    assert after.highest == pytest.approx(0.5, rel=0.1)
+    kept = scaled(thin, what, requests, 0)
+    assert set(kept) < set(requests)
+    assert offered(what, requests).highest > 1
+    assert offered(what, kept).highest == pytest.approx(0.5, rel=0.1)
     with pytest.raises(ConfigError, match=r"set workload\.scaling=time"):
         scaled(replace(thin, load=100.0), what, requests, 0)
 
@@ -239,12 +234,6 @@ def test_intervals_of_correlated_values_cover_what_they_estimate():
     assert 0.88 <= covered / 200 <= 1.0
 
 
-def test_too_few_values_have_no_interval():
-    assert half_width(np.arange(49.0), 50.0) is None
-    assert half_width(np.arange(50.0), 50.0) is not None
-    assert half_width(np.arange(499.0), 99.0) is None
-
-
 def test_a_queue_that_grows_is_told_from_one_that_does_not():
     random = np.random.default_rng(2)
     noise = random.exponential(1.0, (300, 400))
@@ -252,12 +241,7 @@ def test_a_queue_that_grows_is_told_from_one_that_does_not():
     assert trend(noise[0] + np.linspace(0, 10, 400)) == pytest.approx(9, abs=1)
     assert trend(noise[0] - np.linspace(0, 10, 400)) == 0.0
     assert trend(noise[0][:99]) is None
-
-
-def test_an_overloaded_run_is_not_stationary():
-    config = queue(300, 1e3)
-    result = serve(config)
-    assert values(result)["stationary"] == 0
-    assert any(note.startswith("not stationary: TTFT grows by ") for note in result.notes)
-    calm = serve(queue(300, 20.0))
-    assert values(calm)["stationary"] == 1
+    assert half_width(np.arange(49.0), 50.0) is None  # too few
+    assert half_width(np.arange(50.0), 50.0) is not None
+    assert half_width(np.arange(499.0), 99.0) is None
+    assert values(serve(queue(300, 20.0)))["stationary"] == 1
