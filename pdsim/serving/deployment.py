@@ -277,19 +277,21 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
     Raise a `ConfigError` if the machine has too few GPUs.
     """
     prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
-    if not machine.gpus:
-        hosts = [Place(index % machine.nodes) for index in range(prefill + decode)]
-        return hosts[:prefill], hosts[prefill:]
-    total = machine.nodes * machine.gpus
-    first = -(-prefill // machine.gpus) * machine.gpus  # the next node's first GPU
-    if first + decode > total:
-        first = prefill
-    if first + decode > total:
+    total, first = machine.nodes * machine.gpus, prefill
+    if machine.gpus and prefill + decode > total:
         raise ConfigError(
             f"parallel needs {prefill} + {decode} GPUs, hw={machine.name} has {total}; lower tp or instances"
         )
-    gpus = [Place(index // machine.gpus, index % machine.gpus) for index in range(total)]
-    return gpus[:prefill], gpus[first : first + decode]
+    if machine.gpus and (node := -(-prefill // machine.gpus) * machine.gpus) + decode <= total:
+        first = node  # the next node's first GPU
+    ranks = _places(machine, first + decode)
+    return ranks[:prefill], ranks[first:]
+
+
+def _places(machine: Machine, count: int) -> list[Place]:
+    if not machine.gpus:
+        return [Place(index % machine.nodes) for index in range(count)]
+    return [Place(index // machine.gpus, index % machine.gpus) for index in range(count)]
 
 
 def colocated_places(parallel: Parallel, machine: Machine) -> list[Place]:
@@ -307,9 +309,7 @@ def colocated_places(parallel: Parallel, machine: Machine) -> list[Place]:
         raise ConfigError(
             f"parallel.prefill.tp={side.tp} needs {each} GPUs, hw={machine.name} has {total}; lower tp"
         )
-    if not machine.gpus:
-        return [Place(index % machine.nodes) for index in range(count * each)]
-    return [Place(index // machine.gpus, index % machine.gpus) for index in range(count * each)]
+    return _places(machine, count * each)
 
 
 def pages_per_rank(

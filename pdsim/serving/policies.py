@@ -69,7 +69,8 @@ class Running(NamedTuple):
 class Scheduler(Protocol):
     """What runs in the next step of one prefill or decode instance.  Sequences are in order of arrival, never empty.
 
-    Made with `engine.scheduler_options` as keywords.  Methods return a position in the sequence.
+    Made with `engine.scheduler_options` as keywords.  Methods return a position in the sequence, the first unless a
+    class says otherwise.
     """
 
     def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
@@ -78,11 +79,13 @@ class Scheduler(Protocol):
         It is called until the budget is spent, no request is left, or it returns None, which ends the step.
         """
 
-    def admit(self, queue: Sequence[Submit]) -> int:
+    def admit(self, queue: Sequence[Submit]) -> int:  # noqa: ARG002 for others
         """Return which request gets decode pages next; others wait until it has."""
+        return 0
 
-    def join(self, ready: Sequence[Submit]) -> int:
+    def join(self, ready: Sequence[Submit]) -> int:  # noqa: ARG002 for others
         """Return which request, whose KV is here, enters the decode batch next."""
+        return 0
 
     def victim(self, running: Sequence[Running]) -> int:
         """Return which request gives its pages up, for the others to go on."""
@@ -196,21 +199,13 @@ def step_pieces(
 # --- pdsim's own ---------------------------------------------------------------------------------------------------
 
 
-class FirstCome:
+class FirstCome(Scheduler):
     """First come, first served, in chunks that fill the step; the request that came last is preempted (vLLM)."""
 
     def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
         """Take as much of the first request as fits."""
         first = queue[0]
         return 0, min(budget, first.request.input - first.done)
-
-    def admit(self, queue: Sequence[Submit]) -> int:  # noqa: ARG002 a protocol
-        """Take the first."""
-        return 0
-
-    def join(self, ready: Sequence[Submit]) -> int:  # noqa: ARG002 a protocol
-        """Take the first."""
-        return 0
 
     def victim(self, running: Sequence[Running]) -> int:
         """Take the last."""

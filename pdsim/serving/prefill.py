@@ -207,7 +207,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
 
     def begin(self) -> None:
         """Begin to schedule."""
-        self.clock.process(self._schedule())
+        self.clock.process(self._iterate())
 
     def report(self) -> dict[str, Any]:
         """Return the account of pages, what is not over on this side, and how many messages came too late."""
@@ -308,37 +308,37 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()
 
-    def _schedule(self) -> Program:
+    def _iterate(self) -> Program:
         try:
-            yield from self._iterate()
+            while not self.engine.has_ended:
+                yield from self._iteration()
         except PdsimError as error:
             self.engine.fail(error)
 
-    def _iterate(self) -> Program:
+    def _iteration(self) -> Program:
         engine, cache = self.engine, self.job.cache
-        while not engine.has_ended:
-            yield from self._posting()
-            forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
-            if forward is None:
-                self.handoff.look()
-                self._idle = self.clock.event()
-                yield self._idle
-                continue
+        yield from self._posting()
+        forward, self._next = self._still_wanted(self._next) or self.next_forward(), None
+        if forward is None:
+            self.handoff.look()
+            self._idle = self.clock.event()
+            yield self._idle
+            return
+        if self.pages.to_host or self.pages.from_host:
+            yield self._offloaded()
+        engine.send(engine.followers, forward)
+        computed = self.worker.compute(forward)
+        if self.job.engine.noticed == "prefill":
+            self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
+        if self.job.engine.ahead:
+            yield from self._choose_ahead(forward)
+        if not computed.processed:
+            yield computed
+        if cache.prefill and cache.found == "computed":
+            for chunk in forward.chunks:
+                self._cache(chunk.room)
             if self.pages.to_host or self.pages.from_host:
-                yield self._offloaded()
-            engine.send(engine.followers, forward)
-            computed = self.worker.compute(forward)
-            if self.job.engine.noticed == "prefill":
-                self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
-            if self.job.engine.ahead:
-                yield from self._choose_ahead(forward)
-            if not computed.processed:
-                yield computed
-            if cache.prefill and cache.found == "computed":
-                for chunk in forward.chunks:
-                    self._cache(chunk.room)
-                if self.pages.to_host or self.pages.from_host:
-                    self._offloaded()  # nobody waits for what goes to host memory
+                self._offloaded()  # nobody waits for what goes to host memory
 
     def _choose_ahead(self, forward: Forward) -> Program:
         # The next one is chosen when the host has launched this one, and is launched while the GPU computes: what

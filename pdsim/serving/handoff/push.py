@@ -387,8 +387,7 @@ class RoomLookup:
         self._ask = ask
         self._located = located
         self._lost = lost
-        self._open: dict[int, Submit] = {}
-        self._until: dict[int, float] = {}  # when to give up
+        self._open: dict[int, tuple[Submit, float]] = {}  # and when to give up
         self._fresh: dict[int, None] = {}  # to be asked for, in order
         self._asked: tuple[int, ...] = ()  # the question that is not answered yet
 
@@ -397,13 +396,11 @@ class RoomLookup:
 
     def add(self, request: Submit) -> None:
         """Ask where *request* went."""
-        self._open[request.room] = request
-        self._until[request.room] = self._clock.now + PATIENCE
+        self._open[request.room] = request, self._clock.now + PATIENCE
         self._again(request.room)
 
     def drop(self, room: int) -> bool:
         """Give *room* up; return whether it was open."""
-        self._until.pop(room, None)
         self._fresh.pop(room, None)
         return self._open.pop(room, None) is not None
 
@@ -411,13 +408,13 @@ class RoomLookup:
         """Take note of where the rooms of the last question are; the others are asked for again after `RETRY`."""
         asked, self._asked = self._asked, ()
         for room in asked:
-            request = self._open.get(room)
-            if request is None:
+            if room not in self._open:
                 continue
+            request, until = self._open[room]
             if room in incarnations:
                 self.drop(room)
                 self._located(replace(request, prefill=incarnations[room]))
-            elif self._clock.now >= self._until[room]:
+            elif self._clock.now >= until:
                 self.drop(room)
                 self._lost(request)
             else:
