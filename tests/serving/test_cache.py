@@ -9,54 +9,35 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, run
-from pdsim.config import Config
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
 from pdsim.kv.layout import AUX_BYTES
-from pdsim.models.llm import Llm
 from pdsim.results.record import Result
 from pdsim.serving.block_manager import hit_share, page_keys
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload
-from pdsim.serving.workload import load
-from pdsim.sim.model import Model
-from tests.support.serving import GQA, ONE, QUIET, configured, rows, values
+from pdsim.serving.workload import Request, load
+from tests.support.serving import GQA, QUIET, configured, rows, serve, tabled, values
 
 PREFILL = Cache(prefill=True)
 BOTH = Cache(prefill=True, decode=True)
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow")
 TOKEN = 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
+SETTINGS = {
+    "model": replace(GQA, context=1 << 17),
+    "hw": QUIET,
+    "kv": Kv(page_size=64, pool=1 << 24),
+    "scheduler": SchedulerLimits(chunk=512, decode_batch=8),
+}
 TRACE = Path(os.environ.get("PDSIM_TRACES", "shared/data/traces")) / "conversation_trace.jsonl"
 
 
-def trace(folder: Path, prompts: list[tuple[float, int, int, list[int]]]) -> Workload:
-    """Return a workload of prompts: seconds, tokens in and out, hashes of blocks of 512."""
-    path = folder / "trace.jsonl"
-    path.write_text(
-        "".join(
-            f'{{"timestamp": {at * 1000}, "input_length": {given}, "output_length": {out}, "hash_ids": {blocks}}}\n'
-            for at, given, out, blocks in prompts
-        )
-    )
-    return Workload(trace=str(path))
+Prompt = tuple[float, int, int, list[int]]
+"""Seconds, tokens in and out, hashes of blocks of 512."""
 
 
-def served(folder: Path, prompts: list[tuple[float, int, int, list[int]]], cache: Cache, **changes: Any) -> Any:
-    config = configure(trace(folder, prompts), cache, **changes)
-    result = run(config, Model(config.hw, config.backend), silent)
-    assert not result.failures
-    return config, result, rows(result)
-
-
-def configure(workload: Workload, cache: Cache, model: Llm = GQA, **changes: Any) -> Config:
-    settings = {
-        "workload": workload,
-        "cache": cache,
-        "hw": QUIET,
-        "kv": Kv(page_size=64, pool=1 << 24),
-        "scheduler": SchedulerLimits(chunk=512, decode_batch=8),
-    }
-    return configured(ONE, ONE, replace(model, context=1 << 17), **(settings | changes))
+def served(prompts: list[Prompt], cache: Cache, **changes: Any) -> tuple[list[dict[str, Any]], Deployment, Result]:
+    requests = [Request(at, given, wanted, None, tuple(blocks)) for at, given, wanted, blocks in prompts]
+    return tabled(requests, **(SETTINGS | {"cache": cache} | changes))
 
 
 def test_a_page_is_named_by_its_block_and_its_end():
@@ -69,15 +50,14 @@ def test_a_page_is_named_by_its_block_and_its_end():
 SHARED = [(0.0, 1024, 2, [1, 2]), (5.0, 1300, 2, [1, 2, 3]), (10.0, 1300, 2, [1, 2, 3])]
 
 
-def test_prefill_computes_what_is_not_cached_in_the_exact_time(tmp_path: Path):
-    config, result, (one, two, three) = served(tmp_path, SHARED, PREFILL)
-    forward = job(config, ServeOptions()).prefill_time.prefill
+def test_prefill_computes_what_is_not_cached_in_the_exact_time():
+    table, what, result = served(SHARED, PREFILL)
+    one, two, three = table
+    forward = what.prefill_time.prefill
     assert [row["cached_prefill"] for row in (one, two, three)] == [0, 1024, 1280]  # whole pages, one token at least
 
     def decode(row: dict[str, Any]) -> float:
-        return job(config, ServeOptions()).decode_time.step(1) + job(config, ServeOptions()).decode_time.context * (
-            row["input"] + 1
-        )
+        return what.decode_time.step(1) + what.decode_time.context * (row["input"] + 1)
 
     assert one["compute"] == pytest.approx(forward([(0, 512)]) + forward([(512, 512)]) + decode(one), rel=1e-9)
     assert two["compute"] == pytest.approx(forward([(1024, 276)]) + decode(two), rel=1e-9)
@@ -90,8 +70,8 @@ def test_prefill_computes_what_is_not_cached_in_the_exact_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize("engine", [ServingEngine(), PULL], ids=["push", "pull"])
-def test_decode_gets_only_the_pages_that_it_lacks(tmp_path: Path, engine: ServingEngine):
-    _, result, table = served(tmp_path, SHARED, BOTH, engine=engine)
+def test_decode_gets_only_the_pages_that_it_lacks(engine: ServingEngine):
+    table, _, result = served(SHARED, BOTH, engine=engine)
     assert [row["cached_decode"] for row in table] == [0, 1024, 1280]
     metadata = AUX_BYTES if engine.handoff == "push" else 0
     assert [row["nbytes"] for row in table] == [
@@ -100,55 +80,51 @@ def test_decode_gets_only_the_pages_that_it_lacks(tmp_path: Path, engine: Servin
         64 * TOKEN + metadata,
     ]
     assert values(result)["prefix_hit_decode"] == pytest.approx((1024 + 1280) / 3624)
-    _, _, whole = served(tmp_path, SHARED, PREFILL, engine=engine)
+    whole, *_ = served(SHARED, PREFILL, engine=engine)
     assert table[2]["transfer"] < whole[2]["transfer"]
 
 
-def test_a_prompt_of_the_same_step_is_found_as_the_engine_has_it(tmp_path: Path):
+def test_a_prompt_of_the_same_step_is_found_as_the_engine_has_it():
     twins = [(0.0, 512, 1, [9]), (0.0, 200, 1, [1]), (0.0, 200, 1, [1])]  # both wait for the end of the first
-    _, _, computed = served(tmp_path, twins, PREFILL)
-    _, _, scheduled = served(tmp_path, twins, replace(PREFILL, found="scheduled"))
+    computed, *_ = served(twins, PREFILL)
+    scheduled, *_ = served(twins, replace(PREFILL, found="scheduled"))
     assert [row["cached_prefill"] for row in computed] == [0, 0, 0]
     assert [row["cached_prefill"] for row in scheduled] == [0, 0, 192]
 
 
-def test_requests_evict_what_was_used_least_recently(tmp_path: Path):
+def test_requests_evict_what_was_used_least_recently():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 1, 3, 2, 1])]
     small = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts and four pages
-    _, _, table = served(tmp_path, prompts, PREFILL, kv=small)
+    table, *_ = served(prompts, PREFILL, kv=small)
     # the third computes its last page again, so the cached one is the oldest of 16: prompt 3 evicts that and three
     # of 2, which then finds five and evicts three of the seven of 1
     assert [row["cached_prefill"] for row in table] == [0, 0, 448, 0, 320, 256]
-    _, _, none = served(tmp_path, prompts, replace(PREFILL, limit=256), kv=small)
+    none, *_ = served(prompts, replace(PREFILL, limit=256), kv=small)
     assert [row["cached_prefill"] for row in none] == [0, 0, 0, 0, 0, 0]
 
 
-def test_a_preempted_request_computes_again_only_what_is_not_cached(tmp_path: Path):
+def test_a_preempted_request_computes_again_only_what_is_not_cached():
     engine = replace(ServingEngine(), memory="grow", preemption="recompute")
     prompts = [(0.0, 448, 200, [1]), (0.0, 448, 200, [2])]
     kv = Kv(page_size=64, pool=18 * 64 * TOKEN)
     ends = {}
     for name, cache in (("none", Cache()), ("decode", Cache(decode=True))):
-        _, result, table = served(tmp_path, prompts, cache, engine=engine, kv=kv)
+        table, _, result = served(prompts, cache, engine=engine, kv=kv)
         assert result.outcome.ranks["decode0.0"].value["preemptions"] > 0
         ends[name] = max(row["e2e"] for row in table)
     assert ends["decode"] <= ends["none"]
 
 
-def test_without_hashes_and_without_a_cache_nothing_changes(tmp_path: Path):
+def test_without_hashes_and_without_a_cache_nothing_changes():
     plain = configured()
     assert rows(serve(replace(plain, cache=BOTH))) == [
         row | {"cached_prefill": 0, "cached_decode": 0} for row in rows(serve(plain))
     ]
-    _, _, table = served(tmp_path, SHARED, Cache())
+    table, *_ = served(SHARED, Cache())
     assert "cached_prefill" not in table[0]
 
 
-def serve(config: Config) -> Result:
-    return run(config, Model(config.hw, config.backend), silent)
-
-
-def test_what_cannot_be_cached_is_refused(tmp_path: Path):
+def test_what_cannot_be_cached_is_refused():
     with pytest.raises(ConfigError, match=r"set kv\.checked=0, or cache=none"):
         serve(configured(cache=PREFILL, memory="tracked"))
 
@@ -159,7 +135,7 @@ def test_an_unlimited_cache_has_what_the_trace_repeats():
     workload = Workload(trace=str(TRACE), count=300, speed=0.01)
     kv = Kv(page_size=16, pool=1 << 44)
     hw = replace(QUIET, gpu=replace(QUIET.gpu, memory=float(1 << 45)))
-    config = configure(workload, PREFILL, kv=kv, hw=hw)
+    config = configured(**(SETTINGS | {"workload": workload, "cache": PREFILL, "kv": kv, "hw": hw}))
     requests = load(workload, 0, 1 << 17)
     whole = sum(-(-(r.input - 1) // 16) * 16 - r.input + 1 for r in requests) / sum(r.input for r in requests)
     counted = hit_share(requests)
@@ -174,16 +150,16 @@ SMALL = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts of eight pages, an
 PCIE = replace(QUIET, gpu=replace(QUIET.gpu, pcie=1e9))
 
 
-def test_pages_come_back_from_host_memory_in_the_exact_time(tmp_path: Path):
+def test_pages_come_back_from_host_memory_in_the_exact_time():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3, 4, 1])]
     tables = {}
     for host in (0, 4096):
         cache = replace(PREFILL, host=float(host))
-        config, _, tables[host] = served(tmp_path, prompts, cache, kv=SMALL, hw=PCIE)
+        tables[host], what, _ = served(prompts, cache, kv=SMALL, hw=PCIE)
     assert [row["cached_prefill"] for row in tables[0]] == [0, 0, 0, 0, 0]
     assert [row["cached_prefill"] for row in tables[4096]] == [0, 0, 0, 0, 448]
     assert [row["cached_host"] for row in tables[4096]] == [0, 0, 0, 0, 448]
-    forward, last = job(config, ServeOptions()).prefill_time.prefill, tables[4096][4]
+    forward, last = what.prefill_time.prefill, tables[4096][4]
     load = 448 * TOKEN / 1e9
     start = last["queueing"] + last["handshake"]  # its place in the queue, and nothing of the load
     assert last["ttft"] - last["transfer"] - last["polling"] == pytest.approx(
@@ -191,15 +167,15 @@ def test_pages_come_back_from_host_memory_in_the_exact_time(tmp_path: Path):
     )
 
 
-def test_what_is_computed_goes_to_host_memory_beside_the_kv(tmp_path: Path):
+def test_what_is_computed_goes_to_host_memory_beside_the_kv():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3])]
-    _, result, _ = served(tmp_path, prompts, replace(PREFILL, host=4096.0), kv=SMALL, hw=PCIE)
+    *_, result = served(prompts, replace(PREFILL, host=4096.0), kv=SMALL, hw=PCIE)
     assert result.outcome is not None
     out = {name: share for name, share in result.outcome.links.items() if name.endswith("pcie.out")}
     assert sum(share > 0 for share in out.values()) == 1  # of the prefill GPU, though the KV goes over NVLink
 
 
-def test_host_memory_forgets_what_was_used_least_recently(tmp_path: Path):
+def test_host_memory_forgets_what_was_used_least_recently():
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3, 4, 1])]
-    _, _, table = served(tmp_path, prompts, replace(PREFILL, host=1024.0), kv=SMALL, hw=PCIE)
+    table, *_ = served(prompts, replace(PREFILL, host=1024.0), kv=SMALL, hw=PCIE)
     assert [row["cached_prefill"] for row in table] == [0, 0, 0, 0, 0]

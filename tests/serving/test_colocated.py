@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, result, specs
+from experiments.serve import ServeOptions, job
 from pdsim.core.errors import ConfigError
 from pdsim.models.parallel import Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load
 from pdsim.serving.settings import Cache, HostCosts, Kv, ServingEngine
 from pdsim.serving.workload import Request
-from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome
 from tests.support.configs import EIGHT
-from tests.support.serving import GENERATED, configured, rows, serve, values
+from tests.support.serving import GENERATED, configured, rows, serve, tabled, values
 
 TOGETHER = {"deployment": "colocated"}
 TIGHT = [Request(0.0, 48, 40)] * 2
 
 
 def served(
-    requests: list[Request], job_changes: dict[str, Any] | None = None, **changes: Any
+    requests: list[Request], job_changes: Mapping[str, Any] = {}, **changes: Any
 ) -> tuple[list[dict[str, Any]], Deployment, Outcome]:
     """Return what becomes of *requests* on one engine, whose job has *job_changes*, the job, and its outcome."""
-    config = configured(options=TOGETHER, kv=Kv(page_size=16), **changes)
-    one = {"prefill_instances": 1, "decode_instances": 1} | (job_changes or {})
-    what = replace(job(config, ServeOptions(**TOGETHER)), **one)
-    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
-    assert not [rank.error for rank in outcome.ranks.values() if rank.error]
-    return rows(result(config, what, requests, outcome)), what, outcome
+    one = {"prefill_instances": 1, "decode_instances": 1} | job_changes
+    table, what, result = tabled(requests, one, TOGETHER, kv=Kv(page_size=16), **changes)
+    assert result.outcome is not None
+    return table, what, result.outcome
 
 
 def growing(preemption: str, **changes: Any) -> ServingEngine:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job
 from pdsim.compute.forward import Compute, forward_time
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
@@ -78,15 +76,13 @@ def test_what_cannot_go_by_layers_is_refused():
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: bool):
+def test_cached_pages_are_sent_when_the_rest_begins(layerwise: bool):
     prompts = [(0.0, 4096, 2, list(range(8))), (5.0, 4600, 2, list(range(9)))]
     kv = Kv(page_size=64, pool=1 << 24, layerwise=layerwise)
     found = {}
     for early in (False, True):
-        config, result, table = served(tmp_path, prompts, Cache(prefill=True, early=early), kv=kv)
-        records = [r for r in result.transfers if r.label.startswith("2/")]
-        found[early] = table[1], records
-        assert job(config, ServeOptions()).cache.early is early
+        table, _, result = served(prompts, Cache(prefill=True, early=early), kv=kv)
+        found[early] = table[1], [record for record in result.transfers if record.label.startswith("2/")]
     (late, one), (soon, two) = found[False], found[True]
     assert late["nbytes"] == soon["nbytes"]
     assert late["ttft"] - late["transfer"] == pytest.approx(soon["ttft"] - soon["transfer"], abs=1e-9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.serve import ServeOptions, job, run, specs
+from experiments.serve import ServeOptions, job, result, run, specs
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.progress import silent
@@ -40,6 +40,7 @@ __all__ = [
     "rows",
     "serve",
     "simulate",
+    "tabled",
     "values",
 ]
 
@@ -142,6 +143,18 @@ def simulate(
         times = {name: at and at - value["start"] for name, at in zip(STAMPS, stamps, strict=False)}
         table.append({"prefill": prefill, "decode": decode, "nbytes": nbytes, "status": status, **times})
     return Served(what, outcome, table)
+
+
+def tabled(
+    requests: Sequence[Request], job_changes: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **changes: Any
+) -> tuple[list[dict[str, Any]], Deployment, Result]:
+    """Serve *requests* by a job with *job_changes*; return a row of results of each, the job, and the result."""
+    config = configured(options=options, **changes)
+    what = replace(job(config, ServeOptions(**options)), **job_changes)
+    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
+    assert not [rank.error for rank in outcome.ranks.values() if rank.error]
+    table = result(config, what, requests, outcome)
+    return rows(table), what, table
 
 
 class Killing:
