@@ -220,7 +220,7 @@ class LeastGenerated(FirstCome):
         return min(range(len(running)), key=lambda index: (running[index].generated, -running[index].input))
 
 
-class HighestPriority(LeastGenerated):
+class HighestPriority(FirstCome):
     """As `LeastGenerated`, but of requests that have not begun prefill takes those of the highest priority first."""
 
     def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
@@ -228,6 +228,8 @@ class HighestPriority(LeastGenerated):
         index = max(range(len(queue)), key=lambda index: (queue[index].done > 0, queue[index].priority, -index))
         chosen = queue[index]
         return index, min(budget, chosen.request.input - chosen.done)
+
+    victim = LeastGenerated.victim
 
 
 class LeastTokens:
