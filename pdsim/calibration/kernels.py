@@ -28,9 +28,11 @@ __all__ = [
 ]  # fmt: skip
 
 NUMBERS = (
-    *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim"),
-    *("experts", "hit", "per_token", "width", "gpus", "round", "repeats"),
-)
+    "tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim", "experts",
+    "hit", "per_token", "width", "gpus", "round", "repeats",
+)  # fmt: skip
+"""Columns of a row that are whole numbers."""
+
 _SIZES = {"decode": ("batch", "context"), "mla_decode": ("batch", "context"), "mla_absorb": ("batch",)}
 """Columns whose values are sizes, every second of which is held out; of other operators ``tokens``."""
 _FULL = ("cudnn", "flash", "reference")
@@ -149,16 +151,13 @@ def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
     absorbed = any(row["kernel"] == "absorbed" for row in rows if row["operator"] == "mla_prefill")
     rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
     shared = {number: _ring(rows, int(number)) for number in sorted(rings)}
-    if any(row["kernel"] == "tuned" for row in rows):
-        fitted["tuned"] = tuple(
-            dict.fromkeys(f"{row['experts']}x{row['width']}" for row in rows if row["kernel"] == "tuned")
-        )
+    if tuned := [f"{row['experts']}x{row['width']}" for row in rows if row["kernel"] == "tuned"]:
+        fitted["tuned"] = tuple(dict.fromkeys(tuned))
     kernels = Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **fitted)
     return replace(kernels, shapes=_corrections(kernels, rows, peaks))
 
 
-_SHAPES = 200
-"""Most shapes of matrices that have a correction of their own; of more, as in published tables, none has."""
+_SHAPES = 200  # of matrices, most, that have a correction of their own; of more, as in published tables, none has
 
 
 def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[str, Correction]:
@@ -190,51 +189,33 @@ def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
 # --- roofs ---------------------------------------------------------------------------------------------------------
 
 OPERATORS = {
-    "gemm": "fmbw",
-    "gemm_fp8": "fmbw",
-    "prefill": "fwa",
-    "decode": "fmwa",
-    "mla_prefill": "fmw",
-    "mla_decode": "fm",
-    "mla_absorb": "fm",
-    "experts": "fmbw",
-    "experts_fp8": "fmbw",
-    "experts_tuned": "fmbw",
-    "routing": "ma",
-    "norm": "mw",
-    "activation": "m",
-    "rotary": "ma",
-}
+    "gemm": "fmbw", "gemm_fp8": "fmbw", "prefill": "fwa", "decode": "fmwa", "mla_prefill": "fmw", "mla_decode": "fm",
+    "mla_absorb": "fm", "experts": "fmbw", "experts_fp8": "fmbw", "experts_tuned": "fmbw", "routing": "ma",
+    "norm": "mw", "activation": "m", "rotary": "ma",
+}  # fmt: skip
 """Operators, and the parts of their time.
 
 Arithmetic (f), memory (m), blocks and depth of tiles (b, w), and kernels that only some rows have (a).
 """
 
-_ROWS: dict[str, tuple[int, ...]] = dict.fromkeys(
-    ("gemm", "gemm_fp8", "experts", "experts_fp8", "experts_tuned"), (0, 8, 16, 32, 64, 128)
-)
+_PRODUCTS = ("gemm", "gemm_fp8", "experts", "experts_fp8", "experts_tuned")
+_ROWS: dict[str, tuple[int, ...]] = dict.fromkeys(_PRODUCTS, (0, 8, 16, 32, 64, 128))
 _ROWS |= {"prefill": (0, 64, 128), "mla_prefill": (0, 64, 128), "decode": (0, 128)}
 _COLUMNS = (64, 128, 256)
-_GROUPED = 128
-"""Columns of the tiles of PyTorch's grouped products, of twice as many where experts have many rows."""
-_MAXIMUM = 21.0
-"""A blend at which the longest part nearly counts alone."""
-_NOTHING = 1e-13
-"""Seconds, and shares, that a fit has driven to zero."""
-SCALE = 0.05
-"""The relative error from which on a row counts less."""
+_GROUPED = 128  # columns of the tiles of PyTorch's grouped products, of twice as many where experts have many rows
+_MAXIMUM = 21.0  # a blend at which the longest part nearly counts alone
+_NOTHING = 1e-13  # seconds, and shares, that a fit has driven to zero
+SCALE = 0.05  # the relative error from which on a row counts less
 _BLEND = Space(lambda value: math.log(value - 1.0), lambda at: 1.0 + math.exp(min(at, 3.0)))
-_FEW = 12
-"""Rows below which nothing is said of a blend."""
+_FEW = 12  # rows below which nothing is said of a blend
 
 
 def fit_roof(name: str, rows: Sequence[Row], peaks: Peaks, blend: float = 0.0) -> Roof:
     """Return the roof of the operator *name* that fits *rows* best, of all tiles that are tried.
 
-    The time is ``launch + count * part + merge + (compute**p + memory**p + tiles**p)**(1/p)``: a blend that is their
-    sum for ``p = 1`` and their maximum for large *p*; *count* is the number of experts.  Of decode attention the
-    longest part counts alone, since a step is linear in its context.  Of a few rows the *blend* is the given one, of
-    the same kernel.
+    The time is ``launch + count * part + merge + (compute**p + memory**p + tiles**p)**(1/p)``, *count* being the
+    number of experts.  Of decode attention the longest part counts alone, since a step is linear in its context.  Of
+    a few rows the *blend* p is the given one, of the same kernel.
     """
     power = _MAXIMUM if name == "decode" else blend if blend and len(rows) < _FEW else 0.0
     roofs = [_fitted(name, rows, peaks, cut, power) for cut in _cuts(name, peaks.processors)]
@@ -346,8 +327,7 @@ def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterato
 def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
     """Return the forward of the decoder in *row*: a shard, as if it were the whole of a model.
 
-    With tensor parallelism a rank has fewer heads and narrower matrices, and that is what was measured: the row's
-    own sizes are the model's.  ``hit`` stands for the size of the vocabulary in such rows.
+    ``hit`` stands for the size of the vocabulary in such rows.
     """
     widths = {"intermediate_size": row["n"], "vocab_size": row["hit"], "moe_intermediate_size": row["width"]}
     model = Llm(
@@ -361,11 +341,8 @@ def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
 
 def layer_launch(rows: Sequence[Row], mixed: bool = False) -> float:
     """Return the least seconds a layer of prefill launched kernel by kernel, with experts if *mixed*; 0 of none."""
-    launches = [
-        row["seconds"] / row["layers"]
-        for row in rows
-        if row["operator"] == "forward" and row["mode"] == "eager" and bool(row["experts"]) == mixed
-    ]
+    eager = [row for row in rows if (row["operator"], row["mode"]) == ("forward", "eager")]
+    launches = [row["seconds"] / row["layers"] for row in eager if bool(row["experts"]) == mixed]
     return float(f"{min(launches, default=0.0):.4g}")
 
 

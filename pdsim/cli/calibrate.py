@@ -79,7 +79,7 @@ def calibrate(words: Sequence[str]) -> int:
 
 def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config, command: str) -> Samples:
     # It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
-    # (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
+    # (`pdsim.calibration.samples.floor`).  Writes have reads beside them.
     from pdsim.run import run
 
     largest, jobs, repeat = asked.get("--largest", 256 << 20), asked.get("--jobs", 9), asked.get("--repeat", 5)

@@ -204,9 +204,6 @@ def test_a_model_alone_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": ["speed"]}, r"experiment.classes\[0\] must be one of pair, .*, got 'speed'"),
-        ({"bounds": {"pair": 0}}, r"experiment\.bounds\.pair must be > 0, got 0"),
-        ({"predict": "later"}, "experiment.predict must be one of before, only, now, got 'later'"),
         ({"ranks": 1}, "experiment.ranks must be >= 2, or 0 for a rank a GPU, got 1"),
         ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
         ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* run that measures"),
