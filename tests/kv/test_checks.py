@@ -12,9 +12,7 @@ import pdsim
 from experiments.faults.scenario import KINDS, Scenario, draw
 from pdsim.kv.layout import REGION, KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
-from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader
-from pdsim.serving.prefill import PrefillWorker
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
 from pdsim.verify import leaks
@@ -40,7 +38,7 @@ def memory(owner: str, name: str = REGION) -> Region:
 # --- whose memory is whose -----------------------------------------------------------------------------------------
 
 
-def of_group(name: str, incarnation: str, leads: bool = False, **parts: Any) -> Any:
+def of_group(name: str, incarnation: str, leads: bool = False) -> Any:
     """Return a rank's program; one that *leads* gave page 0, and slot 1 as decode, to room 7."""
     scheduler = None
     if leads:
@@ -49,8 +47,7 @@ def of_group(name: str, incarnation: str, leads: bool = False, **parts: Any) -> 
         scheduler = SimpleNamespace(pages=SimpleNamespace(pool=PagePool(8)), handoff=handoff, rooms={})
         scheduler.pages.pool.allocate(7, 1)
         handoff.slots.allocate(7)
-    mover = SimpleNamespace(layout=LAYOUT, **parts.pop("mover", {}))
-    return member(name, incarnation=incarnation, mover=mover, scheduler=scheduler, **parts)
+    return member(name, incarnation=incarnation, mover=SimpleNamespace(layout=LAYOUT), scheduler=scheduler)
 
 
 @pytest.fixture
@@ -91,19 +88,6 @@ def test_a_rank_of_no_incarnation_is_not_written(owners: OwnershipChecker, found
     owners.joined(of_group("decode0.1", ""))
     owners.landed(Batch(memory("prefill0.0"), memory("decode0.1"), [0], [0], [16]), "7/0/grouped")
     assert found == [("I3", "room 7 landed on decode0.1, which is in no incarnation of its instance")]
-
-
-def test_a_gather_reads_pages_of_the_room_that_it_is_for(owners: OwnershipChecker, found: list[Any]):
-    sender: Any = object.__new__(KvSender)  # of which only this is asked
-    sender.layout, sender._gather = LAYOUT, lambda state, batch: None
-    worker = object.__new__(PrefillWorker)
-    prefill = of_group("prefill0.0", "prefill0@1", leads=True, worker=worker, mover={"sender": sender})
-    owners.joined(prefill)
-    for page in (0, 1):
-        batch = Batch(memory("prefill0.0"), memory("prefill0.0", "gather1"), [page * LAYOUT.item], [0], [16])
-        sender._gather(SimpleNamespace(room=7), batch)
-        owners.copied(batch)
-    assert found == [("I3", "room 7 gathered from kv row 1 of prefill0.0, which is nobody's")]
 
 
 # --- what may be left ----------------------------------------------------------------------------------------------

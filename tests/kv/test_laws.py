@@ -5,7 +5,6 @@ Jobs are those of `experiment=faults` without any fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,54 +51,49 @@ def test_watching_changes_nothing():
     assert run(scenario, LawChecker()) == run(scenario, None)
 
 
-def breaks(owner: type, name: str, change: Callable[..., Any]) -> list[str]:
-    """Return the laws that are broken with *change* in place of a method, which it is given first."""
-    with patched(((owner, name, change),)):
-        return found()
+def twice(original: Any, *arguments: Any) -> None:
+    original(*arguments)
+    original(*arguments)
 
 
-def test_bytes_that_land_twice_break_a_law():
-    def twice(original: Any, *arguments: Any) -> None:
-        original(*arguments)
-        original(*arguments)
-
-    assert breaks(Payload, "move", twice) == ["bytes"]
-
-
-def test_a_token_that_is_not_computed_breaks_a_law():
-    def one_less(original: Any, self: Any, ahead: bool = False) -> Any:
-        seconds = self.iteration_seconds
-        self.iteration_seconds = lambda pieces: seconds([(done, new - 1) for done, new in pieces])
-        try:
-            return original(self, ahead)
-        finally:
-            self.iteration_seconds = seconds
-
-    assert breaks(PrefillScheduler, "next_forward", one_less) == ["tokens"]
+def one_less(original: Any, self: Any, ahead: bool = False) -> Any:
+    seconds = self.iteration_seconds
+    self.iteration_seconds = lambda pieces: seconds([(done, new - 1) for done, new in pieces])
+    try:
+        return original(self, ahead)
+    finally:
+        self.iteration_seconds = seconds
 
 
-def test_a_page_that_is_lost_breaks_a_law():
-    def loses_one(original: Any, self: PagePool, owner: int) -> None:
-        (start, count), *rest = self.owners[owner]
-        self.owners[owner] = ((start, count - 1), *rest) if count > 1 else tuple(rest)
-        original(self, owner)
-
-    assert breaks(PagePool, "release", loses_one)[0] == "pages"
+def loses_one(original: Any, self: PagePool, owner: int) -> None:
+    (start, count), *rest = self.owners[owner]
+    self.owners[owner] = ((start, count - 1), *rest) if count > 1 else tuple(rest)
+    original(self, owner)
 
 
-def test_a_request_that_never_ends_breaks_a_law():
-    def forgets(original: Any, self: Router, request: Any, status: str) -> None:
-        original(self, request, "" if request.number == 2 else status)
-
-    assert breaks(Router, "_close", forgets) == ["requests"]
+def forgets(original: Any, self: Router, request: Any, status: str) -> None:
+    original(self, request, "" if request.number == 2 else status)
 
 
-def test_a_link_that_carries_too_much_for_a_moment_breaks_a_law():
-    def narrower(original: Any, self: Link, *arguments: Any) -> None:
-        original(self, *arguments)
-        self.nominal /= 2.0
+def narrower(original: Any, self: Link, *arguments: Any) -> None:
+    original(self, *arguments)
+    self.nominal /= 2.0
 
-    assert breaks(Link, "__init__", narrower) == ["capacity"]
+
+@pytest.mark.parametrize(
+    ("law", "change"),
+    [
+        ("bytes", (Payload, "move", twice)),
+        ("tokens", (PrefillScheduler, "next_forward", one_less)),
+        ("pages", (PagePool, "release", loses_one)),
+        ("requests", (Router, "_close", forgets)),
+        ("capacity", (Link, "__init__", narrower)),  # for a moment
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[2].__name__,
+)
+def test_a_defect_breaks_its_law(law: str, change: Any):
+    with patched((change,)):
+        assert found()[0] == law
 
 
 def test_a_request_that_ends_before_it_begins_breaks_a_law():

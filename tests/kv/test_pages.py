@@ -34,19 +34,18 @@ def test_runs_are_as_long_as_can_be_had(pages, counts, released, wanted, given):
     assert pool.allocate(99, wanted) == given
 
 
-def test_a_queue_gives_out_what_was_freed_longest_ago():
-    pool = filled(page_pool("queue", 6), 2, 2, 2)
+@pytest.mark.parametrize(
+    ("order", "given"),
+    [
+        ("queue", (3, 2, 1, 0, 5)),  # what was freed longest ago; of one owner its last page
+        ("stack", (5, 4, 1, 0, 3)),  # what was freed last
+    ],
+)
+def test_pages_are_given_out_in_the_order_of_releases(order: str, given: tuple[int, ...]):
+    pool = filled(page_pool(order, 6), 2, 2, 2)
     for owner in (1, 0, 2):
         pool.release(owner)
-    assert pool.allocate(9, 5) == ((3, 1), (2, 1), (1, 1), (0, 1), (5, 1))
-    assert pool.is_whole()
-
-
-def test_a_stack_gives_out_what_was_freed_last():
-    pool = filled(page_pool("stack", 6), 2, 2)
-    pool.release(0)
-    pool.release(1)
-    assert pool.allocate(3, 3) == ((3, 1), (2, 1), (1, 1))
+    assert pool.allocate(9, 5) == tuple((page, 1) for page in given)
     assert pool.is_whole()
 
 
