@@ -49,8 +49,8 @@ class Contents:
     """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold.
 
     Metadata lies in *aux*, at the same offsets, if that is given.  Every byte follows from room, layer, head, token
-    and position, so that ranks of any tensor parallelism know what must be there.  `fill` methods are called on the
-    prefill side before bytes move, `verify` methods on the decode side after: they return "" or what is wrong.
+    and position.  `fill` methods are called on the prefill side before bytes move, `verify` methods on the decode
+    side after: they return "" or what is wrong.
     """
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:

@@ -230,8 +230,8 @@ class BlockPlan:
 
         [plane][token][head][dim]   of the planes and heads that both have, in the order of the chunk's pages
 
-    These are *heads* heads from the *first* of its own on, of *planes* (numbers in the whole model).  A token is a
-    descriptor in each plane or, if the block has all heads of this rank, a run of pages is.
+    These are *heads* heads from the *first* of its own on, of *planes*.  A token is a descriptor in each plane or,
+    if the block has all heads of this rank, a run of pages is.
     """
 
     def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int) -> None:
@@ -302,7 +302,7 @@ class Write:
     """A write of *chunk* to *target*: the sequence of the batches that it takes, made when asked for.
 
     It moves *rows* (runs of pages), the metadata of the two sides' *slots*, and *state* (runs of each component).
-    With *path* ``"control"`` it is no write but a message with metadata.
+    With *path* ``"control"`` it is a message with metadata.
     """
 
     target: DecodePeer
@@ -424,8 +424,8 @@ class DecodePeer:
 def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
     """Return the path of metadata between ranks whose rows have these sizes, and why it is not the policy's, or "".
 
-    Descriptors pair row by row.  Rows that differ in number or size go over the control channel if
-    `Policy.metadata_fallback` allows it; otherwise raise a `MessageError`.
+    Rows that differ in number or size cannot be paired by descriptors; they go over the control channel if
+    `Policy.metadata_fallback` allows it, otherwise raise a `MessageError`.
     """
     way = policy.metadata_by
     if way == "control" or tuple(mine) == tuple(theirs):

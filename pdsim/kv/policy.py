@@ -19,7 +19,6 @@ POOLS = {"default": ("write", "device"), "nvlink": ("control", "host"), "intra_n
 """Path and memory of first-token metadata by the pool of KV memory, as SGLang's `send_aux` has them: a write after
 the KV, except that the NVLINK pool cannot carry host memory and uses TCP ("control")."""
 
-
 VARIABLES = {
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": ("mooncake", "backend.policy.pool", ("NVLINK", "INTRA_NODE_NVLINK")),
     "SGLANG_MOONCAKE_SEND_AUX_TCP": ("mooncake", "backend.policy.metadata", {"1": "control"}),

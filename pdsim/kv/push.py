@@ -49,11 +49,10 @@ T = TypeVar("T")
 class Queues(Generic[T]):
     """*count* queues with a blocking worker each; with 0, an item is worked on at once and waits for nothing.
 
-    *work* is called with an item and the number of its queue.  The worker waits for the event or the program that it
-    returns, if any, and takes the next item.  *failed* is called with an item whose *work* or program raised, and
-    the exception; the worker goes on.  Nothing removes an item, so *work* must check whether it still matters.
-
-    Workers are generators that callbacks resume, not processes: an item costs no event of its own.
+    *work* is called with an item and the number of its queue; the worker waits for the event or the program that it
+    returns, if any.  *failed* is called with an item whose *work* or program raised, and the exception; the worker
+    goes on.  Nothing removes an item, so *work* must check whether it still matters.  Workers are generators that
+    callbacks resume, not processes: an item costs no event of its own.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ def _over(event: Event) -> Program:
 class GatherBuffers:
     """The buffers of *rank* in which *count* queues gather, one of *size* bytes each.
 
-    A buffer is filled again once its last write has settled, not before.  Should a write fail and stay in
-    quarantine, its queue gets a fresh buffer, and the old one is given back if the write ever settles.
+    A buffer is filled again once its last write has settled.  Should one fail and stay in quarantine, its queue gets
+    a fresh buffer, and the old one is given back if the write ever settles.
     """
 
     def __init__(self, rank: Rank, count: int, size: int) -> None:
@@ -252,8 +251,7 @@ class KvSender:
         """Write the pages of *chunk*, whose forward has just ended, unless its room has failed meanwhile.
 
         With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is
-        computed, at an equal share of that, and `computed` must be called at the end.  Only a callback may call it:
-        workers that are idle begin at once.
+        computed, at an equal share of that, and `computed` must be called at the end.  Only a callback may call it.
         """
         state, clock = self._rooms[chunk.room], self._rank.clock
         if not seconds:
@@ -283,8 +281,7 @@ class KvSender:
     def grant(self, sender: str, message: StagingReply) -> None:
         """Record a decode rank's answer to `StagingRequest`, and queue the write that waits for it.
 
-        A position of -1 refuses: the chunk goes unstaged, and that rank is not asked again for this room.  An answer
-        about a room that is over is ignored.
+        A position of -1 refuses: the chunk goes unstaged, and that rank is not asked again for this room.
         """
         state = self._rooms.get(message.room)
         if state is None:
@@ -408,9 +405,8 @@ class KvSender:
             return
 
     def _begin(self, write: Write, queue: int) -> Program | Event | None:
-        # That is the transfer, the sequence of writes or, of what takes several steps, a program; None if there is
-        # nothing to wait for, as for a message or a room that has failed meanwhile.  `_written` sees to a transfer
-        # that fails.
+        # None if there is nothing to wait for: a message, or a room that has failed meanwhile.  `_written` sees to a
+        # transfer that fails.
         state = write.room
         if state.status is Status.FAILED:
             return None

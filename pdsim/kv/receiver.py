@@ -105,10 +105,7 @@ class KvReceiver:
         self._check(message.room, room)
 
     def forget(self, room: int) -> None:
-        """Drop what is known of *room*, of which nothing will be written any more.
-
-        `RankQuiesced` follows once nothing of it is copied any more either.
-        """
+        """Drop what is known of *room*; `RankQuiesced` follows once nothing of it is copied any more."""
         self._rooms.pop(room, None)
         self._over.set(room, None)
         if self.landing is None:
@@ -122,10 +119,7 @@ class KvReceiver:
             self.landing.sever(rank)
 
     def ask(self, sender: str, message: StagingRequest) -> None:
-        """Answer a question for a staging slot, unless its room is over: nobody would give that slot back.
-
-        Such a question was held up, and its writer has given the room up, or is gone and waits for no answer.
-        """
+        """Answer a question for a staging slot, unless its room is over: nobody would give that slot back."""
         if message.room in self._over:
             self.ignored += 1
         elif self.landing is not None:
@@ -145,7 +139,7 @@ class KvReceiver:
     def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
         """Count *count* writes of *arrival*, unless its room is forgotten; a message may bring metadata.
 
-        *reason* says why the bytes cannot be used, and is reported with the room.
+        *reason* says why the bytes cannot be used.
         """
         if arrival.room in self._over:
             self.ignored += count
@@ -352,10 +346,7 @@ class StagingReceiver:
         return len(self._questions)
 
     def ask(self, sender: str, message: StagingRequest) -> None:
-        """Answer at once or when there is room, in the order of the questions, within `Staging.wait` from now.
-
-        A block that is larger than the ring is refused at once; so is one that has waited too long.
-        """
+        """Answer when there is room, in the order of the questions, or refuse what waits or takes too much."""
         key = message.room, message.writer, message.chunk
         self._questions[key] = _Question(key, sender, message.pages)
         try:
@@ -392,10 +383,7 @@ class StagingReceiver:
         self._drop_all(lambda question: question.sender == rank)
 
     def forget(self, room: int) -> None:
-        """Scatter nothing more of *room*, and drop its questions that have no slot.
-
-        `RankQuiesced` follows when no copy of the room is under way.
-        """
+        """Scatter nothing more of *room*, and drop its questions; `RankQuiesced` follows the last copy of it."""
         for question in list(self._questions.values()):
             if question.key[0] == room:
                 question.forgotten = True
