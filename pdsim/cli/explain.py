@@ -43,9 +43,9 @@ def explain_one(folder: Path, *, request: int | None = None, fast: bool = False,
     if json:
         terminal.show_lines(dumps({"folder": str(folder), "of": of, "seconds": times, "reliefs": _plain(tried)}))
         return
-    base = tried.get("")
     terminal.show_lines(*_verdict(f"request {request}" if request is not None else f"mean of {of}", times, tried))
     terminal.show_table(_causes(times, asked, tried), definitions=False)
+    base = tried.get("")
     if isinstance(base, Figures) and store.load(folder)["target"] != "model":
         said = "-" if base.time is None else format_time(base.time)
         terminal.show_lines(f"simulations are of the model, which says {said}; shares are what was measured")
@@ -60,10 +60,8 @@ def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = Fal
         terminal.show_lines(dumps(about | {"exchanges": _plain(tried)}))
         return
     terminal.show_lines(*sentences)
-    for table in explain.tables(folders):
+    for table in (*explain.tables(folders), *([_exchanges(tried)] if len(tried) > 2 else [])):
         terminal.show_table(table, definitions=False)
-    if len(tried) > 2:
-        terminal.show_table(_exchanges(tried), definitions=False)
 
 
 def _config(folder: Path) -> Config:
@@ -84,25 +82,26 @@ def _plain(tried: _Tried) -> dict[str, Any]:
 
 def _verdict(what: str, times: Mapping[str, float], tried: _Tried) -> Iterator[str]:
     total = sum(times.values())
-    most = max(times, key=lambda name: times[name])
     if not total:
         yield f"{what}: no time passed"
         return
+    most = max(times, key=lambda name: times[name])
     yield f"{what}: {format_time(total)}, bound by {most} ({share(times[most] / total)} of the time)"
     base = tried.get("")
     if isinstance(base, str):
         yield base
-    if not isinstance(base, Figures) or not base.time:
-        return
-    after = {name: each.time for name, each in tried.items() if name and isinstance(each, Figures) and each.time}
-    if after:
-        best = min(after, key=lambda name: after[name])
-        how = next(each.how for each in WHAT_IFS if each.cause == best)
-        change = f"{format_time(base.time)} -> {format_time(after[best])}, {_change(after[best], base.time)}"
-        yield f"what helps most: {how} ({best}): {change}"
+    elif base is not None and base.time:
+        after = {name: each.time for name, each in tried.items() if name and isinstance(each, Figures) and each.time}
+        if after:
+            best = min(after, key=lambda name: after[name])
+            how = next(each.how for each in WHAT_IFS if each.cause == best)
+            change = f"{format_time(base.time)} -> {format_time(after[best])}, {_change(after[best], base.time)}"
+            yield f"what helps most: {how} ({best}): {change}"
 
 
-def _change(after: float, before: float) -> str:
+def _change(after: float | None, before: float | None) -> str:
+    if after is None or not before:
+        return "-"
     percent = 100.0 * (after / before - 1.0)
     return f"{percent:+.1f} %" if abs(percent) >= 9.95 else "0 %" if abs(percent) < 0.005 else f"{percent:+.2g} %"
 
@@ -114,15 +113,14 @@ def _causes(times: Mapping[str, float], asked: Sequence[str], tried: _Tried) -> 
     shown: list[str] = []
     if isinstance(base, Figures):
         shown = [name for name in _SHOWN if getattr(base, name) is not None] or ["transfer"]
-    columns = ["cause", "time", "share", *(_SHOWN.get(name, name) for name in shown), "relieved twofold"]
     rows: list[list[Any]] = []
     for name in asked:
         seconds, each = times.get(name), tried.get(name)
-        pairs = [(getattr(each, value, None), getattr(base, value)) for value in shown]
-        cells = ["-" if after is None or not before else _change(after, before) for after, before in pairs]
+        cells = [_change(getattr(each, value, None), getattr(base, value)) for value in shown]
         how = each if isinstance(each, str) else known[name].how if tried else known[name].what
         time = "-" if seconds is None else format_time(seconds)
         rows.append([name, time, "-" if seconds is None or not total else share(seconds / total), *cells, how])
+    columns = ["cause", "time", "share", *(_SHOWN.get(name, name) for name in shown), "relieved twofold"]
     title = "Causes, and what half of each would change, simulated" if shown else "Causes"
     return Table(title, dict.fromkeys(columns, ""), rows)
 
@@ -135,14 +133,12 @@ def _exchanges(tried: _Tried) -> Table:
     names = [name for name in ("e2e", "ttft", "tpot", "handoff") if getattr(first, name) is not None] or ["transfer"]
     rows: list[list[Any]] = []
     for group, each in tried.items():
-        title = group if group in ("A", "B") else f"A with {group} of B"
-        if isinstance(each, str):
-            rows.append([title, *["-"] * len(names), each])
-            continue
-        cells = [getattr(each, name) for name in names]
-        part = "-"
-        if each.time is not None and first.time is not None and second.time not in (None, first.time):
-            part = share((each.time - first.time) / (second.time - first.time))
-        rows.append([title, *("-" if cell is None else format_time(cell) for cell in cells), part])
+        cells, part = ["-"] * len(names), each
+        if isinstance(each, Figures):
+            values = [getattr(each, name) for name in names]
+            cells, part = ["-" if value is None else format_time(value) for value in values], "-"
+            if each.time is not None and first.time is not None and second.time not in (None, first.time):
+                part = share((each.time - first.time) / (second.time - first.time))
+        rows.append([group if group in ("A", "B") else f"A with {group} of B", *cells, part])
     columns = ["simulated", *(_SHOWN.get(name, name) for name in names), "of the difference"]
     return Table("A with one group of B's configuration", dict.fromkeys(columns, ""), rows)

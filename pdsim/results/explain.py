@@ -7,7 +7,7 @@ latency.  What would help takes another simulation: `pdsim.sweep.what_if`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     store.load(folder)
     means: dict[str, dict[str, float]] = {}
     requests = schema.read_table(folder / "requests.parquet")
-    if "e2e" in requests.column_names and requests.num_rows:
+    if requests.num_rows:
         done = requests.filter(pc.is_valid(requests["e2e"]))
         if request is not None:
             done = done.filter(pc.equal(done["id"], request))
@@ -64,38 +64,19 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     return means
 
 
-def tables(folders: Sequence[Path]) -> list[Table]:
-    """Return a table of phases and one of stages of the runs in two *folders*, with the part in their difference.
-
-    A table that one of them has no rows for is left out.
-    """
-    both = [causes(folder) for folder in folders]
-    parts = (("request", "requests", PHASES), ("transfer", "transfers", STAGES))
-    return [
-        _two(title, [one[part] for one in both], what)
-        for part, title, what in parts
-        if all(part in one for one in both)
-    ]
-
-
 def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
-    """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*.
-
-    Raise a `ConfigError` as `causes` does, and for a *request* that there is none of or that did not end.
-    """
+    """Return mean seconds by cause, of all requests of the run in *folder* or of one; raise as `causes`."""
     means = causes(folder, request)
-    stages = means.get("transfer", {})
-    busy = sum(stages.values())
+    stages, poll = means.get("transfer", {}), means.get("size", {}).get("poll", 0.0)
     parts = {
         "posting": stages.get("prep", 0.0) + stages.get("post", 0.0),
-        "link": stages.get("tx", 0.0) - means.get("size", {}).get("poll", 0.0),
-        "host": means.get("size", {}).get("poll", 0.0),
+        "link": stages.get("tx", 0.0) - poll,
+        "host": poll,
     }
     if "request" not in means:
         return parts
-    phases = means["request"]
-    shares = {name: seconds / busy if busy else 0.0 for name, seconds in parts.items()}
-    split = {name: phases["transfer"] * share for name, share in shares.items()}
+    phases, busy = means["request"], sum(stages.values())
+    split = {name: phases["transfer"] * seconds / busy if busy else 0.0 for name, seconds in parts.items()}
     return {
         "compute": phases["compute"],
         "queue": phases["queueing"],
@@ -106,80 +87,22 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
     }
 
 
-def difference(folders: Sequence[Path]) -> list[str]:
-    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
-    runs = [store.load(folder) for folder in folders]
-    means = [causes(folder) for folder in folders]
-    name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
-    lines = []
-    if all("request" in one for one in means):
-        lines.append(_requests(name, [one["request"] for one in means]))
-    if all("transfer" in one for one in means):
-        lines.append(_transfers(name, means))
-    return lines
+def tables(folders: Sequence[Path]) -> list[Table]:
+    """Return a table of phases and one of stages of the runs in two *folders*, with the part in their difference.
+
+    A table that one of them has no rows for is left out.
+    """
+    both = [causes(folder) for folder in folders]
+    parts = (("request", "requests", PHASES), ("transfer", "transfers", STAGES))
+    return [
+        _table(title, both[0][part], both[1][part], what)
+        for part, title, what in parts
+        if all(part in one for one in both)
+    ]
 
 
-def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
-    first, second = (sum(one.values()) for one in means)
-    if abs(second - first) <= 1e-9 * first:
-        return f"{name} serves a request in the same time, {format_time(second)} in the mean"
-    change = {phase: means[1][phase] - means[0][phase] for phase in PHASES}
-    most = max(change, key=lambda phase: change[phase] * (1 if second > first else -1))
-    part = change[most] / (second - first)
-    return (
-        f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in the "
-        f"mean), {'all' if part > 0.995 else share(part)} of it by {most} "
-        f"({format_time(means[0][most])} -> {format_time(means[1][most])}: {PHASES[most]})"
-    )
-
-
-def _transfers(name: str, means: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
-    # It is about descriptors and the cost of each, or about bytes and their rate, whichever differs more.
-    first, second = (sum(one["transfer"].values()) for one in means)
-    if abs(second - first) <= 1e-9 * first:
-        return f"{name} takes the same time for a transfer, {format_time(second)} in the mean"
-    posting = [one["transfer"]["prep"] + one["transfer"]["post"] for one in means]
-    wire = [one["transfer"]["tx"] for one in means]
-    sizes = [one["size"] for one in means]
-    begin = f"{name} is {_times(second, first)} in a transfer ({format_time(first)} -> {format_time(second)})"
-    if abs(posting[1] - posting[0]) >= abs(wire[1] - wire[0]):
-        counts = [size["batch_size"] for size in sizes]
-        each = [format_time(time / count) for time, count in zip(posting, counts, strict=True)]
-        return f"{begin}: {_amount(counts, 'descriptors')} at {_instead(each)} each"
-    nbytes = [size["nbytes"] for size in sizes]
-    rates = [format_rate(size / time) if time else "-" for size, time in zip(nbytes, wire, strict=True)]
-    return f"{begin}: {_amount(nbytes, 'bytes')} at {_instead(rates)}"
-
-
-def _times(second: float, first: float) -> str:
-    slower = second > first
-    ratio = second / first if slower else first / second
-    if not first or not second:
-        return "slower" if slower else "faster"
-    text = f"{_number(ratio)} times" if ratio >= 1.095 else share(ratio - 1)
-    return f"{text} {'slower' if slower else 'faster'}"
-
-
-def _amount(values: Sequence[float], what: str) -> str:
-    # Half a per cent counts as equal.
-    first, second = values
-    ratio = second / first if first else 0.0
-    if 0.995 <= ratio <= 1.005:
-        return f"the same {what} ({_number(second)})"
-    return f"{_number(ratio)} times the {what} ({_number(first)} -> {_number(second)})"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
-
-
-def _instead(texts: Sequence[str]) -> str:
-    return texts[1] if texts[0] == texts[1] else f"{texts[1]} instead of {texts[0]}"
-
-
-def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, str]) -> Table:
+def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], what: Mapping[str, str]) -> Table:
     # The part is left out for a phase that changed in the other direction than the whole.
-    first, second = means
     change = {name: second[name] - first[name] for name in what}
     total = sum(second.values()) - sum(first.values())
     order = sorted(change, key=lambda name: -abs(change[name]))
@@ -198,3 +121,66 @@ def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, st
     verdict = f"B is {format_time(abs(total))} {slower}, most of it by {order[0]}" if total else "no difference"
     columns = dict.fromkeys(("phase", "A", "B", "B / A", "of the difference", "what"), "")
     return Table(f"Mean of {title}: {verdict}", columns, rows)
+
+
+def difference(folders: Sequence[Path]) -> list[str]:
+    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
+    runs = [store.load(folder) for folder in folders]
+    name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
+    return list(_sentences(name, *(causes(folder) for folder in folders)))
+
+
+_Means = Mapping[str, Mapping[str, float]]
+
+
+def _sentences(name: str, a: _Means, b: _Means) -> Iterator[str]:
+    for part, verb, what in (("request", "serves", "a request"), ("transfer", "takes", "a transfer")):
+        if part not in a or part not in b:
+            continue
+        first, second = sum(a[part].values()), sum(b[part].values())
+        if abs(second - first) <= 1e-9 * first:
+            same = f"{what} in the same time" if part == "request" else f"the same time for {what}"
+            yield f"{name} {verb} {same}, {format_time(second)} in the mean"
+        elif part == "request":
+            change = {phase: b[part][phase] - a[part][phase] for phase in PHASES}
+            most = max(change, key=lambda phase: change[phase] * (1 if second > first else -1))
+            due = change[most] / (second - first)
+            yield (
+                f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in "
+                f"the mean), {'all' if due > 0.995 else share(due)} of it by {most} "
+                f"({format_time(a[part][most])} -> {format_time(b[part][most])}: {PHASES[most]})"
+            )
+        else:
+            between = f"{format_time(first)} -> {format_time(second)}"
+            yield f"{name} is {_times(second, first)} in a transfer ({between}): {_cause(a, b)}"
+
+
+def _cause(a: _Means, b: _Means) -> str:
+    # descriptors and the cost of each, or bytes and their rate, whichever differs more
+    posting = [one["transfer"]["prep"] + one["transfer"]["post"] for one in (a, b)]
+    wire = [one["transfer"]["tx"] for one in (a, b)]
+    descriptors = abs(posting[1] - posting[0]) >= abs(wire[1] - wire[0])
+    key, what = ("batch_size", "descriptors") if descriptors else ("nbytes", "bytes")
+    first, second = (one["size"][key] for one in (a, b))
+    if descriptors:
+        each = [format_time(time / count) for time, count in zip(posting, (first, second), strict=True)]
+    else:
+        each = [format_rate(size / time) if time else "-" for size, time in zip((first, second), wire, strict=True)]
+    ratio = second / first if first else 0.0
+    amount = f"{_number(ratio)} times the {what} ({_number(first)} -> {_number(second)})"
+    if 0.995 <= ratio <= 1.005:
+        amount = f"the same {what} ({_number(second)})"
+    rate = each[1] if each[0] == each[1] else f"{each[1]} instead of {each[0]}"
+    return f"{amount} at {rate}{' each' if descriptors else ''}"
+
+
+def _times(second: float, first: float) -> str:
+    slower = "slower" if second > first else "faster"
+    if not first or not second:
+        return slower
+    ratio = max(first, second) / min(first, second)
+    return f"{_number(ratio)} times {slower}" if ratio >= 1.095 else f"{share(ratio - 1)} {slower}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The points of a sweep, ranked: by goodput for each GPU under an objective (SLO), from the requests that each kept.
 
-The objective may be another than that of the runs: whether a request met it is read from its row.
-All requests count, the warm-up included, and failed ones as not served; so a ranking can differ a
-little from the metrics of the runs, which leave a warm-up out.
+All requests count, the warm-up included, and failed ones as not served; so a ranking can differ a little from the
+metrics of the runs, which leave a warm-up out.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
+from pdsim.results import schema
 from pdsim.results.record import Table, percentile
 from pdsim.results.terminal import share
 from pdsim.sweep import collect
@@ -36,14 +36,10 @@ class SloLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A point and what its requests say under the objective.
-
-    *choice* has the keys that vary over the sweep, with this point's values.  *goodput* and *throughput* divide by
-    the time from the first arrival to the last completion.
-    """
+    """A point and what its requests say under the objective, from the first arrival to the last completion."""
 
     point: str
-    choice: Mapping[str, Any]  # what sets it apart
+    choice: Mapping[str, Any]  # keys that vary over the sweep, with this point's values
     gpus: int
     goodput: float  # requests a second that met the objective, of all GPUs together
     attainment: float  # share of all requests that met it
@@ -87,17 +83,51 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
 
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
     """
-    rows = collect.points(folder)
-    swept = collect.swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
-    rankable = [
-        _ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)
+    points = collect.points(folder)
+    served = [
+        row
+        for row in points.to_pylist()
+        if row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None
     ]
-    ranked = [each for each in rankable if each is not None]
+    swept = collect.swept(served, points.schema)
+    served = [row for row in served if row["evidence"] not in (None, "none")]
+    ranked = [each for row in served if (each := _ranked(folder, row, swept, slo)) is not None]
     if not ranked:
         raise ConfigError(
             f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim show {folder}"
         )
     return sorted(ranked, key=lambda each: (-each.value, -each.attainment, each.point))
+
+
+def _ranked(folder: Path, row: Mapping[str, Any], swept: Sequence[str], slo: SloLimits | None) -> Ranked | None:
+    own = folder / row["folder"]
+    table = schema.read_table(own / "requests.parquet", ["status", "arrival", "output", *_LATENCIES])
+    requests = table.to_pylist()
+    if not requests:
+        return None
+    config = {} if slo else schema.read_configuration(own / "config.yaml")
+    limits = slo.limits if slo else {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
+    good = sum(
+        request["ttft"] is not None
+        and request["e2e"] is not None
+        and all((request[name] or 0.0) <= limit for name, limit in limits.items())
+        for request in requests
+    )
+    seconds = max((r["arrival"] + r["e2e"] for r in requests if r["e2e"] is not None), default=0.0)
+    values = {name: [r[name] for r in requests if r[name] is not None] for name in _LATENCIES}
+    median = percentile(values["tpot"], 50.0)
+    tokens = sum(request["output"] for request in requests if request["status"] == "ok")
+    return Ranked(
+        point=row["point"],
+        choice={key: row[key] for key in swept},
+        gpus=row["gpus"],
+        goodput=good / seconds if seconds else 0.0,
+        attainment=good / len(requests),
+        latencies={f"{name}_p{q}": percentile(values[name], float(q)) for q in (99, 50) for name in _LATENCIES},
+        speed=1.0 / median if median else None,
+        throughput=tokens / seconds / row["gpus"] if seconds else 0.0,
+        evidence=row["evidence"],
+    )
 
 
 def front(points: Iterable[Ranked]) -> list[Ranked]:
@@ -133,10 +163,10 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
             number,
             f"{each.value:.3g}",
             share(each.attainment),
-            *(_text(value) for value in each.choice.values()),
+            *("-" if value is None else str(value) for value in each.choice.values()),
             each.gpus,
             each.point,
-            *(_seconds(each.latencies[f"{name}_{q}"]) for name in _LATENCIES),
+            *("-" if (v := each.latencies[f"{name}_{q}"]) is None else format_time(v) for name in _LATENCIES),
             each.evidence,
         ]
         for number, each in enumerate(ranked[:count], 1)
@@ -165,55 +195,3 @@ def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[s
     foot = f"{'':>10}0{f'{fastest:.3g}':>{width - 1}}"
     title = "output tokens/s/GPU over tokens/s of a user (1 / median TPOT); # is the Pareto front"
     return [title, *lines, axis, foot]
-
-
-def _serves(row: Mapping[str, Any]) -> bool:
-    return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
-
-
-def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
-    from pdsim.results import schema
-
-    names = ["status", "arrival", "output", *_LATENCIES]
-    table = schema.read_table(folder / row["folder"] / "requests.parquet", names)
-    requests = table.to_pylist()
-    if not requests or row["evidence"] in (None, "none"):
-        return None
-    limits = slo.limits if slo is not None else _own(folder / row["folder"])
-    good = sum(_met(request, limits) for request in requests)
-    seconds = max((r["arrival"] + r["e2e"] for r in requests if r["e2e"] is not None), default=0.0)
-    values = {name: [r[name] for r in requests if r[name] is not None] for name in _LATENCIES}
-    median = percentile(values["tpot"], 50.0)
-    tokens = sum(request["output"] for request in requests if request["status"] == "ok")
-    return Ranked(
-        point=row["point"],
-        choice=choice,
-        gpus=row["gpus"],
-        goodput=good / seconds if seconds else 0.0,
-        attainment=good / len(requests),
-        latencies={f"{name}_p{q}": percentile(values[name], float(q)) for q in (99, 50) for name in _LATENCIES},
-        speed=1.0 / median if median else None,
-        throughput=tokens / seconds / row["gpus"] if seconds else 0.0,
-        evidence=row["evidence"],
-    )
-
-
-def _met(request: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
-    if request["ttft"] is None or request["e2e"] is None:
-        return False
-    return all((request[name] or 0.0) <= limit for name, limit in limits.items())
-
-
-def _own(folder: Path) -> dict[str, float]:
-    from pdsim.results import schema
-
-    config = schema.read_configuration(folder / "config.yaml")
-    return {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else format_time(value)
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)

@@ -26,12 +26,9 @@ _AXES = 8
 
 
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
-    """Return what the report of the sweep in *folder* says.
+    """Return what the report of the sweep in *folder* says; a sweep that served nothing has metrics over each key.
 
-    Figures are throughput and goodput a GPU over the speed that a user sees, and a panel for each swept key; a sweep
-    that served nothing has its metrics over each key instead, and the table of all points only.  What failed is a
-    warning, the first five by name.  *slo* is by default that of each point.  Raise a `ConfigError` if nothing can
-    be read there.
+    *slo* is by default that of each point.  Raise a `ConfigError` if nothing can be read there.
     """
     rows = collect.points(folder)
     points = rows.to_pylist()
@@ -97,14 +94,12 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
     key = _telling(able)
     values = list(dict.fromkeys(str(each.choice[key]) for each in able)) if key else [""]
     panels = []
-    for title, unit, attribute in (
-        ("Throughput against speed", "output tokens/s/GPU", "throughput"),
-        ("Goodput against speed", "good requests/s/GPU", "value"),
+    x, y = [each.speed or 0.0 for each in front], [each.throughput for each in front]
+    line = [Marks("line", x, y, "Pareto front", 7)] if len(front) > 1 else []
+    for title, unit, attribute, series in (
+        ("Throughput against speed", "output tokens/s/GPU", "throughput", line),
+        ("Goodput against speed", "good requests/s/GPU", "value", list[Marks]()),
     ):
-        series = []
-        if attribute == "throughput" and len(front) > 1:
-            x, y = [each.speed or 0.0 for each in front], [each.throughput for each in front]
-            series.append(Marks("line", x, y, "Pareto front", 7))
         for colour, value in enumerate(values):
             mine = [each for each in able if not key or str(each.choice[key]) == value]
             texts = [_hover(each) for each in mine]
@@ -153,19 +148,13 @@ def _key_panel(key: str, points: Sequence[tuple[Any, float, str]], unit: str) ->
     wide = numbers and min(order) > 0 and max(order) >= 20 * min(order)
     place: Mapping[Any, float] = {value: value if numbers else number for number, value in enumerate(order)}
     top = {value: max(height for other, height, _ in points if other == value) for value in order}
+    x, y = [place[value] for value, _, _ in points], [height for _, height, _ in points]
     series = [
-        Marks(
-            "points",
-            [place[v] for v, _, _ in points],
-            [h for _, h, _ in points],
-            "",
-            0,
-            texts=[t for *_, t in points],
-        ),
-        Marks("line", [place[v] for v in order], [top[v] for v in order], "best", 1),
+        Marks("points", x, y, "", 0, texts=[text for *_, text in points]),
+        Marks("line", [place[value] for value in order], [top[value] for value in order], "best", 1),
     ]
-    x = Scale(key, log=wide) if numbers else Scale(key, labels=[str(value) for value in order])
-    return Panel(x, Scale(unit, low=0), series, key)
+    scale = Scale(key, log=wide) if numbers else Scale(key, labels=[str(value) for value in order])
+    return Panel(scale, Scale(unit, low=0), series, key)
 
 
 def _metrics(points: Sequence[Mapping[str, Any]], schema: Any) -> Figure:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What if: a run simulated again with one cause of its time relieved twofold, or with a part of another run's setup.
 
-A cause is a set of numbers of the configuration that are halved or doubled together, as `WHAT_IFS` says.
-Simulations are of the model, whatever the run's target was, and nothing of them is kept.  Shares of time say where a
-request waited, and not what would help: a queue goes away when forwards are quicker.  That is why each is simulated,
-with the same seed and so the same requests.
+Simulations are of the model, whatever the run's target was, with the same seed and so the same requests, and nothing
+of them is kept.  Shares of time say where a request waited, and not what would help: a queue goes away when forwards
+are quicker.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ __all__ = ["WHAT_IFS", "Figures", "WhatIf", "changed", "exchanged", "figures", "
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A cause of time, and how it is relieved twofold.
+    """A cause of time: numbers of the configuration, of any experiment and machine, that are scaled together.
 
-    A key that a configuration does not have is not an error: a cause is one of all experiments and machines.  Whole
-    numbers stay whole, and at least 1.
+    Whole numbers stay whole, and at least 1.
     """
 
     cause: str  # its name in ``pdsim explain``
@@ -137,22 +135,18 @@ class Figures:
 def figures(result: Result, request: int | None = None) -> Figures:
     """Return the figures of *result*, or of one *request* of it alone.  Raise a `ConfigError` if nothing ended."""
     columns = result.requests
-    rows = [
-        row
-        for row, e2e in enumerate(columns.get("e2e", ()))
-        if e2e is not None and (request is None or row == request)
-    ]
-    latencies = [r.seen - r.submitted for r in result.transfers if r.status == "ok"]
-    if not rows and (not latencies or request is not None):
+    ended = [row for row, e2e in enumerate(columns.get("e2e", ())) if e2e is not None and request in (None, row)]
+    latencies = [each.seen - each.submitted for each in result.transfers if each.status == "ok"]
+    if not ended and (not latencies or request is not None):
         raise ConfigError(
             f"{'nothing' if request is None else f'request {request} did not'} end when simulated again"
         )
 
     def values(name: str) -> list[float]:
-        return [columns[name][row] for row in rows if columns[name][row] is not None] if rows else []
+        return [columns[name][row] for row in ended if columns[name][row] is not None]
 
     return Figures(
-        requests=len(rows),
+        requests=len(ended),
         e2e=mean(values("e2e")),
         ttft=mean(values("ttft")),
         ttft_p99=percentile(values("ttft"), 99.0),
@@ -167,12 +161,20 @@ def try_what_ifs(
 ) -> dict[str, Figures | str]:
     """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved, or why not.
 
-    They are simulated one after the other, in the order of `WHAT_IFS`.  With *request* the figures are those of that
-    one request.  Raise a `ConfigError` if *config* itself cannot be simulated.
+    With *request* the figures are those of that one request.  Raise a `ConfigError` if *config* itself cannot be
+    simulated.
     """
-    chosen = [each for each in WHAT_IFS if each.cause in set(causes)]
-    configs = {"": config} | {each.cause: changed(config, each) for each in chosen}
-    return _simulated(configs, 1, progress, request)
+    chosen = {each.cause: changed(config, each) for each in WHAT_IFS if each.cause in set(causes)}
+    return _simulated({"": config} | chosen, 1, progress, request)
+
+
+def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
+    """Return the figures of the two *configs*, ``"A"`` and ``"B"``, and of A with each group of B that differs.
+
+    Raise a `ConfigError` if one of the two cannot be simulated.
+    """
+    first, second = configs
+    return _simulated({"A": first, "B": second} | exchanged(first, second), 2, progress)
 
 
 def _simulated(
@@ -210,12 +212,3 @@ def exchanged(first: Config, second: Config) -> dict[str, Config]:
         if changes:
             configs[group] = replace(first, **changes)
     return configs
-
-
-def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
-    """Return the figures of the two *configs*, ``"A"`` and ``"B"``, and of A with each group of B that differs.
-
-    Raise a `ConfigError` if one of the two cannot be simulated.
-    """
-    first, second = configs
-    return _simulated({"A": first, "B": second} | exchanged(first, second), 2, progress)
