@@ -7,10 +7,10 @@ disaggregation.  Costs of the engines are those of ``conf/backend``; no calibrat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
@@ -65,17 +65,7 @@ class CompareEnginesOptions(ExperimentOptions):
         ServeOptions(router=self.router)
 
 
-class _Combination(NamedTuple):
-    """One row of the table."""
-
-    backend: str
-    engine: str
-    staging: bool
-    metadata: str
-
-    @property
-    def named(self) -> list[str]:
-        return [self.backend, self.engine, "staged" if self.staging else "as it is", self.metadata]
+Combination = tuple[str, str, bool, str]  # backend, engine, staging, metadata
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
@@ -84,20 +74,23 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     Raise a `ConfigError` if there is none that can be run.
     """
     options = CompareEnginesOptions.of(config)
-    every = list(_combinations(options))
+    every: list[Combination] = list(product(options.backends, options.engines, options.staging, options.metadata))
+    if options.colocated:
+        every += [("none: colocated", engine, False, "-") for engine in options.engines]
     rows: list[list[Any]] = []
     skipped: list[list[str]] = []
     notes: Sequence[str] = ()
     for number, one in enumerate(every):
-        shown = within(progress, number / len(every), (number + 1) / len(every), ", ".join(one.named))
+        named = [*one[:2], "staged" if one[2] else "as it is", one[3]]
+        shown = within(progress, number / len(every), (number + 1) / len(every), ", ".join(named))
         try:
             served = _served(config, target, options, one, shown)
         except (ConfigError, ValueError) as error:
-            skipped.append([*one.named, str(error)])
+            skipped.append([*named, str(error)])
             continue
         notes = notes or served.notes[:2]
         metrics = {metric.name: metric.value for metric in served.summary}
-        rows.append([*one.named, *map(metrics.get, COLUMNS)])
+        rows.append([*named, *map(metrics.get, COLUMNS)])
     if not rows:
         raise ConfigError(f"no combination of experiment.backends and engines can be run: {skipped[0][-1]}")
     rows.sort(key=lambda row: (row[4] is None, row[4], row[:4]))
@@ -118,38 +111,29 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     )
 
 
-def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
-    for parts in product(options.backends, options.engines, options.staging, options.metadata):
-        yield _Combination(*parts)
-    if options.colocated:
-        for engine in options.engines:
-            yield _Combination("none: colocated", engine, False, "-")
-
-
 def _served(
-    config: Config, target: Target, options: CompareEnginesOptions, one: _Combination, progress: ShowProgress
+    config: Config, target: Target, options: CompareEnginesOptions, one: Combination, progress: ShowProgress
 ) -> Result:
     # Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing.
-    engine = options.engines[one.engine]
-    if one.backend not in options.backends:
+    name, engine, staging, metadata = one[0], options.engines[one[1]], *one[2:]
+    if name not in options.backends:
         colocated = ServeOptions(router=options.router, deployment="colocated")
         return serve(replace(config, engine=engine, experiment=colocated), target, progress)
-    chosen = options.backends[one.backend]
-    if engine.handoff == "pull" and (one.staging or one.metadata != "policy"):
+    chosen = options.backends[name]
+    if engine.handoff == "pull" and (staging or metadata != "policy"):
         raise ConfigError("pulled KV has no staging and moves no metadata; compare it as it is")
     sides = config.parallel.prefill.attention_tp, config.parallel.decode.attention_tp
-    if one.staging and (sides[0] == sides[1] or config.model.attention == "mla"):
+    if staging and (sides[0] == sides[1] or config.model.attention == "mla"):
         raise ConfigError("all ranks keep the same heads, so nothing is staged; set another parallel.decode.tp")
-    if one.staging and not chosen.policy.staging:
-        raise ConfigError(f"{one.backend} has no staged path; leave kv.staging at false")
-    policy = chosen.policy if one.metadata == "policy" else replace(chosen.policy, metadata=one.metadata)
+    if staging and not chosen.policy.staging:
+        raise ConfigError(f"{name} has no staged path; leave kv.staging at false")
     backend = _on_hardware(chosen, config)
     own = replace(
         config,
         backend=backend,
-        policy=policy,
+        policy=chosen.policy if metadata == "policy" else replace(chosen.policy, metadata=metadata),
         engine=engine,
-        kv=replace(config.kv, staging=one.staging),
+        kv=replace(config.kv, staging=staging),
         experiment=ServeOptions(router=options.router),
     )
     served = serve(own, target.using(backend), progress)
@@ -164,9 +148,8 @@ def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
     choices: dict[str, Any] = {}
     for name in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, name)
-        if model is None:
-            continue
-        chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
-        model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
-        choices[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
+        if model is not None:
+            chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
+            model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
+            choices[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
     return replace(backend, **choices)

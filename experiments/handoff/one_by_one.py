@@ -25,7 +25,7 @@ def program(
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over.
 
-    Arrival times and users who leave are ignored.  A handoff is measured alone: no other request is in its way.
+    Arrival times and users who leave are ignored.
     """
     return (yield from _SerialRouter(rank, Deployment.from_plain(job), requests, leaves).run())
 
