@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Plan:
         """The engines' ranks, without the router."""
         return [f"prefill{n}.0" for n in range(self.prefill)] + [f"decode{n}.0" for n in range(self.decode)]
 
-    def injected(self, until: float = float("inf")) -> Counter[str]:
+    def injected(self, until: float = inf) -> Counter[str]:
         """Count the faults of each of `KINDS` before the time *until*, at which the job may have ended."""
         moments = [("SIGKILL", at) for at in self.kill.values()] + [("restart", at) for at in self.restart.values()]
         for start, end in (span for times in self.pause.values() for span in times):
@@ -228,44 +229,46 @@ class Check:
 
     def __init__(self, plan: Plan, outcome: Outcome) -> None:
         self._plan = plan
-        self._outcome = outcome
+        self._ranks = outcome.ranks
+        self._seconds = outcome.seconds
         self._counts: Counter[str] = Counter()
         self._details: list[str] = []
-        self._suspected = 0
         self._engine = {name for name, rank in outcome.ranks.items() if self._ended_by_engine(name, rank)}
         self._spans = {name: list(self._disturbed(name)) for name in outcome.ranks}
         self._links = [(change.start, change.end + _AFTER) for change in plan.changes]
 
     def report(self, seconds: float, left: list[str]) -> JobReport:
         """Return the report of a job that took *seconds* and has *left* this on the machine."""
-        ranks, value = self._outcome.ranks, self._outcome.ranks[ROUTER].value
-        for name, rank in ranks.items():
+        values = {name: rank.value for name, rank in self._ranks.items() if rank.value is not None}
+        lost = {"rows": [["", "", 0, f"PeerLost: {ROUTER}"]] * len(self._plan.requests), "probes": []}
+        router = values.get(ROUTER, lost)
+        for name, rank in self._ranks.items():
             self._rank(name, rank)
-            if rank.value is not None and "pages" in rank.value:
-                self._pages(name, rank.value)
-        rows: list[list[Any]] = (
-            value["rows"] if value else [["", "", 0, f"PeerLost: {ROUTER}"]] * len(self._plan.requests)
-        )
-        for number, row in enumerate(rows):
-            self._request(number, row, value["histories"][number] if value else [0.0, []])
-        probes: list[list[str]] = value["probes"] if value else []
-        for prefill, decode, status in probes:
-            if status != "ok" and not self._over(prefill) and not self._over(decode):
+        for name, value in values.items():
+            if "pages" in value:
+                self._pages(name, value)
+        rows: list[list[Any]] = router["rows"]
+        for number, (row, history) in enumerate(
+            zip(rows, router.get("histories", [[0.0, []]] * len(rows)), strict=True)
+        ):
+            self._request(number, row, history)
+        for prefill, decode, status in router["probes"]:
+            over = [name for name in (prefill, decode) if self._ranks[f"{name}.0"].error]
+            if status != "ok" and not over:
                 self._note("violations", f"the probe from {prefill} to {decode}, which live: {status}")
         for what in left:
             self._note("leftovers", what)
         ok = sum(row[3] == "ok" for row in rows)
-        values = [rank.value for rank in ranks.values() if rank.value is not None]
         return JobReport(
             ok=ok,
             failed=len(rows) - ok,
             nbytes=sum(row[2] for row in rows if row[3] == "ok"),
-            quarantined=sum(each.get("quarantined_pages", 0) for each in values),
-            probes=[status for *_, status in probes].count("ok"),
-            suspected=self._suspected,
+            quarantined=sum(each.get("quarantined_pages", 0) for each in values.values()),
+            probes=sum(status == "ok" for *_, status in router["probes"]),
+            suspected=self._counts.pop("suspected", 0),
             engine=len(self._engine),
             seconds=seconds,
-            injected=self._plan.injected(self._outcome.seconds),
+            injected=self._plan.injected(self._seconds),
             counts=self._counts,
             details=self._details,
         )
@@ -278,22 +281,19 @@ class Check:
 
     def _disturbed(self, name: str) -> Iterator[tuple[float, float]]:
         plan = self._plan
-        again = plan.restart.get(name, float("inf"))
+        again = plan.restart.get(name, inf)
         if name in plan.kill:
             yield plan.kill[name], again + _AFTER
         for start, end in plan.pause.get(name, ()):
             if end - start >= _UNNOTICED:
-                lost = bool(self._outcome.ranks[name].error)  # it was given up meanwhile, and is not back
-                yield start, float("inf") if lost else max(end, again if again < float("inf") else end) + _AFTER
+                lost = bool(self._ranks[name].error)  # it was given up meanwhile, and is not back
+                yield start, inf if lost else max(end, again if again < inf else end) + _AFTER
         if name in self._engine:
-            yield min(at for other, at in plan.kill.items() if other[0] == "d"), float("inf")
+            yield min(at for other, at in plan.kill.items() if other[0] == "d"), inf
 
-    def _reached(self, names: Iterable[str], start: float, end: float) -> bool:
+    def _reached(self, names: Iterable[str], start: float = 0.0, end: float = inf) -> bool:
         spans = [*self._links, *(span for name in [ROUTER, *names] for span in self._spans[name])]
         return any(first <= end and start <= last for first, last in spans)
-
-    def _over(self, instance: str) -> bool:
-        return bool(self._outcome.ranks[f"{instance}.0"].error)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -305,22 +305,17 @@ class Check:
         first = rank.error.partition("\n")[0]
         if not first or name in self._engine or (first.endswith("as was asked for") and name in self._plan.kill):
             return
+        named = {f"{instance}.0" for instance in re.findall(r"\b(?:prefill|decode)\d+\b", first)} & set(self._spans)
         if first.startswith(("TransferTimeout: not done", "PeerLost: silent")):
             self._note("hangs", f"{name}: {first}")
         elif not first.startswith("PeerLost: "):
             self._note("crashes", f"{name}: {rank.error}")
-        elif not self._reached(self._named(first) | {name}, 0.0, float("inf")):
+        elif not self._reached(named | {name}):
             self._suspect(first, f"{name}: {first}")
 
     def _suspect(self, reason: str, text: str) -> None:
-        if "nothing from" in reason or "no " in reason or "given up" in reason or "is gone" in reason:
-            self._suspected += 1
-            self._details.append(f"suspected: {text}"[:300])
-        else:
-            self._note("violations", text)
-
-    def _named(self, text: str) -> set[str]:
-        return {f"{instance}.0" for instance in re.findall(r"\b(?:prefill|decode)\d+\b", text)} & set(self._spans)
+        silence = any(words in reason for words in ("nothing from", "no ", "given up", "is gone"))
+        self._note("suspected" if silence else "violations", text)
 
     def _pages(self, name: str, value: dict[str, Any]) -> None:
         if value["free_pages"] + value["used_pages"] + value["quarantined_pages"] != value["pages"]:
@@ -333,25 +328,21 @@ class Check:
         kind = status.partition(":")[0]
         if status == "ok":
             pages = -(-self._plan.requests[number].input // PAGE)
-            unknown = row[2] == 0 and self._reached([f"{row[0]}.0"], 0.0, float("inf"))  # prefill's account is lost
+            unknown = row[2] == 0 and self._reached([f"{row[0]}.0"])  # prefill's account is lost
             if row[2] < pages * PAGE * _TOKEN and not unknown:
                 self._note("bytes_lost", f"request {number}: {row[2]} bytes for {pages} pages")
+        elif kind == "PeerLost" and ROUTER in self._plan.kill and not ended:
             return
-        if kind == "PeerLost" and ROUTER in self._plan.kill and not ended:
-            return
-        if not kind:
-            self._note("violations", f"request {number} has not ended")
         elif kind.startswith("room "):
             self._note("bytes_lost", f"request {number}: {status}")
         elif kind not in _KINDS:
-            self._note("violations", f"request {number}: {status}")
+            self._note("violations", f"request {number}: {status or 'has not ended'}")
         else:
             own = {f"{instance}.0" for *_, prefill, decode in tries for instance in (prefill, decode) if instance}
             missing = re.search(r"no (\w+) instance is left", status)
             if missing:  # all of a side, or one of each pair
                 own |= {name for name in self._spans if missing[1] == "connected" or name.startswith(missing[1])}
-            began = tries[0][0] if tries else ended
-            if not self._reached(sorted(own), began, ended):
+            if not self._reached(sorted(own), tries[0][0] if tries else ended, ended):
                 self._suspect(status, f"request {number}: {status}")
 
 
