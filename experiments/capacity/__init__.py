@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Annotated, NamedTuple
 
-from experiments.capacity.search import Capacity, Probe, Search, Shape, capacity, configured, feasible
+from experiments.capacity.search import Capacity, Probe, Shape, capacity, configured, feasible
 from experiments.jobs import Columns, tabulated
 from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
@@ -74,17 +74,18 @@ class _Chain:
     options: CapacityOptions
     shapes: tuple[Shape, ...]
     requests: tuple[Request, ...]
-    search: Search
     start: float  # load of the first probe
+    final: bool = False  # half the tolerance, and loads that surely hold and surely fail
 
     def capacities(self) -> dict[Shape, Capacity]:
         capacities: dict[Shape, Capacity] = {}
-        start = self.start
+        options, start = self.options, self.start
+        tolerance = options.tolerance / (2 if self.final else 1)
         for shape in self.shapes:
-            own = configured(self.config, shape)
-            found = capacity(own, self.requests, self.options.serving(), self.search, start)
-            capacities[shape] = found
-            start = found.best.load if found.best else start
+            own, how = configured(self.config, shape), (options.attainment, options.warmup, tolerance, start)
+            answer = capacity(own, self.requests, options.serving(), *how, confident=self.final)
+            capacities[shape] = answer
+            start = answer.best.load if answer.best else start
         return capacities
 
 
@@ -108,9 +109,8 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
             f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} "
             f"on hw={config.hw.name}: {next(iter(refused.values()))}"
         )
-    search = Search(attainment=options.attainment, warmup=options.warmup, tolerance=options.tolerance)
     chains = [
-        _Chain(config, options, tuple(group), requests[: options.requests], search, options.start)
+        _Chain(config, options, tuple(group), requests[: options.requests], options.start)
         for _, group in groupby(shapes, key=lambda shape: (shape.prefill_tp, shape.decode_tp))
     ]
     by_shape: dict[Shape, Capacity] = {}
@@ -118,9 +118,8 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
         for capacities in mapped(_Chain.capacities, chains):
             by_shape |= capacities
             progress(len(by_shape) / len(shapes), f"{len(by_shape)} of {len(shapes)} deployments searched")
-        finer = replace(search, tolerance=search.tolerance / 2, confident=True)
         finals = [
-            _Chain(config, options, (each.shape,), requests, finer, each.probe.load)
+            _Chain(config, options, (each.shape,), requests, each.probe.load, final=True)
             for each in _ranked(by_shape, gpus)[: options.finalists]
         ]
         for capacities in mapped(_Chain.capacities, finals):
@@ -129,7 +128,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     ranked = _ranked(by_shape, gpus)
     return Result(
         summary=_metrics(ranked, by_shape, refused),
-        tables=_tables(ranked, by_shape, refused, gpus, config, search),
+        tables=_tables(ranked, by_shape, refused, gpus, config, options.attainment),
         notes=list(drawn.notes),
     )
 
@@ -238,7 +237,7 @@ def _tables(
     refused: Mapping[Shape, str],
     gpus: int,
     config: Config,
-    search: Search,
+    attainment: float,
 ) -> list[Table]:
     none = Probe(load=0.0, rate=0.0, tokens=0.0, attainment=0.0, half=0.0, ttft=None, tpot=None, requests=0)
     unable = [Point(shape, one, none, gpus) for shape, one in sorted(capacities.items()) if one.best is None]
@@ -252,13 +251,13 @@ def _tables(
     where = f"{config.model.name} on {config.hw.name}"
     answer = [
         ["searched", f"{len(capacities)} deployments searched, {len(refused)} skipped; {where}"],
-        ["SLO", f"{slo} for {search.attainment:.0%} of requests"],
+        ["SLO", f"{slo} for {attainment:.0%} of requests"],
         *_answer(ranked),
     ]
     return [
         Table("Answer", {"": "", " ": ""}, answer),
         tabulated("Deployments", _COLUMNS, [*ranked, *unable]),
-        tabulated("Pareto front", pareto, front(capacities, gpus, search.attainment)),
+        tabulated("Pareto front", pareto, front(capacities, gpus, attainment)),
         Table("Skipped", {"deployments": "", "because": ""}, skipped),
     ]
 

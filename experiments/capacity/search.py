@@ -25,7 +25,7 @@ from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 
-__all__ = ["Capacity", "Probe", "Search", "Shape", "bisect", "capacity", "configured", "feasible"]
+__all__ = ["Capacity", "Probe", "Shape", "bisect", "capacity", "configured", "feasible"]
 
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
@@ -124,30 +124,26 @@ def _surely(
     return measured
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """How the answer is searched for."""
-
-    attainment: float  # share of requests that must meet the SLO
-    warmup: float  # share of requests, the first, that do not count
-    tolerance: float  # of the load
-    confident: bool = False  # go on to loads that surely hold and surely fail
-
-
 def capacity(
-    config: Config, requests: Sequence[Request], options: ServeOptions, search: Search, start: float
+    config: Config,
+    requests: Sequence[Request],
+    options: ServeOptions,
+    attainment: float,
+    warmup: float,
+    tolerance: float,
+    start: float,
+    *,
+    confident: bool = False,
 ) -> Capacity:
-    """Return the capacity of *config* for *requests*, searched from the load *start* on.
+    """Return the capacity of *config* for *requests* by `bisect`, the first share *warmup* of them not counted.
 
     Raise a `ConfigError` if it cannot serve them at all: a request fits no pool, or the model cannot be divided.
     """
     what = job(config, options)
     check_fits(what, requests)
-
-    def measure(load: float) -> Probe:
-        return _probe(config, what, requests, load, search.warmup)
-
-    return bisect(measure, search.attainment, search.tolerance, start, confident=search.confident)
+    return bisect(
+        lambda load: _probe(config, what, requests, load, warmup), attainment, tolerance, start, confident=confident
+    )
 
 
 def _probe(config: Config, what: Deployment, requests: Sequence[Request], load: float, warmup: float) -> Probe:

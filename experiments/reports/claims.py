@@ -149,14 +149,12 @@ def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     }
     rows = []
     for claim in claims:
-        needs = (
-            f"{'no more or less' if claim.better == 'same' else claim.better} {claim.unit}, {claim.bound:g} times"
-        )
+        better = "no more or less" if claim.better == "same" else claim.better
+        said = [claim.name, claim.text, f"{better} {claim.unit}, {claim.bound:g} times"]
         for machine in dict.fromkeys(point.machine for point in points if point.claim == claim.name):
             own = [point for point in points if point.machine == machine]
             verdict = claim.verdict(claim.effects(own, "real") or claim.effects(own, "model"))
-            ranges = (effect_range(claim, own, target) for target in TARGETS)
-            rows.append([claim.name, claim.text, needs, machine, *ranges, verdict])
+            rows.append([*said, machine, *(effect_range(claim, own, target) for target in TARGETS), verdict])
     return Table("Claims", columns, rows)
 
 
@@ -170,11 +168,7 @@ def effect_range(claim: Claim, points: Iterable[ReportPoint], target: str) -> st
 
 def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     about = {claim.name: claim for claim in claims}
-    columns = {
-        "claim": "",
-        "machine": "",
-        "target": "",
-        "at": "",
+    columns = dict.fromkeys(("claim", "machine", "target", "at"), "") | {
         "before": "value before the change",
         "after": "value after the change",
         "unit": "",
@@ -185,8 +179,8 @@ def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     }
     rows = []
     for point in (point for point in points if point.claim in about):
-        cells = astuple(point)
-        rows.append([*cells[:6], about[point.claim].unit, about[point.claim].effect(point), *cells[6:]])
+        cells, claim = astuple(point), about[point.claim]
+        rows.append([*cells[:6], claim.unit, claim.effect(point), *cells[6:]])
     return Table("Points", columns, rows)
 
 
