@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from pdsim.config import Config
 from pdsim.core.errors import BackendUnavailable, TransferError
-from pdsim.results.record import Table, percentile
+from pdsim.results.record import Metric, Result, Table, percentile
+from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
-__all__ = ["Columns", "attempt", "ended_by", "merged", "microseconds", "tabulated", "unverified"]
+__all__ = ["Columns", "attempt", "combined", "ended_by", "microseconds", "tabulated", "unverified"]
 
 Row = TypeVar("Row")
 Columns = Mapping[str, tuple[str, Callable[[Row], Any]]]
@@ -40,9 +41,26 @@ def ended_by(outcome: Outcome) -> str:
     return "PeerLost" if "PeerLost" in errors else next(iter(errors), "")
 
 
-def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Return the *outcomes* of all jobs as one; each rank, link and pool is named with its job."""
+def combined(
+    outcomes: Mapping[str, Outcome],
+    summary: Sequence[Metric],
+    tables: Sequence[Table],
+    failures: Iterable[str],
+    notes: Sequence[str],
+    transfers: Sequence[TransferRecord] | None = None,
+) -> Result:
+    """Return the result of several jobs, whose ranks, links and pools are named with their job.
 
+    Errors of ranks come before the *failures*; *transfers* are by default those of all ranks.
+    """
+    whole = _merged(outcomes)
+    errors = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
+    if transfers is None:
+        transfers = [record for rank in whole.ranks.values() for record in rank.transfers]
+    return Result(summary, tables, transfers=transfers, failures=[*errors, *failures], notes=notes, outcome=whole)
+
+
+def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
     def of_all(part: str) -> dict[str, Any]:
         items = [(job, getattr(outcome, part)) for job, outcome in outcomes.items()]
         return {f"{job} {name}".strip(): value for job, values in items for name, value in values.items()}

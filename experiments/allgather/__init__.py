@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, NamedTuple
 
-from experiments.jobs import Columns, ended_by, merged, microseconds, tabulated, unverified
+from experiments.jobs import Columns, combined, ended_by, microseconds, tabulated, unverified
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
@@ -110,16 +110,12 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         device = config.collective.timing == "device"
         rows += [_row(point, at, options.row, outcomes[name], device) for at, point in enumerate(points)]
     progress(1.0, "")
-    whole = merged(outcomes)
-    failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
-    failures += [f"{row.point.label}: {row.checked - row.right} pieces are wrong" for row in rows if row.wrong]
-    return Result(
+    return combined(
+        outcomes,
         summary=_metrics(rows),
         tables=[tabulated("All-gathers", _COLUMNS, rows)],
-        transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
-        failures=failures,
+        failures=(f"{row.point.label}: {row.checked - row.right} pieces are wrong" for row in rows if row.wrong),
         notes=unverified(config) if options.verify else [],
-        outcome=whole,
     )
 
 

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
-from experiments.jobs import Columns, attempt, merged, microseconds, tabulated, unverified
+from experiments.jobs import Columns, attempt, combined, microseconds, tabulated, unverified
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
@@ -133,25 +133,15 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         outcomes[way.label] = attempt(target, specs(config, options, way), ROUTER, first=not outcomes)
         rows += _rows(options, way, outcomes[way.label])
     progress(1.0, "")
-    failures = [
-        f"{label} {name}: {rank.error}"
-        for label, outcome in outcomes.items()
-        for name, rank in outcome.ranks.items()
-        if rank.error
-    ]
-    failures += [f"{row.way} {row.tokens} tokens: {row.status}" for row in rows if row.status != "ok"]
-    return Result(
+    return combined(
+        outcomes,
         summary=_metrics(rows),
         tables=[
             tabulated("Handoffs", {**_WHO, **_WHOLE}, rows),
             tabulated("Stages of a handoff", {**_WHO, **_STAGES}, rows),
         ],
-        transfers=[
-            record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers
-        ],
-        failures=failures,
+        failures=(f"{row.way} {row.tokens} tokens: {row.status}" for row in rows if row.status != "ok"),
         notes=unverified(config) or [f"contents of the first {options.warm} requests of each job were compared"],
-        outcome=merged(outcomes),
     )
 
 

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.jobs import attempt, ended_by, merged, unverified
+from experiments.jobs import attempt, combined, ended_by, unverified
 from experiments.transfer.points import TransferPoint, names, places, read, region_bytes, shortage, shuffled
 from experiments.transfer.rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
@@ -158,22 +158,21 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         left = left[len(new) :]
     progress(1.0, "")
     rows |= {point: TransferRow(point, point.flows(options.ranks), (), "not run") for point in left}
-    ordered, whole = [rows[point] for point in listed], merged(outcomes)
+    ordered = [rows[point] for point in listed]
     lost = [row.point.label for row in ordered if row.status not in ("ok", "corrupt", "not run")]
-    failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
-    failures += [f"{label} was not completed" for label in lost]
+    failures = [f"{label} was not completed" for label in lost]
     failures += [
         f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in ordered if row.wrong
     ]
     if left:
         failures.append(f"{len(left)} points were not run: a rank was lost in 2 jobs, and no third is started")
-    return Result(
+    return combined(
+        outcomes,
         summary=metrics(ordered),
         tables=tables(ordered),
-        transfers=[record for row in ordered for record in row.records],
         failures=failures,
         notes=unverified(config) if options.verify else [],
-        outcome=whole,
+        transfers=[record for row in ordered for record in row.records],
     )
 
 
