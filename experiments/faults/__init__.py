@@ -33,8 +33,6 @@ class FaultsOptions(ExperimentOptions):
 
     The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number
     of processes. A scenario with fewer *requests* has the first ones, and suffers the same.
-
-    Raise a `ValueError` that names the key for a number out of range and for a kind of fault that there is not.
     """
 
     name: str = "faults"

@@ -32,7 +32,6 @@ __all__ = [
     "cached",
     "failed",
     "instances",
-    "left",
     "load_metrics",
     "metrics",
     "notes",
@@ -66,15 +65,6 @@ LATENCIES = {
 }
 
 
-def left(status: str, patience: float | None) -> bool:
-    """Return whether a request of this *status* ended because its user left, as the workload says.
-
-    >>> left("Aborted: the user left after 2 s", 2.0), left("Aborted: the user left after 2 s", None)
-    (True, False)
-    """
-    return patience is not None and status.startswith("Aborted: the user left")
-
-
 def _shed(status: str) -> bool:
     # It is no failure, and it counts against the SLO: it got nothing.
     return status.startswith("Shed: ")
@@ -105,8 +95,9 @@ def with_status(table: Columns, holds: Callable[[str], bool]) -> npt.NDArray[np.
 
 
 def _gone(table: Columns) -> npt.NDArray[np.bool_]:
+    # Requests whose users left, as the workload says.
     patient: npt.NDArray[np.bool_] = np.isnan(_numbers(table["patience"]))
-    return with_status(table, lambda word: left(word, 0.0)) & ~patient
+    return with_status(table, lambda word: word.startswith("Aborted: the user left")) & ~patient
 
 
 def failed(table: Columns) -> list[str]:
@@ -134,11 +125,7 @@ def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
 
 
 def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]:
-    """Return what a prefix cache could hold of the prompts, where the workload says which blocks are equal.
-
-    Computed from the hashes of the trace alone, for one cache over all instances: an upper bound of what theirs can
-    hold.
-    """
+    """Return what one prefix cache over all instances could hold of the prompts, by the hashes of the trace."""
     unlimited = hit_share(requests)
     if unlimited is None:
         return []
@@ -171,10 +158,7 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
 
 
 def cache_metrics(table: Columns) -> list[Metric]:
-    """Return the share of prompt tokens that the prefix caches had, for each side with a cache.
-
-    Requests that were started anew on an instance that is gone are left out, for nobody knows.
-    """
+    """Return the share of prompt tokens that the prefix caches had, for each side with a cache."""
     rules = {
         "prefill": "share of prompt tokens that prefill had cached, and did not compute",
         "decode": "share of prompt tokens that decode had cached, and was not sent",
@@ -190,11 +174,7 @@ def cache_metrics(table: Columns) -> list[Metric]:
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
-    """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
-
-    Shares of time are over all requests.  Intervals are from batch means (`pdsim.results.record`), and missing where
-    there are too few requests for them.  On the model the busiest link and the fullest pool are named.
-    """
+    """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down."""
     steady = _steady(table, workload)
     summary = [
         *totals(table, slo, steady),
@@ -265,10 +245,7 @@ SPREAD = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests"
 
 
 def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
-    """Return latencies, phases, instances and, of a model, links and pools.
-
-    At most eight rows of links, pages and memory each, the busiest first.
-    """
+    """Return latencies, phases, instances and, of a model, the eight busiest links, pages and pools."""
     steady = _steady(table, workload)
     latencies = [[name, *spread(values(steady, name)), definition] for name, definition in LATENCIES.items()]
     phases = [
@@ -331,11 +308,7 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
 
 
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
-    """Return what a reader must know beside the numbers, a sentence each.
-
-    That is which requests count, a queue that grows so that percentiles depend on the length of the run, and memory
-    that was never proven to be at rest; at the end the size of KV.
-    """
+    """Return what a reader must know beside the numbers, a sentence each; at the end the size of KV."""
     lines = []
     steady = _steady(table, workload)
     if len(steady["id"]) < len(table["id"]):
@@ -389,10 +362,7 @@ class Paths:
                 requests[number] = f"{taken}+{path}" if taken else path
 
     def of_requests(self) -> list[str | None]:
-        """Return the paths of each request, joined by ``+`` if it took several; None if nothing was written.
-
-        In the order of `PATHS`; metadata counts only where nothing else was written.
-        """
+        """Return the paths of each request, joined by ``+``, metadata only if alone; None if nothing was written."""
         joined = {}
         for taken in set(self._taken):
             paths = set(taken.split("+"))

@@ -188,8 +188,7 @@ def names(pairs: Sequence[Flow]) -> list[str]:
 def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[str, Place]:
     """Return where each of *ranks* runs: on the hosts, one node after the other, if there are no GPUs.
 
-    Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the
-    one that *placement* lists for it, counted over all nodes.
+    Otherwise on a GPU of its own, node by node or, ``spread``, in turn, or on the one that *placement* lists for it.
     """
     chosen = {}
     for index, name in enumerate(ranks):
@@ -202,10 +201,9 @@ def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[
 
 
 def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], here: bool) -> tuple[list[str], str]:
-    """Return the ranks and a line if the bytes that each *needs* do not fit where it is, or nothing if they do.
+    """Return the ranks at the place that needs most memory and a line, if what each *needs* does not fit there.
 
-    With *here* the ranks are processes of this machine, and what its host has free counts too.  Ranks at one place
-    share its memory; only the place that needs most is looked at.
+    With *here* the ranks are processes of this machine, and what its host has free counts too.
     """
     totals: Counter[Place] = Counter()
     for name, place in where.items():
