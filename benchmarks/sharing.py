@@ -78,12 +78,9 @@ def read_oracle(directory: Path) -> Iterator[Workload]:
     """Yield the workloads of *directory*, with the completion times that SimGrid once gave."""
     for file in sorted(directory.glob("*.npz")):
         with np.load(file) as key:
-            links = (
-                key["link_capacity"].astype(float),
-                *(key[f"path_{n}"].astype(np.int64) for n in ("length", "links")),
-            )
-            flows = key["start"], key["size"], key["path"].astype(np.int64), key["finish"]
-            yield Workload(file.stem, *links, *flows)
+            capacity, start, size, finish = (key[name] for name in ("link_capacity", "start", "size", "finish"))
+            hops, links, path = (key[name].astype(np.int64) for name in ("path_length", "path_links", "path"))
+            yield Workload(file.stem, capacity.astype(float), hops, links, start, size, path, finish)
 
 
 def any_to_any(nodes: int, load: float, flows_per_gpu: int = 40, seed: int = 1) -> Workload:
@@ -174,10 +171,13 @@ def compare(work: Workload, simgrid: SimGrid | None, repeat: int) -> str:
     for _ in range(repeat):
         cost, ends = simulate(work)
         ours = min(ours, cost.microseconds)
-        for way, optim in product(theirs, ("Full", "Lazy")) if simgrid else ():
+        for way, optim in product(theirs, ("Full", "Lazy")):
+            if simgrid is None:
+                break
             took, key = simgrid.simulate(work, way, optim)
             theirs[way] = min(theirs[way], took)
-    figures = [f"{time:.1f}" for time in (ours, *theirs.values())] + [f"{theirs['s4u'] / ours:.2f}"]
+    figures = [f"{time:.1f}" if time < inf else "-" for time in (ours, *theirs.values())]
+    figures.append(f"{theirs['s4u'] / ours:.2f}" if simgrid else "-")
     difference = "-" if key is None else f"{np.max(np.abs(ends / key - 1.0)):.0e}"
     return f"| {work.name} | {' | '.join(figures)} | {difference} |"
 
