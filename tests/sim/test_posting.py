@@ -12,7 +12,7 @@ import pytest
 from backends.engines import mooncake
 from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
-from pdsim.core.errors import ConfigError, SendQueueFull
+from pdsim.core.errors import SendQueueFull
 from pdsim.hardware.costs import InlineSaving, Jitter, Ramp
 from pdsim.sim.faults import Draws
 from pdsim.sim.model import Model
@@ -136,23 +136,9 @@ def test_inline_saving_is_of_latency_then_of_call(saving, seconds):
     assert bench.run() == [(seconds, "a")]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "rule"),
-    [("bytes", "0", "> 0, got 0"), ("descriptors", "-1", "> 0, got -1"), ("saving", "-1us", ">= 0, got -1e-06")],
-)
-def test_a_refused_threshold_is_named(key, value, rule):
-    with pytest.raises(ConfigError, match=f"small.{key}.* must be {rule}"):
-        compose(["hw=2xh200", "backend=mooncake_nvlink", f"backend.intra.small.{key}={value}"])
-
-
 def test_mooncake_has_the_thresholds_of_its_endpoint():
     small = compose(["hw=2xh200", "backend=mooncake_nvlink", "calibration=none"]).backend.intra.small
     assert (small.bytes, small.descriptors) == (mooncake.SMALL, mooncake.FEW)
-
-
-def test_the_first_descriptors_of_a_batch_may_cost_more():
-    bench = Bench(ramp=(Ramp(first=2, extra=0.5), Ramp(first=8, extra=0.125)))
-    assert bench.post("a").posted == 1 + 4 * 0.25 + 2 * 0.5 + 4 * 0.125
 
 
 def test_descriptors_beyond_the_largest_batch_cost_more():
@@ -189,15 +175,22 @@ def test_a_refusing_queue_takes_no_more_than_its_depth():
         Bench(**REFUSE).post("a", descriptors=5)
 
 
-def test_an_aborted_transfer_in_the_queue_makes_room():
-    bench = Bench(**DEPTH)
-    bench.post("a")
-    posting = bench.post("b")
-    assert posting.posted is None
-    bench.lane.abort(posting)
-    bench.lane.abort(posting)
-    bench.post("c")
-    assert bench.run() == [(3.5, "a"), (7.0, "c")]
+@pytest.mark.parametrize(
+    ("changes", "posts", "aborted", "expected"),
+    [
+        (DEPTH, "abc", ("b", 0.0), [(3.5, "a"), (7.0, "c")]),  # what waits for room
+        (DEPTH, "ab", ("a", 2.5), [(6.0, "b")]),  # what has it
+        (SMALL, "La", ("L", 0.0), [(5.25, "a")]),  # the poster is busy until 2 all the same
+    ],
+)
+def test_an_aborted_transfer_makes_room(changes, posts, aborted, expected):
+    bench = Bench(**changes)
+    name, at = aborted
+    for tag in posts:
+        posting = bench.post(tag, nbytes=200 if tag == "L" else 100)
+        for _ in range(2 * (tag == name)):
+            bench.lane.abort(posting) if at == 0.0 else bench.clock.call_at(at, bench.lane.abort, posting)
+    assert bench.run() == expected
     assert bench.lane.outstanding == 0
 
 
@@ -207,18 +200,6 @@ def test_an_aborted_transfer_is_never_reported(at, carried):
     bench.clock.call_at(at, bench.lane.abort, bench.post("a"))
     assert bench.run() == []
     assert (bench.out.links[0].carried, bench.lane.outstanding) == (carried, 0)
-
-
-def test_an_aborted_transfer_makes_room_and_is_not_under_way():
-    bench = Bench(**DEPTH)
-    posting = bench.post("a")
-    bench.post("b")
-    bench.clock.call_at(2.5, bench.lane.abort, posting)
-    assert bench.run() == [(6.0, "b")]
-    bench = Bench(**SMALL)
-    bench.lane.abort(bench.post("large", nbytes=200))  # the poster is busy until 2 all the same
-    bench.post("a")
-    assert bench.run() == [(5.25, "a")]
 
 
 WIRES = [
@@ -345,184 +326,115 @@ def test_ranks_of_one_gpu_share_what_the_engine_says(places, seconds):  # postin
 
 
 class Crossing:
-    """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
+    """GPUs a and b send to c and d, ports of 100 bytes/s; `log` has (time, tag) of all completions.
 
-    def __init__(self, gpu=None, streams=False, within=False, draws=None, **changes):
+    With *apart*, each lane ("ac", "ad") is of a process of its own.
+    """
+
+    def __init__(self, apart=False, streams=False, within=False, draws=None, gpu=None, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
-        self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
-        self.log = []
-        self.lanes = {}
+        self.log, self.lanes = [], {}
+        model = cost(**({"call": 0.0, "descriptor": 0.0, "latency": 0.0, "in_order": True} | changes))
         ports = {name: self.network.link(name, 100.0) for name in "abcd"}
         for source in "ab":
-            poster, copier = PostingThread(), CopyEngine(self.clock, gpu, draws, streams=streams, within=within)
+            poster = PostingThread()
+            device = replace(machine().gpu, **(gpu or {}))
+            copier = CopyEngine(self.clock, device, draws, streams=streams, within=within)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
-                name = source + sink
-                self.lanes[name] = SendQueue(self.network, poster, self.model, way, back, name, copier, draws)
+                name, poster = source + sink, PostingThread() if apart else poster
+                copier.posters.add(poster)
+                self.lanes[name] = SendQueue(self.network, poster, model, way, back, name, copier, draws)
 
-    def post(self, *names, nbytes=100):
-        return [self.lanes[name].post(nbytes, 1, False, self.done, name) for name in names]
+    def post(self, names, nbytes=100):
+        return [self.lanes[name].post(nbytes, 1, False, self.done, name) for name in names.split()]
 
     def done(self, posting):
         self.log.append((self.clock.now, posting.tag))
 
-    def run(self):
+    def play(self, posts, aborts=()):
+        """Post *posts* (time, names, bytes), stop the first ones of *aborts* (time, name), and return the log."""
+        posted = {}
+        for at, names, *nbytes in posts:
+            self.clock.call_at(
+                at, lambda what: [posted.setdefault(p.tag, p) for p in self.post(*what)], (names, *nbytes)
+            )
+        for at, name in aborts:
+            self.clock.call_at(at, lambda name: self.lanes[name].abort(posted[name]), name)
         self.clock.run()
         return self.log
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("ac", "ad"), [(1.0, "ac"), (2.0, "ad")]),  # one at a time
-        (("ac", "ad", "bc", "bd"), [(2.0, "ac"), (2.0, "bc"), (4.0, "ad"), (4.0, "bd")]),  # one port of two
-        (("ac", "ad", "bd", "bc"), [(1.0, "ac"), (1.0, "bd"), (2.0, "ad"), (2.0, "bc")]),
-    ],
-)
-def test_a_copy_engine_carries_in_the_order_of_posting(names, expected):
-    crossing = Crossing()
-    crossing.post(*names)
-    assert crossing.run() == expected
+def turns(seconds=100.0, **gpu):
+    return {"apart": True, "gpu": {"slice": seconds, **gpu}}
 
 
-def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
-    crossing = Crossing()
-    first, second, _ = crossing.post("ac", "ad", "ac")
-    crossing.clock.call_at(
-        0.5, lambda _: (crossing.lanes["ad"].abort(second), crossing.lanes["ac"].abort(first)), None
-    )
-    assert crossing.run() == [(1.5, "ac")]
+SLEEPY = {"gpu": {"idle_after": 2.0, "idle_wake": 0.5}}
+SWITCH = {**turns(process_switch=0.25), "within": True}
+COPIES = {
+    "one at a time": ({}, [(0, "ac ad")], "1.0 ac 2.0 ad"),
+    "one port of two": ({}, [(0, "ac ad bc bd")], "2.0 ac 2.0 bc 4.0 ad 4.0 bd"),
+    "two ports": ({}, [(0, "ac ad bd bc")], "1.0 ac 1.0 bd 2.0 ad 2.0 bc"),
+    "processes side by side": ({"apart": True}, [(0, "ac ad ac ad")], "2.0 ac 2.0 ad 4.0 ac 4.0 ad"),
+    "a stream until it is empty": (
+        {"streams": True},
+        [(0, "ac ad ac ad"), (1.5, "ac"), (3.5, "ac")],
+        "1.0 ac 2.0 ac 3.0 ac 4.0 ad 5.0 ad 6.0 ac",
+    ),
+    "a process as long as it has something queued": (
+        turns(),
+        [(0, "ac ad ac ad")],
+        "1.0 ac 2.0 ac 3.0 ad 4.0 ad",
+    ),
+    # c until 1.5, d until 3.0, c until 3.5, d until 4
+    "a slice ends within a copy": (turns(1.5), [(0, "ac ad ac ad")], "1.0 ac 2.5 ad 3.5 ac 4.0 ad"),
+    "slices while nobody waits": (turns(1.5), [(0, "ac", 400), (2.0, "ad")], "4.0 ad 5.0 ac"),
+    "a copy ends with its slice": (turns(1.0), [(0, "ac ad ac ad")], "1.0 ac 2.0 ad 3.0 ac 4.0 ad"),
+    "a switch within a GPU": (
+        SWITCH,
+        [(0, "ac ad ad"), (5.0, "ad"), (7.0, "ac")],
+        "1.0 ac 2.25 ad 3.25 ad 6.0 ad 8.25 ac",
+    ),
+    "waking after a rest": (SLEEPY, [(2.0, "ac"), (5.0, "ac"), (8.5, "ac")], "3.0 ac 6.0 ac 10.0 ac"),
+    "waking for two": (SLEEPY, [(4.0, "ac"), (4.25, "ac")], "5.5 ac 6.5 ac"),
+    # posted at 6, where the wire was done at 5.5
+    "waking beside the posting": ({**SLEEPY, "overlap": True, "descriptor": 2.0}, [(4.0, "ac")], "6.0 ac"),
+}
 
 
-def test_copies_of_two_processes_go_on_side_by_side():
-    crossing = Crossing()
-    crossing.lanes["ad"].poster = PostingThread()  # of another rank on the same GPU
-    crossing.post("ac", "ad", "ac", "ad")
-    assert crossing.run() == [(2.0, "ac"), (2.0, "ad"), (4.0, "ac"), (4.0, "ad")]
+@pytest.mark.parametrize(("how", "posts", "expected"), COPIES.values(), ids=COPIES)
+def test_a_copy_engine_carries(how, posts, expected):
+    words = expected.split()
+    assert Crossing(**how).play(posts) == list(zip(map(float, words[::2]), words[1::2], strict=True))
+
+
+ABORTS = {
+    "what it carries and what waits": ({}, [(0, "ac ad"), (0.25, "ac")], [(0.5, "ad"), (0.5, "ac")], [(1.5, "ac")]),
+    "what it wakes up for": (SLEEPY, [(4.0, "ac ad")], [(4.25, "ac")], [(5.5, "ad")]),
+    "before the switch is over": (SWITCH, [(0, "ac ad"), (2.0, "ac")], [(1.125, "ad")], [(1.0, "ac"), (3.25, "ac")]),
+    "what is served": (turns(), [(0, "ac ad")], [(0.5, "ac")], [(1.5, "ad")]),
+    "what waits for its turn": (turns(), [(0, "ac ad")], [(0.5, "ad")], [(1.0, "ac")]),
+}
+
+
+@pytest.mark.parametrize(("how", "posts", "aborts", "expected"), ABORTS.values(), ids=ABORTS)
+def test_a_copy_engine_goes_on_after_an_abort_of(how, posts, aborts, expected):
+    assert Crossing(**how).play(posts, aborts) == expected
 
 
 def test_a_process_whose_posting_is_slow_leaves_the_port_to_another():
-    crossing = Crossing(overlap=True)
+    crossing = Crossing(apart=True, overlap=True)
     slow = crossing.lanes["ac"]
-    slow.model = cost(call=3.0, descriptor=0.0, latency=0.0, in_order=True, overlap=True)
-    slow.poster = PostingThread()
-    crossing.post("ac", "ad")
-    assert crossing.run() == [(2.0, "ad"), (3.0, "ac")]
+    slow.model = replace(slow.model, call=3.0)
+    assert crossing.play([(0, "ac ad")]) == [(2.0, "ad"), (3.0, "ac")]
 
 
-def test_a_copy_engine_stays_with_a_stream_until_it_is_empty():
-    crossing = Crossing(streams=True)
-    crossing.post("ac", "ad", "ac", "ad")
-    crossing.clock.call_at(1.5, crossing.post, "ac")
-    crossing.clock.call_at(3.5, crossing.post, "ac")
-    assert crossing.run() == [(1.0, "ac"), (2.0, "ac"), (3.0, "ac"), (4.0, "ad"), (5.0, "ad"), (6.0, "ac")]
-
-
-class TestSlices:
-    """Processes c and d of GPU a have its copy engine in turns of 1.5 s."""
-
-    @staticmethod
-    def crossing(seconds=1.5, within=False, **changes):
-        crossing = Crossing(replace(machine().gpu, slice=seconds, **changes), within=within)
-        for lane in ("ac", "ad"):
-            queue = crossing.lanes[lane]
-            queue.poster = PostingThread()
-            queue._copier.posters.add(queue.poster)
-        return crossing
-
-    def test_a_process_has_the_engine_as_long_as_it_has_something_queued(self):
-        crossing = self.crossing(100.0)
-        crossing.post("ac", "ad", "ac", "ad")
-        assert crossing.run() == [(1.0, "ac"), (2.0, "ac"), (3.0, "ad"), (4.0, "ad")]
-
-    def test_a_slice_ends_in_the_middle_of_a_copy(self):
-        crossing = self.crossing()
-        crossing.post("ac", "ad", "ac", "ad")  # c until 1.5, d until 3.0, c until 3.5, d until 4
-        assert crossing.run() == [(1.0, "ac"), (2.5, "ad"), (3.5, "ac"), (4.0, "ad")]
-
-    def test_slices_follow_each_other_while_nobody_waits(self):
-        crossing = self.crossing()
-        crossing.post("ac", nbytes=400)
-        crossing.clock.call_at(2.0, crossing.post, "ad")  # the second slice ends at 3.0
-        assert crossing.run() == [(4.0, "ad"), (5.0, "ac")]
-
-    def test_a_copy_that_ends_with_its_slice_is_not_taken_away(self):
-        crossing = self.crossing(1.0)
-        crossing.post("ac", "ad", "ac", "ad")
-        assert crossing.run() == [(1.0, "ac"), (2.0, "ad"), (3.0, "ac"), (4.0, "ad")]
-
-    def test_within_a_gpu_every_other_process_waits_for_the_switch(self):
-        crossing = self.crossing(100.0, process_switch=0.25, within=True)
-        crossing.post("ac", "ad", "ad")
-        crossing.clock.call_at(5.0, crossing.post, "ad")
-        crossing.clock.call_at(7.0, crossing.post, "ac")
-        assert crossing.run() == [(1.0, "ac"), (2.25, "ad"), (3.25, "ad"), (6.0, "ad"), (8.25, "ac")]
-
-    def test_an_abort_before_the_switch_is_over_lets_nothing_begin_and_the_way_back_is_another(self):
-        crossing = self.crossing(100.0, process_switch=0.25, within=True)
-        _, second = crossing.post("ac", "ad")
-        crossing.clock.call_at(1.125, lambda _: crossing.lanes["ad"].abort(second), None)
-        crossing.clock.call_at(2.0, crossing.post, "ac")
-        assert crossing.run() == [(1.0, "ac"), (3.25, "ac")]
-
-    @pytest.mark.parametrize("name", ["ac", "ad"])
-    def test_an_abort_of_what_is_served_or_waits_leaves_the_engine_to_the_other(self, name):
-        crossing = self.crossing(100.0)
-        posted = dict(zip(("ac", "ad"), crossing.post("ac", "ad"), strict=True))
-        crossing.clock.call_at(0.5, lambda _: crossing.lanes[name].abort(posted[name]), None)
-        assert crossing.run() == [(1.5, "ad")] if name == "ac" else [(1.0, "ac")]
-
-    def test_no_byte_is_lost_or_moved_twice(self):
-        crossing = self.crossing(0.375)
-        crossing.post(*("ac", "ad") * 8)
-        assert crossing.run()[-1][0] == pytest.approx(16.0)
-        carried = {
-            link.name: bytes_
-            for link, bytes_ in zip(crossing.network.links, crossing.network.carried(), strict=True)
-        }
-        assert (carried["a"], carried["c"], carried["d"]) == pytest.approx((1600.0, 800.0, 800.0))
-
-
-class TestRousing:
-    """A copy engine sleeps after 2 s without a transfer, and takes 0.5 s to begin with the next."""
-
-    @staticmethod
-    def crossing(**changes):
-        return Crossing(replace(machine().gpu, idle_after=2.0, idle_wake=0.5), **changes)
-
-    @staticmethod
-    def post(crossing, *ats):
-        for at in ats:
-            crossing.clock.call_at(at, crossing.post, "ac")
-
-    def test_delays_what_comes_after_a_rest_and_nothing_else(self):
-        crossing = self.crossing()
-        self.post(crossing, 2.0, 5.0, 8.5)
-        assert [at for at, _ in crossing.run()] == [3.0, 6.0, 10.0]
-
-    def test_delays_what_waits_its_turn_with_the_first(self):
-        crossing = self.crossing()
-        self.post(crossing, 4.0, 4.25)
-        assert [at for at, _ in crossing.run()] == [5.5, 6.5]
-
-    def test_goes_on_beside_the_posting_where_the_wire_does(self):
-        crossing = self.crossing(overlap=True)
-        crossing.model = replace(crossing.model, descriptor=2.0)
-        crossing.lanes["ac"].model = crossing.model
-        self.post(crossing, 4.0)
-        assert [at for at, _ in crossing.run()] == [6.0]  # posted, where the wire was done at 5.5
-
-    def test_is_not_begun_again_for_the_next_when_the_first_is_stopped_meanwhile(self):
-        crossing = self.crossing()
-
-        def stop(_):
-            (posting,) = crossing.post("ac")
-            crossing.post("ad")
-            crossing.clock.call_at(4.25, crossing.lanes["ac"].abort, posting)
-
-        crossing.clock.call_at(4.0, stop, None)
-        assert crossing.run() == [(5.5, "ad")]
+def test_no_byte_is_lost_or_moved_twice_in_slices():
+    crossing = Crossing(**turns(0.375))
+    assert crossing.play([(0, "ac ad " * 8)])[-1][0] == pytest.approx(16.0)
+    carried = {link.name: link.carried for link in crossing.network.links}
+    assert (carried["a"], carried["c"], carried["d"]) == pytest.approx((1600.0, 800.0, 800.0))
 
 
 # --- jitter --------------------------------------------------------------------------------------------------------
@@ -530,9 +442,7 @@ class TestRousing:
 
 def convoy(draws=None):
     """Return the completions of two sources that post to the same two sinks in the same order."""
-    crossing = Crossing(draws=draws)
-    crossing.post(*("ac", "ad", "bc", "bd") * 20)
-    return crossing.run()
+    return Crossing(draws=draws).play([(0, "ac ad bc bd " * 20)])
 
 
 def test_jitter_breaks_a_convoy_that_clockwork_keeps():
