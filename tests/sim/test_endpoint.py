@@ -4,6 +4,7 @@ What holds for every implementation is in `pdsim.testing`; here is what only the
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,17 +25,10 @@ from pdsim.sim.posting import Fabric
 from pdsim.sim.topology import Topology
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place
+from pdsim.transfer.log import TransferLog
 from tests.support.machines import cost, engine, machine
 
 SAME_NODE = (Place(0, 0), Place(0, 1))
-
-
-class Records:
-    def __init__(self):
-        self.transfers = []
-
-    def transfer(self, record):
-        self.transfers.append(record)
 
 
 class Side:
@@ -47,8 +41,9 @@ class Side:
         self.device = SimDevice(
             memory, self.clock, fabric.network, fabric.topology.memory(site), host_latency=host_latency
         )
-        self.records = Records()
-        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records)
+        self.records = TransferLog()
+        recorder = SimpleNamespace(transfer=self.records.append, series=self.records.extend_run)
+        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, recorder)
         self.buffer = self.device.allocate(1000)
         self.region = self.endpoint.register(self.buffer, "kv")
 
@@ -123,7 +118,7 @@ def test_a_transfer_succeeds_with_its_record_and_settles(bench):
     assert bench.run() == [(2.75, "settled"), (2.75, "ok")]
     route, times = ("write", "a", "b", 100, 1), (0.0, 0.0, 1.25, 2.75, 2.75)
     assert transfer.value == ("model:test", *route, *times, "ok", "chunk 0")
-    assert bench.a.records.transfers == [transfer.value]
+    assert bench.a.records == [transfer.value]
 
 
 def test_bytes_are_read_and_land_at_the_instant_of_completion(bench):
@@ -133,30 +128,6 @@ def test_bytes_are_read_and_land_at_the_instant_of_completion(bench):
     bench.at(1.75, lambda: bench.log.append(bench.b.buffer.read(0, 3)))
     assert bench.run()[0] == b"\0\0\0"
     assert bench.b.buffer.read(0, 3) == b"new"
-
-
-def test_a_read_moves_bytes_the_other_way(bench):
-    bench.b.buffer.write(0, b"theirs")
-    transfer = bench.read(size=6)
-    bench.run()
-    assert bench.a.buffer.read(0, 6) == b"theirs"
-    assert transfer.value[1:4] == ("read", "b", "a")
-
-
-def test_a_transfer_in_a_process_costs_four_events(bench):
-    def program():
-        for _ in range(100):
-            yield bench.a.endpoint.write(bench.peer, bench.batch())
-
-    bench.run(bench.a.clock.process(program()))
-    assert bench.clock.now == 275.0
-    assert bench.clock.scheduled() <= 4 * 100 + 4  # and the deadline's alarm, and the process
-
-
-def test_transfers_meet_others_on_the_port(bench):
-    bench.write(target=0)
-    bench.write(target=100)
-    assert [at for at, what in bench.run() if what == "ok"] == [2.75, 4.0]
 
 
 @pytest.mark.parametrize(("wake", "killed", "notified"), [(0.0, 9.0, [2.75]), (0.5, 3.5, [3.25]), (0.5, 3.0, [])])
@@ -197,29 +168,40 @@ def test_the_target_s_memory_is_not_handed_out_before_it_settles(bench):
     assert bench.b.device.used == 0
 
 
-def test_deadlines_are_the_engine_s_unless_others_are_given():
-    bench = Bench(timeout=2.0)
-    bench.write()
-    bench.write(timeout=10.0)
-    assert [what for what in bench.run() if what[1] != "settled"] == [(2.0, "TransferTimeout"), (4.0, "ok")]
-
-
-def test_the_deadline_of_a_later_transfer_may_come_first(bench):
-    bench.write(timeout=2.5)
-    bench.write(timeout=1.5)
-    assert bench.run()[:2] == [(1.5, "TransferTimeout"), (2.5, "TransferTimeout")]
-
-
-def test_a_deadline_withdraws_what_waits_in_the_send_queue():
-    bench = Bench(cost(depth=1))
+@pytest.mark.parametrize(
+    ("how", "timeouts", "expected"),
+    [
+        ({"timeout": 2.0}, (None, 10.0), [(2.0, "TransferTimeout"), (4.0, "ok")]),  # the engine's, or what is given
+        ({}, (2.5, 1.5), [(1.5, "TransferTimeout"), (2.5, "TransferTimeout")]),  # the later one's first
+        # what waits in the queue is withdrawn and never lands
+        ({"model": cost(depth=1)}, (None, 2.0), [(2.0, "TransferTimeout"), (2.75, "ok")]),
+        ({"model": cost(depth=1)}, (None, None), [(2.75, "ok"), (5.5, "ok")]),
+    ],
+)
+def test_deadlines_end_transfers(how, timeouts, expected):
+    bench = Bench(**how)
     bench.a.buffer.write(0, b"x" * 100)
-    bench.write(target=0)
-    bench.write(target=100, timeout=2.0)
-    assert bench.run() == [(2.0, "settled"), (2.0, "TransferTimeout"), (2.75, "settled"), (2.75, "ok")]
-    assert bench.b.buffer.read(100, 100) == bytes(100)
+    for number, timeout in enumerate(timeouts):
+        bench.write(target=100 * number, timeout=timeout)
+    assert [event for event in bench.run() if event[1] != "settled"] == expected
+    withdrawn = "model" in how and timeouts[1] is not None
+    assert bench.b.buffer.read(100, 1) == (b"\0" if withdrawn else b"x")
 
 
 # --- lost peers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_lost_to_what_is_posted_before_and_noticed_after_deadlines(bench):
+    bench.b.endpoint.kill()
+    bench.at(DETECTION / 4, lambda: bench.write(timeout=DETECTION / 4))
+    bench.at(DETECTION / 2, bench.write)
+    ends = [
+        (DETECTION / 2, "TransferTimeout"),
+        (DETECTION, "settled"),
+        (DETECTION, "settled"),
+        (DETECTION, "PeerLost"),
+    ]
+    assert bench.run() == ends
 
 
 @pytest.mark.parametrize("at", [0.5, 1.75, 2.5])  # while posting, on the wire, on the way back
@@ -243,31 +225,12 @@ def test_a_lost_peer_gets_no_more_bytes_and_takes_no_links(bench):
     assert carried == {f"node0/{name}": 50.0 for name in names}
 
 
-def test_a_peer_is_lost_to_what_is_posted_before_it_is_noticed(bench):
-    bench.b.endpoint.kill()
-    assert bench.at(DETECTION / 2, bench.write).run()[-1] == (DETECTION, "PeerLost")
-
-
-def test_a_peer_may_be_noticed_only_after_the_deadline(bench):
-    bench.write(timeout=1.75 + DETECTION / 2)
-    bench.at(1.75, bench.b.endpoint.kill)
-    assert bench.run() == [(1.75 + DETECTION / 2, "TransferTimeout"), (1.75 + DETECTION, "settled")]
-
-
-def test_a_lost_peer_leaves_other_transfers_alone(bench):
-    c = Side(bench.fabric, "c", Place(0, 2))
-    other = bench.a.endpoint.connect(c.endpoint.address())
-    bench.write()
-    bench.watch(bench.a.endpoint.write(other, Batch(bench.a.region, other.regions["kv"], [0], [0], [100])))
-    assert bench.at(0.5, bench.b.endpoint.kill).run()[-1] == (4.0, "ok")
-
-
 def test_closing_fails_and_settles_what_is_under_way_and_ends_all_use(bench):
     transfer = bench.write()
     bench.at(1.75, bench.a.endpoint.close)
     assert sorted(bench.run()) == [(1.75, "TransferFailed"), (1.75, "settled")]
     assert str(transfer.value) == "a closed its endpoint during the transfer"
-    assert [record.status for record in bench.a.records.transfers] == ["TransferFailed"]
+    assert [record.status for record in bench.a.records] == ["TransferFailed"]
     for call in (bench.a.endpoint.address, lambda: bench.a.endpoint.connect(b"")):
         with pytest.raises(TransferFailed, match="the endpoint of a is closed"):
             call()
@@ -314,14 +277,6 @@ def test_a_peer_of_another_endpoint_is_of_no_use(bench):
         bench.a.endpoint.connect(address)
 
 
-def test_an_endpoint_may_connect_to_itself(bench):
-    peer = bench.a.endpoint.connect(bench.a.endpoint.address())
-    bench.a.buffer.write(0, b"kv")
-    bench.watch(bench.a.endpoint.write(peer, Batch(bench.a.region, peer.regions["kv"], [0], [500], [2])))
-    bench.run()
-    assert bench.a.buffer.read(500, 2) == b"kv"
-
-
 def test_across_nodes_another_model_counts_or_none():
     places = (Place(0, 0), Place(1, 0))
     bench = Bench(places=places, inter=cost("rdma", call=0.0, descriptor=0.0, latency=0.0))
@@ -337,12 +292,4 @@ def test_a_send_queue_that_refuses_fails_the_transfer_and_settles_it():
     refused = bench.write(target=100)
     assert sorted(bench.run()[:2]) == [(0.0, "SendQueueFull"), (0.0, "settled")]
     assert isinstance(refused.value, SendQueueFull)
-    assert [record.status for record in bench.a.records.transfers] == ["SendQueueFull", "ok"]
-
-
-def test_waiting_in_the_send_queue_shows_in_the_post_time():
-    bench = Bench(cost(depth=1))
-    bench.write(target=0)
-    transfer = bench.write(target=100)
-    bench.run()
-    assert (transfer.value.submitted, transfer.value.posted, transfer.value.completed) == (0.0, 4.0, 5.5)
+    assert [record.status for record in bench.a.records] == ["SendQueueFull", "ok"]

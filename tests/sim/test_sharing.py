@@ -65,6 +65,42 @@ def test_flows_end_at(links, flows, expected):
     assert bench.run() == [(pytest.approx(at, rel=1e-15), tag) for at, tag in expected]
 
 
+P, Q = {"port": 10.0}, {"port": 1.0}
+TWO = [("port", 100.0, "a"), ("port", 100.0, "b")]
+
+
+@pytest.mark.parametrize(
+    ("links", "flows", "actions", "expected", "left"),
+    [
+        (P, TWO, [(2.0, "abort", "a")], [(11.0, "b")], [90.0]),  # it frees the link
+        (P, [("port", 10.0, "a"), TWO[1]], [(2.0, "abort", "a")], [(11.0, "b")], [0.0]),  # not reported at its end
+        (P, [("port", 5.0, "a"), TWO[1]], [(3.0, "abort", "a")], [(1.0, "a"), (10.5, "b")], [0.0]),  # it is over
+        # an abort leaves the end of another that is due now
+        ({"port": 2.0}, [("port", 1.0, "a"), ("port", 2.0, "b")], [(1.0, "abort", "b"), (1.0, "port", 0.0)],
+         [(1.0, "a")], [1.0]),
+        # a dead link stalls its flows until it is back
+        ({"port": 1.0, "other": 1.0}, [("port", 2.0, "a"), ("port other", 1.0, "b"), ("other", 3.0, "c")],
+         [(1.0, "port", 0.0), (5.0, "port", 1.0)], [(3.5, "c"), (6.0, "b"), (7.0, "a")], []),
+        # an idle link limits when the others grow
+        ({"memory": 20.0, "port": 10.0}, [("memory port", 50.0, "a")], [(1.0, "port", 100.0)], [(3.0, "a")], []),
+        # a new capacity reaches a path whose flow is replaced
+        (Q, [("port", 10.0, "a"), ("port", 2.0, "b", 1.0)], [(1.0, "abort", "a"), (1.0, "port", 2.0)],
+         [(2.0, "b")], [9.0]),
+    ],
+)  # fmt: skip
+def test_aborts_and_capacities_change_ends(links, flows, actions, expected, left):
+    bench, found = Bench(**links), []
+    for flow in flows:
+        bench.start(*flow)
+    for at, name, what in actions:
+        if name == "abort":
+            bench.at(at, lambda tag: found.append(bench.abort(tag)), what)
+        else:
+            bench.at(at, bench.network.set_capacity, bench.links[name], what)
+    assert bench.run() == expected
+    assert found == left
+
+
 def test_what_one_flow_cannot_use_another_gets():
     """The parking lot: b is held to 1 by its second link, so a has the other 9."""
     bench = Bench(shared=10.0, narrow=1.0)
@@ -111,61 +147,6 @@ def test_the_end_may_start_the_next_flow_or_abort_another():
     assert ends[3:] == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("size", "at", "left", "expected"),
-    [
-        (100.0, 2.0, [90.0], [(11.0, "b")]),  # it frees the link
-        (10.0, 2.0, [0.0], [(11.0, "b")]),  # at its end it is not reported
-        (5.0, 3.0, [0.0], [(1.0, "a"), (10.5, "b")]),  # what is over has nothing left
-    ],
-)
-def test_an_aborted_flow_says_what_was_left(size, at, left, expected):
-    bench, found = Bench(port=10.0), []
-    for tag, nbytes in (("a", size), ("b", 100.0)):
-        path = bench.start("port", nbytes, tag)
-    bench.at(at, lambda: found.append(bench.abort("a")))
-    assert bench.run() == expected
-    assert found == left
-    assert path.carried == bench.links["port"].carried == 100.0 + size - left[0]
-
-
-def test_an_abort_leaves_the_end_of_another_that_is_due_now():
-    bench = Bench(port=2.0)
-    bench.start("port", 1.0, "a")
-    bench.start("port", 2.0, "b")
-    bench.at(1.0, lambda: (bench.abort("b"), bench.network.set_capacity(bench.links["port"], 0.0)))
-    assert bench.run() == [(1.0, "a")]
-
-
-def test_a_dead_link_stalls_its_flows_until_it_is_back():
-    bench = Bench(port=1.0, other=1.0)
-    for names, size, tag in (("port", 2.0, "a"), ("port other", 1.0, "b"), ("other", 3.0, "c")):
-        bench.start(names, size, tag)
-    bench.at(1.0, bench.network.set_capacity, bench.links["port"], 0.0)
-    bench.at(5.0, bench.network.set_capacity, bench.links["port"], 1.0)
-    assert bench.run() == [(3.5, "c"), (6.0, "b"), (7.0, "a")]
-
-
-def test_a_new_capacity_reaches_a_path_whose_flow_was_just_replaced():
-    bench = Bench(port=1.0)
-    bench.start("port", 10.0, "a")
-
-    def replace():
-        bench.abort("a")
-        bench.network.set_capacity(bench.links["port"], 2.0)
-        bench.start("port", 2.0, "b")
-
-    bench.at(1.0, replace)
-    assert bench.run() == [(2.0, "b")]
-
-
-def test_an_idle_link_limits_when_the_others_grow():
-    bench = Bench(memory=20.0, port=10.0)
-    bench.start("memory port", 50.0, "a")
-    bench.at(1.0, bench.network.set_capacity, bench.links["port"], 100.0)
-    assert bench.run() == [(3.0, "a")]
-
-
 def test_what_a_link_has_carried_is_exact_at_any_time():
     bench, seen = Bench(port=10.0, narrow=1.0), []
     bench.start("port", 9.0, "a")
@@ -174,13 +155,6 @@ def test_what_a_link_has_carried_is_exact_at_any_time():
         bench.at(at, lambda: seen.append(tuple(link.carried for link in bench.links.values())))
     bench.run()
     assert seen == [(5.0, 0.5), (10.0, 1.0), (10.5, 1.5), (11.0, 2.0)]
-
-
-def test_equal_arguments_give_the_same_path():
-    bench = Bench(a=1.0, b=1.0)
-    assert bench.path("a b") is bench.path("a b")
-    assert bench.path("a b") is not bench.path("a b", 1.0)
-    assert bench.path("a a") is not bench.path("a")
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
