@@ -85,24 +85,6 @@ def computer(rank):
     return ends
 
 
-def first(rank):
-    for _ in range(30):
-        yield rank.clock.timeout(1.0)
-        rank.channel.send("arbiter", b"x")
-
-
-def second(rank):
-    yield from first(rank)
-
-
-def arbiter(rank):
-    order = []
-    for _ in range(60):
-        message = yield rank.channel.receive()
-        order.append(message.sender)
-    return order
-
-
 def phoenix(rank):
     """Say hello, and stay."""
     rank.endpoint.register(rank.device.allocate(100), "kv")
@@ -269,20 +251,24 @@ def test_a_link_that_is_cut_carries_on_when_it_is_mended():
 
 
 def test_the_seed_draws_the_order_within_one_instant():
-    orders = {
-        tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value)
-        for s in (1, 2)
-    }
-    assert len(orders) == 2
-    plain = run(first, second, arbiter, model=model()).ranks["arbiter"].value
-    assert plain == ["first", "second"] * 30
-    assert all(set(order[i : i + 2]) == {"first", "second"} for order in orders for i in range(0, 60, 2))
+    plain = [sender for sender, *_ in heard(None)]
+    orders = [[sender for sender, *_ in heard(Faults(shuffle=True), seed)] for seed in (1, 2)]
+    assert plain == ["one", "two"] * 20
+    assert orders[0] != orders[1]
+    assert all(set(order[i : i + 2]) == {"one", "two"} for order in orders for i in range(0, 40, 2))
 
 
 def test_a_restarted_rank_is_another_one_to_its_peers():
     ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
     assert ranks["friend"].value == ["gone", "lost", "ok"]
     assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
+
+
+def test_keys_of_ranks_that_draw_the_same_order_differ():
+    job = JobClock(itertools.repeat(0.5))
+    ranks = [RankClock(job, name) for name in "ab"]
+    keys = [next(clock.numbers) for _ in range(3) for clock in (*ranks, job)]
+    assert len(set(keys)) == len(keys)
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
@@ -320,11 +306,3 @@ def test_a_plan_for_what_is_not_there_is_refused(faults):
 def test_a_plan_names_what_it_makes_use_of():
     assert Faults(delayed=0.5, delay=1.0).kinds() == ("delayed", "delay")
     assert dataclasses.replace(HELD, delayed=0.0, delay=0.0).kinds() == ()
-
-
-def test_events_of_ranks_that_draw_the_same_order_are_told_apart():
-    """Keys that are equal would have the queue compare events: scenario 1004506."""
-    job = JobClock(itertools.repeat(0.5))
-    ranks = [RankClock(job, name) for name in "ab"]
-    keys = [next(clock.numbers) for _ in range(3) for clock in (*ranks, job)]
-    assert len(set(keys)) == len(keys)

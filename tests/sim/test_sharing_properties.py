@@ -7,7 +7,6 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,13 +32,11 @@ class Scenario:
 class Run:
     """A scenario played on a network, stopping after each instant."""
 
-    def __init__(self, scenario, link_order=None):
+    def __init__(self, scenario):
         self.clock = Clock()
         self.network = Network(self.clock)
-        order = link_order or range(len(scenario.capacity))
-        made = {i: self.network.link(f"link {i}", scenario.capacity[i]) for i in order}
-        self.links = [made[i] for i in range(len(scenario.capacity))]
-        self.paths = [self.network.path([made[i] for i in hops], cap) for hops, cap in scenario.paths]
+        self.links = [self.network.link(f"link {i}", capacity) for i, capacity in enumerate(scenario.capacity)]
+        self.paths = [self.network.path([self.links[i] for i in hops], cap) for hops, cap in scenario.paths]
         self.flows = []
         self.ends = {}
         self.left = {}  # of aborted flows
@@ -170,22 +167,6 @@ def test_every_flow_ends_and_then_nothing_is_left_behind(scenario):
 
 
 @check
-@given(scenarios(changes=False), st.randoms(use_true_random=False))
-def test_the_order_of_links_paths_and_equal_starts_changes_nothing(scenario, random):
-    run = Run(scenario).finish()
-    order = random.sample(range(len(scenario.capacity)), len(scenario.capacity))
-    paths = tuple((tuple(random.sample(hops, len(hops))), cap) for hops, cap in scenario.paths)
-    events = sorted(random.sample(scenario.events, len(scenario.events)), key=lambda event: event[0])
-    other = Run(replace(scenario, paths=paths, events=tuple(events)), order).finish()
-
-    def outcome(events, run):
-        ends = sorted((at, i % len(paths), size, run.ends[n]) for n, (at, _, i, size) in enumerate(events))
-        return [end for *_, end in ends]
-
-    assert outcome(events, other) == pytest.approx(outcome(scenario.events, run), rel=SLACK, abs=SLACK)
-
-
-@check
 @given(scenarios())
 def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scenario):
     """Which links can limit is found out path by path; the order in which paths appear must not matter."""
@@ -207,28 +188,6 @@ def test_paths_that_come_later_find_the_rates_they_would_have_found_earlier(scen
 
 
 # --- against a text-book solver (`benchmarks.sharing` compares with SimGrid) ---------------------------------------
-
-
-def simulate(capacity, paths, flows):
-    """Return the end of each flow; *paths* are (links, cap), *flows* are (start, path, size) in order of start."""
-    clock = Clock()
-    network = Network(clock)
-    links = [network.link(str(i), c) for i, c in enumerate(capacity)]
-    ways = [network.path([links[i] for i in hops], cap) for hops, cap in paths]
-    ends = [math.nan] * len(flows)
-
-    def end(flow):
-        ends[flow] = clock.now
-
-    def source():
-        for number, (start, path, size) in enumerate(flows):
-            if start > clock.now:
-                yield clock.at(start)
-            network.start(ways[path], size, end, number)
-
-    clock.process(source())
-    clock.run()
-    return np.array(ends)
 
 
 def fill(capacity, flows):
@@ -265,7 +224,7 @@ def text_book(capacity, paths, flows):
         while arrivals and arrivals[0][1][0] <= now:
             flow, (_, _, size) = arrivals.pop(0)
             left[flow] = size
-    return np.array(ends)
+    return ends
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
@@ -279,4 +238,6 @@ def test_ends_are_those_of_the_text_book(seed, ties):
         (tuple(rng.choices(range(6), k=rng.randint(1, 4))), rng.choice([math.inf, draw(1, 2)])) for _ in range(12)
     ]
     flows = sorted((draw(0, 9), rng.randrange(12), draw(1, 9)) for _ in range(40))
-    assert simulate(capacity, paths, flows) == pytest.approx(text_book(capacity, paths, flows), rel=1e-9)
+    starts = tuple((at, "start", path, size) for at, path, size in flows)
+    ends = Run(Scenario(tuple(capacity), tuple(paths), starts)).finish().ends
+    assert [ends[flow] for flow in range(40)] == pytest.approx(text_book(capacity, paths, flows), rel=1e-9)

@@ -56,58 +56,61 @@ def test_blocks_take_rounds_of_a_trip_and_an_answer():
 
 # --- what is cut
 
+QUEUED = QUEUE * 10.0  # seconds of bytes that wait after 10 s
+FIRES = 28.002 + 1.024 + 15.0 + 0.128  # when a full buffer of 20 s is sent again, cut after 30 s
+CUTS = {
+    "an answered probe after two round trips": ({}, 0.0, 0.5, 2 * 2.0 + 0.002 + 0.128 + 2.0),
+    "the timer runs from the oldest segment": ({"timeout": 9.0}, 0.0, 0.5, 9.0),
+    "a timer from a lost probe": ({}, 0.0, 5.0, 4.13 + 3.0 + 0.128),
+    "it comes through just in time": ({}, 0.0, 7.2, 4.13 + 3.0 + 0.128),
+    "it doubles": ({}, 0.0, 7.3, 4.13 + 3 * 3.0 + 0.128),
+    "and doubles": ({}, 0.0, 13.3, 4.13 + 7 * 3.0 + 0.128),
+    "what waits makes both longer": (
+        {},
+        10.0,
+        12.5,
+        2 * (2.0 + QUEUED) + 0.002 + 0.128 + (3.0 + QUEUED) + 0.128,
+    ),
+    "a queue of 8 s that outlasts the cut": ({}, 10.0, 7.9, 7.9),
+    "the rest hides growth of the new window": ({"initial": 1, "rate": 1000.0}, 10.0, 7.0, 7.0 + (1.4 + 0.8) - 1.0),
+    # 5 / 6 of the bytes are under way after 30 s, and a round trip of 14 s
+    "a full buffer, after another probe": (
+        {"window": 2000},
+        30.0,
+        30.0,
+        FIRES + 2.0 + 2 * (14.0 * 7 / 8 + (FIRES + 14.0) / 8) + 0.002,
+    ),
+    "a full buffer, once a third is free": (
+        {"window": 500},
+        30.0,
+        15.0,
+        2 * (2.0 + 500 / 120) + 0.002 + 0.128 + 1.0 + (2.0 + 500 / 120) + 0.128,
+    ),
+    "so does one that was not so full": (
+        {"window": 1000, "filled": 0.7},
+        30.0,
+        24.0,
+        2 * 9.0 + 0.002 + 1.024 + 1.0 + 9.0 + 0.128,
+    ),
+}
 
-def cut(seconds, busy, streams):
+
+def cut(changes, busy, seconds):
     """Return how long after it is cut for *seconds* a stream sends on that has been busy until then."""
+    stream = streams(**changes)
     if busy:
-        streams.start(0.0, 1, 1e6)
-    return streams.repaired(busy, busy + seconds) - busy
+        stream.start(0.0, 1, 1e6)
+    return stream.repaired(busy, busy + seconds) - busy
 
 
-def test_an_answered_probe_after_two_round_trips_resumes_the_stream():
-    assert cut(0.5, 0.0, streams()) == pytest.approx(2 * 2.0 + 0.002 + 0.128 + 2.0)
+@pytest.mark.parametrize(("changes", "busy", "seconds", "expected"), CUTS.values(), ids=CUTS)
+def test_a_stream_that_is_cut_sends_on_after(changes, busy, seconds, expected):
+    assert cut(changes, busy, seconds) == pytest.approx(expected)
 
 
-def test_the_timer_runs_from_the_oldest_segment():
-    assert cut(0.5, 0.0, streams(timeout=9.0)) == pytest.approx(9.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "waits"), [(5.0, 1), (7.2, 1), (7.3, 3), (13.3, 7)], ids=lambda value: f"{value}"
-)
-def test_a_timer_runs_from_a_lost_probe_and_doubles(seconds, waits):
-    assert cut(seconds, 0.0, streams()) == pytest.approx(4.13 + waits * 3.0 + 0.128)
-
-
-def test_what_a_busy_stream_keeps_waiting_makes_both_longer():
-    queue = QUEUE * 10.0
-    assert cut(12.5, 10.0, streams()) == pytest.approx(2 * (2.0 + queue) + 0.002 + 0.128 + (3.0 + queue) + 0.128)
-
-
-def test_a_queue_that_outlasts_the_cut_reports_the_loss():
-    assert cut(7.9, 10.0, streams()) == pytest.approx(7.9)  # 8 s are under way
-    assert cut(8.1, 10.0, streams()) > 12.0
-
-
-def test_the_remaining_queue_hides_growth_of_the_new_window():
-    assert cut(7.0, 10.0, streams(initial=1, rate=1000.0)) == pytest.approx(7.0 + (1.4 + 0.8) - 1.0)
-
-
-def test_a_full_buffer_is_lost_only_after_another_probe():
-    full = streams(window=2000)  # 20 s of bytes, of which 5 / 6 are under way after 30 s, and a round trip of 14 s
-    fires = 28.002 + 1.024 + 15.0 + 0.128
-    assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 * 7 / 8 + (fires + 14.0) / 8) + 0.002)
-
-
-def test_a_full_buffer_sends_again_once_a_third_is_free():
-    smooth = 2.0 + 500 / 100 * 5 / 6
-    assert cut(15.0, 30.0, streams(window=500)) == pytest.approx(2 * smooth + 0.002 + 0.128 + 1.0 + smooth + 0.128)
-
-
-def test_so_does_one_that_was_not_so_full():
-    assert cut(24.0, 30.0, streams(window=1000)) > 40.0
-    emptier = streams(window=1000, filled=0.7)
-    assert cut(24.0, 30.0, emptier) == pytest.approx(2 * 9.0 + 0.002 + 1.024 + 1.0 + 9.0 + 0.128)
+def test_a_queue_that_does_not_outlast_the_cut_is_lost():
+    assert cut({}, 10.0, 8.1) > 12.0
+    assert cut({"window": 1000}, 30.0, 24.0) > 40.0
 
 
 @pytest.mark.parametrize(("wait", "more"), [(0.1, 0.002), (0.25, 0.002), (0.26, 0.016), (2.0, 0.016), (2.1, 0.128)])
