@@ -22,9 +22,6 @@ from simpy.events import NORMAL, PENDING, URGENT, AllOf, AnyOf, Event, Process, 
 
 from pdsim.core.errors import NeverPaused
 
-__all__ = ["LAST", "Alarm", "Clock", "Due", "EventQueue", "Mailbox", "Source", "WallClock", "fire", "process_event"]
-
-
 LAST = NORMAL + 1
 """Priority of an event that comes after all other events of its instant."""
 

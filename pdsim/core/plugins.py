@@ -23,10 +23,6 @@ from pdsim.core.errors import BackendUnavailable, ConfigError, instead
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "BACKENDS", "COLLECTIVES", "CONF", "EXECUTORS", "EXPERIMENTS", "HANDOFFS", "ROUTERS", "SCHEDULERS", "conf",
-    "describe", "folders", "groups", "missing", "names", "options", "provider", "resolve", "target",
-]  # fmt: skip
 
 BACKENDS = "pdsim.backends"
 """Endpoint classes of real engines."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["ShowProgress", "silent", "within"]
-
 
 class ShowProgress(Protocol):
     """What an experiment calls when a step begins."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["data"]
-
 
 def data(*parts: str) -> Path:
     """Return the path of *parts* below ``data/`` of the checkout; from a wheel it does not exist."""

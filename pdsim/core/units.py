@@ -13,12 +13,6 @@ import sys
 from fractions import Fraction
 from typing import Annotated
 
-__all__ = [
-    "Count", "Flops", "Frequency", "NotNegative", "NotNegativeInt", "Positive", "PositiveInt", "Rate", "Seconds",
-    "Share", "Size", "format_rate", "format_size", "format_time", "is_number", "not_negative", "one_of",
-    "parse_count", "parse_flops", "parse_frequency", "parse_rate", "parse_size", "parse_time", "positive",
-]  # fmt: skip
-
 _DECIMAL = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = _DECIMAL | _BINARY

@@ -17,19 +17,6 @@ import numpy.typing as npt
 
 from pdsim.core.units import NotNegativeInt, Positive, PositiveInt, Rate, Seconds, Share, Size
 
-__all__ = [
-    "Collective",
-    "CollectiveModel",
-    "DeviceLine",
-    "Engine",
-    "EngineModel",
-    "InlineSaving",
-    "Jitter",
-    "OptionCosts",
-    "Ramp",
-    "Workers",
-]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 

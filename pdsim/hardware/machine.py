@@ -13,19 +13,6 @@ from typing import Annotated
 
 from pdsim.core.units import Flops, NotNegative, NotNegativeInt, PositiveInt, Rate, Seconds, Size
 
-__all__ = [
-    "EVIDENCE",
-    "VENDORS",
-    "Copies",
-    "Gpu",
-    "Host",
-    "Interconnect",
-    "LinkChange",
-    "Machine",
-    "NetworkLink",
-    "Nic",
-]
-
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
 

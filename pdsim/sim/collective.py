@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pdsim.sim.network import Flow, Path
     from pdsim.transfer import Buffer, Recorder
 
-__all__ = ["SimGroup", "SimGroups"]
-
 
 class SimGroups:
     """All groups of a job, whose collectives are those of *library*, by the names of their ranks in order."""

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from pdsim.transfer import Batches
     from pdsim.transfer.log import RecordRun
 
-__all__ = ["DETECTION", "Payload", "SeriesRecorder", "SimEndpoint", "SimTransfer"]
 
 DETECTION = 0.1
 """Seconds from the end of a peer until the other side's engine notices.

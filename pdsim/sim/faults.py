@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pdsim.hardware.costs import Jitter
     from pdsim.transfer import Batch
 
-__all__ = ["Chance", "Draws", "Faults", "Observer", "Pause", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
-
 
 class Slow(NamedTuple):
     """From *start* to *end*, computing and posting take *factor* times as long on *rank*."""

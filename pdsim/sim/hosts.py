@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pdsim.hardware.machine import Host
     from pdsim.transfer import Notification
 
-__all__ = ["HostLatency", "JobClock", "NotificationInbox", "RankClock", "ScheduledArrivals", "SimChannel"]
-
 
 class SimChannel:
     """One rank's TCP sockets to all others: the simulated `pdsim.transfer.Channel`.

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from pdsim.core.clock import Clock
 
-__all__ = ["Flow", "Link", "Path", "Waterfill"]
 
 ENDED: Final = 1.0 + 1e-14
 """Ends within a few roundings of one another, in service, are one end."""

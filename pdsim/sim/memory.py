@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-__all__ = ["LAUNCH", "DeviceMemory", "RegionTable", "Registration", "SimBuffer", "SimDevice", "SymmetricPool"]
-
-
 Bytes = npt.NDArray[np.uint8]
 
 LAUNCH = 3e-6

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from pdsim.transfer import Spill
     from pdsim.transfer.job import SampleRow
 
-__all__ = ["JobJournal", "Model", "Sampling"]
-
 
 _log = logging.getLogger(__name__)
 

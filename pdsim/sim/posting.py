@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pdsim.sim.tcp import Streams
     from pdsim.sim.topology import Route, Site, Topology
 
-__all__ = ["CopyEngine", "Fabric", "Posting", "PostingShare", "PostingThread", "PostingThreads", "SendQueue"]
-
 
 @dataclass(eq=False, slots=True)
 class Posting:

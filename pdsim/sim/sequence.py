@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     SimEndpoint: TypeAlias = Any
     SimTransfer: TypeAlias = Any
 
-__all__ = ["Foreseen", "Pace", "Series", "SimWriteSequence", "Stages", "Times"]
 
 Times = npt.NDArray[np.float64]
 

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdsim.hardware.machine import NetworkLink
 
-__all__ = ["HopChain", "Streams"]
-
 
 QUEUE = 0.4
 """Seconds by which the estimated round trip grows for each second that a stream has filled the way.

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from pdsim.sim.network import Flow, Link, Network
     from pdsim.transfer.job import Place
 
-__all__ = ["RATES", "EndpointAddress", "Route", "SideTraffic", "Site", "Topology", "Ways"]
-
 
 @dataclass(frozen=True, slots=True)
 class Site:

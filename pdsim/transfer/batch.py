@@ -16,7 +16,6 @@ from pdsim.core.errors import InvalidBatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Arena", "Batch", "Buffer", "Bytes", "Int64s", "LazyBatch", "Region", "move", "single_descriptor"]
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

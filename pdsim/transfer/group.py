@@ -10,8 +10,6 @@ from simpy.events import Event
 from pdsim.core.errors import InvalidBatch
 from pdsim.transfer import Buffer
 
-__all__ = ["SYMMETRIC", "Group", "check_gather", "repeated"]
-
 SYMMETRIC = "symmetric"
 """The pool whose memory all ranks of a group have registered with one another (`Group.reserve`)."""
 

@@ -16,9 +16,6 @@ from pdsim.hardware.costs import Engine
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
 from pdsim.transfer.group import Group
 
-__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target", "ranks_named"]
-
-
 SampleRow = tuple[str, str, float, float]
 """Kind, name, seconds since the start of the job, and a share from 0 to 1."""
 

@@ -24,12 +24,6 @@ import numpy.typing as npt
 
 from pdsim.transfer import Spill, TransferRecord
 
-__all__ = [
-    "TIMES", "ArrayColumn", "Compact", "Kind", "LogBlock", "RecordRun", "TransferLog", "TransferShape", "endpoints",
-    "joined", "logs", "plain", "rows", "shapes",
-]  # fmt: skip
-
-
 Floats = npt.NDArray[np.float64]
 
 
