@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many `TransferRecord`s, and other tables, in little memory: columns that make rows when they are read.
 
-A run of a million requests has tens of millions of transfers: as an object each takes 330 bytes, in a block 40 and a
-share of its run, and nothing where a log may leave its blocks in a file (`Spill`).  Blocks are msgpack: Arrow's IPC
-stream cannot be read while it is written, and importing pyarrow takes longer than a small run.
+A record as an object takes 330 bytes, in a block 40 and a share of its run, and nothing where a log may leave its
+blocks in a file (`Spill`).  Blocks are msgpack: Arrow's IPC stream cannot be read while it is written.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import cached_property
 from itertools import chain, groupby
 from operator import eq
 from struct import pack
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,7 +41,19 @@ def plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data, which can cross a process boundary")
 
 
-class ArrayColumn(Sequence[Any]):
+class _Equal(Sequence[Any]):
+    # equal to any sequence of equal values, of which there is one line to print
+
+    __hash__ = None  # type: ignore[assignment]  # it can change
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)}>"
+
+
+class ArrayColumn(_Equal):
     """Values of one column in an array: integers, floats with NaN for None, or numbers of *words*.
 
     It reads as a sequence of `int`, `float` or None, or `str` or None, and equals any sequence of equal values.
@@ -81,25 +92,13 @@ class ArrayColumn(Sequence[Any]):
             return map(self.words.__getitem__, numbers)
         return (None if one != one else one for one in numbers) if self.values.dtype.kind == "f" else iter(numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(ArrayColumn(self.values[index], self.words))
         one = self.values[index].item()
         if self.words is not None:
             return self.words[one]
         return None if one != one else one
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # an array can change
-
-    def __repr__(self) -> str:
-        return f"<ArrayColumn of {len(self)} values>"
 
 
 def rows(columns: Mapping[str, Sequence[Any]], which: npt.NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
@@ -186,23 +185,9 @@ KEPT = 2048
 """Records, or runs of them, from which on a log puts them into a block."""
 
 
-class _RecordSequence(Sequence[TransferRecord]):
-    # by its iterator and its length: records are made as they are read, a place takes all before it
-
-    @overload
-    def __getitem__(self, index: int) -> TransferRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TransferRecord]: ...
-    def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
-        return list(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # records are appended
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} transfer records>"
+class _RecordSequence(_Equal):
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]  # records are made as they are read: a place takes all before it
 
 
 class TransferLog(_RecordSequence):
@@ -247,13 +232,7 @@ class TransferLog(_RecordSequence):
         """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
         if not run.count:
             return
-        parts: list[bytes] = []
-        last, data = None, b""
-        for values in times:
-            if values is not last:  # what is prepared when it is submitted, and seen when it is complete
-                last, data = values, values.tobytes()
-            parts.append(data)
-        self._new.append((run, parts))
+        self._new.append((run, [values.tobytes() for values in times]))
         self._waiting += run.count
         if self._waiting >= KEPT:
             self._put_away(self._spill)
@@ -284,15 +263,9 @@ class TransferLog(_RecordSequence):
             for column, values in zip(times, stamps, strict=True):
                 column.append(pack(f"{len(values)}d", *values))
         self._new, self._waiting = [], 0
+        runs = nbytes.tobytes(), descriptors.tobytes(), counts.tobytes()
         block = LogBlock(
-            self._rank,
-            [Kind(*kind) for kind in self._codes],
-            codes.tobytes(),
-            labels,
-            nbytes.tobytes(),
-            descriptors.tobytes(),
-            counts.tobytes(),
-            [b"".join(column) for column in times],
+            self._rank, self._kinds(), codes.tobytes(), labels, *runs, [b"".join(part) for part in times]
         )
         self._blocks.append(block if spill is None else spill.append(_encode(block)))
         self._count += sum(counts)
@@ -335,6 +308,9 @@ class TransferLog(_RecordSequence):
         """What the records have in common: every kind that occurs."""
         if self._new:
             self._put_away(None)
+        return self._kinds()
+
+    def _kinds(self) -> list[Kind]:
         return [Kind(*kind) for kind in self._codes]
 
     def __len__(self) -> int:
