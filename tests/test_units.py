@@ -10,7 +10,9 @@ from pdsim.core.units import (
     format_rate,
     format_size,
     format_time,
+    parse_count,
     parse_flops,
+    parse_frequency,
     parse_rate,
     parse_size,
     parse_time,
@@ -48,8 +50,9 @@ def test_a_time_is_the_float_nearest_to_what_was_written(text, seconds):
     assert parse_time(text) == seconds
 
 
-def test_computation_is_counted_in_flops_and_nothing_is_zero():
+def test_operations_parameters_and_arrivals_are_counted():
     assert parse_flops("148TFLOPS") == 148e12
+    assert (parse_count("70.6B"), parse_count(671e9), parse_frequency("4req/s")) == (70.6e9, 671e9, 4.0)
     assert parse_time("1e-999999999") == 0.0  # too small for a float
 
 

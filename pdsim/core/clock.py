@@ -140,10 +140,6 @@ class Clock:
         """Process *event*, which is triggered, in *delay* seconds."""
         self._queue.add(self.now + delay, priority, self.numbers, self, None, event)
 
-    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
-        """Schedule *event* at the absolute time *at*; a past time is a `ValueError`."""
-        self.call_at(at, None, event, priority)
-
     def at(self, when: float, value: Any = None) -> Event:
         """Return an event that succeeds with *value* at the absolute time *when*; a past time is a `ValueError`."""
         event = _Moment(self, value)

@@ -60,11 +60,7 @@ def _parse(text: float | str, table: dict[str, Fraction], what: str, example: st
 
 
 def parse_size(text: float | str) -> int:
-    """Return bytes.  Raise a `ValueError` unless *text* is a size and a whole number of bytes.
-
-    >>> parse_size("64KiB"), parse_size("1.5GB"), parse_size(4096)
-    (65536, 1500000000, 4096)
-    """
+    """Return bytes.  Raise a `ValueError` unless *text* is a size and a whole number of bytes."""
     size = _parse(text, _SIZE, "size", "a number or something like 64KiB or 1.5GB")
     if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes; write one, or something like 64KiB or 1.5GB")
@@ -72,47 +68,27 @@ def parse_size(text: float | str) -> int:
 
 
 def parse_rate(text: float | str) -> float:
-    """Return bytes per second.  Raise a `ValueError` that shows how to write one for anything else.
-
-    >>> parse_rate("400Gbps"), parse_rate("50GB/s"), parse_rate(5e10)
-    (50000000000.0, 50000000000.0, 50000000000.0)
-    """
+    """Return bytes per second.  Raise a `ValueError` that shows how to write one for anything else."""
     return float(_parse(text, _RATE, "rate", "something like 400Gbps or 50GB/s"))
 
 
 def parse_time(text: float | str) -> float:
-    """Return seconds, the float that the decimal number has.  Raise a `ValueError` for anything but a time.
-
-    >>> parse_time("1.5us") == 1.5e-6, parse_time("2min"), parse_time(0.25)
-    (True, 120.0, 0.25)
-    """
+    """Return seconds, the float that the decimal number has.  Raise a `ValueError` for anything but a time."""
     return float(_parse(text, _TIME, "time", "something like 1.5us or 2ms"))
 
 
 def parse_flops(text: float | str) -> float:
-    """Return floating-point operations per second.  Raise a `ValueError` for anything else.
-
-    >>> parse_flops("148TFLOPS")
-    148000000000000.0
-    """
+    """Return floating-point operations per second.  Raise a `ValueError` for anything else."""
     return float(_parse(text, _FLOPS, "rate of computation", "something like 148TFLOPS"))
 
 
 def parse_count(text: float | str) -> float:
-    """Return a number of things that come in billions, such as parameters.  Raise a `ValueError` for anything else.
-
-    >>> parse_count("70.6B"), parse_count(671e9)
-    (70600000000.0, 671000000000.0)
-    """
+    """Return a number of things that come in billions, such as parameters.  Raise a `ValueError` otherwise."""
     return float(_parse(text, _COUNT, "number", "a number or something like 7B or 671e9"))
 
 
 def parse_frequency(text: float | str) -> float:
-    """Return how many a second.  Raise a `ValueError` for anything but a number, ``4/s`` or ``4req/s``.
-
-    >>> parse_frequency("4req/s"), parse_frequency(0.5)
-    (4.0, 0.5)
-    """
+    """Return how many a second.  Raise a `ValueError` for anything but a number, ``4/s`` or ``4req/s``."""
     return float(_parse(text, _FREQUENCY, "number a second", "something like 4 or 4req/s"))
 
 
@@ -123,38 +99,22 @@ def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
 
 
 def format_size(size: float) -> str:
-    """Return *size* bytes with a binary prefix and three digits.
-
-    >>> format_size(65536), format_size(101063034880)
-    ('64 KiB', '94.1 GiB')
-    """
+    """Return *size* bytes with a binary prefix and three digits: ``94.1 GiB``."""
     return _scaled(size, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 
 
 def format_rate(rate: float) -> str:
-    """Return *rate* bytes per second with a decimal prefix and three digits.
-
-    >>> format_rate(50e9), format_rate(2.1e9)
-    ('50 GB/s', '2.1 GB/s')
-    """
+    """Return *rate* bytes per second with a decimal prefix and three digits: ``2.1 GB/s``."""
     return _scaled(rate, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")))
 
 
 def format_time(seconds: float) -> str:
-    """Return *seconds* in the unit that keeps three digits readable, from nanoseconds to hours.
-
-    >>> format_time(1.5e-6), format_time(0.25), format_time(7200)
-    ('1.5 us', '250 ms', '2 h')
-    """
+    """Return *seconds* in the unit that keeps three digits readable, from nanoseconds to hours."""
     return _scaled(seconds, ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
 
 
 def is_number(text: str) -> bool:
-    """Return whether *text* alone is a number to Python, infinities and NaN included; one with a unit is none.
-
-    >>> is_number("1e3"), is_number("inf"), is_number("1kB")
-    (True, True, False)
-    """
+    """Return whether *text* alone is a number to Python, infinities and NaN included; one with a unit is none."""
     try:
         float(text)
     except ValueError:
@@ -166,36 +126,21 @@ def is_number(text: str) -> bool:
 
 
 def positive(owner: str, **values: float) -> None:
-    """Raise a `ValueError` unless all *values* are > 0; NaN is not.
-
-    >>> positive("hw.nic", rate=0)
-    Traceback (most recent call last):
-    ValueError: hw.nic.rate must be > 0, got 0
-    """
+    """Raise a `ValueError`, such as "hw.nic.rate must be > 0, got 0", unless all *values* are > 0; NaN is not."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{owner}.{name} must be > 0, got {value}")
 
 
 def not_negative(owner: str, **values: float) -> None:
-    """Raise a `ValueError` unless all *values* are >= 0; NaN is not.
-
-    >>> not_negative("hw.host", wake=-1.0)
-    Traceback (most recent call last):
-    ValueError: hw.host.wake must be >= 0, got -1.0
-    """
+    """Raise a `ValueError` unless all *values* are >= 0; NaN is not."""
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{owner}.{name} must be >= 0, got {value}")
 
 
 def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
-    """Raise a `ValueError` unless all *values* are among *allowed*, compared as whole names.
-
-    >>> one_of("engine", ("wait", "refuse"), full="drop")
-    Traceback (most recent call last):
-    ValueError: engine.full must be one of wait, refuse, got 'drop'
-    """
+    """Raise a `ValueError` unless all *values* are among *allowed*, compared as whole names."""
     for name, value in values.items():
         if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
             choices = ", ".join(choice or "''" for choice in allowed)

@@ -193,17 +193,8 @@ class EngineModel:
             by_option=(),
         )
 
-    def posting(self, descriptors: int) -> Seconds:
-        """Return the seconds for which one call with so many *descriptors*, a number, keeps the posting thread.
-
-        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
-        >>> f"{model.posting(10):.6f}"
-        '0.000031'
-        """
-        seconds: float = self._posting(descriptors)
-        return seconds
-
-    def _posting(self, descriptors: Any) -> Any:
+    def posting(self, descriptors: Any) -> Any:
+        """Return the seconds for which a call with so many *descriptors* keeps its thread: a number or an array."""
         if self.workers is not None:
             descriptors = self.workers.longest(descriptors)
         seconds = self.call + descriptors * self.descriptor
@@ -211,18 +202,8 @@ class EngineModel:
             seconds = seconds + _least(descriptors, ramp.first) * ramp.extra
         return seconds
 
-    def inline_saving(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
-        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*.
-
-        >>> small = InlineSaving(bytes=4096, descriptors=1, saving=3e-6)
-        >>> model = EngineModel(path="rdma", call=5e-6, descriptor=0.0, overlap=True, latency=2e-6, small=small)
-        >>> [f"{1e6 * part:.0f}" for part in model.inline_saving(1, 4096)], model.inline_saving(2, 4096)
-        (['1', '2'], (0.0, 0.0))
-        """
-        early, late = self._inline_saving(descriptors, nbytes)
-        return early, late
-
-    def _inline_saving(self, descriptors: Any, nbytes: Any) -> tuple[Any, Any]:
+    def inline_saving(self, descriptors: Any, nbytes: Any) -> tuple[Any, Any]:
+        """Return what a batch that finds nothing under way saves of posting and of latency: 0 unless *small*."""
         if self.small is None:
             return 0.0, 0.0
         saving = self.small.saving * self.small.takes(descriptors, nbytes)
@@ -243,9 +224,9 @@ class EngineModel:
         narrowest = min(narrowest, self.queues * self.queue_rate)
         held = descriptors * self.wire_overhead(narrowest, read=read)
         wire = (nbytes + held) / min(self.fastest(read=read), narrowest)
-        early, late = self._inline_saving(descriptors, nbytes)
+        early, late = self.inline_saving(descriptors, nbytes)
         latency = self.latency + (self.read if read else 0.0) - late
-        return self._posting(descriptors) - early, self._posting(1) - early, wire, latency
+        return self.posting(descriptors) - early, self.posting(1) - early, wire, latency
 
     def isolated_times(
         self, descriptors: Floats, nbytes: Floats, narrowest: Rate = math.inf, *, read: bool = False
@@ -257,12 +238,7 @@ class EngineModel:
     def isolated_time(
         self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False
     ) -> Seconds:
-        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
-
-        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
-        >>> f"{model.isolated_time(16, 1 << 20):.9f}"
-        '0.000045621'
-        """
+        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s."""
         return float(self._isolated(descriptors, nbytes, narrowest, read))
 
     def _isolated(self, descriptors: Any, nbytes: Any, narrowest: Rate, read: bool) -> Any:
@@ -347,13 +323,7 @@ class CollectiveModel:
     launch: Seconds = 0.0  # of the host: from the call of the bare library to the device's start, and to see its end
 
     def before(self, ranks: int, size: float) -> Seconds:
-        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links.
-
-        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6,
-        ...                         rate=300e9, own_rate=100e9)
-        >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
-        '45.0'
-        """
+        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links."""
         if self.stream:
             return self.on_device(ranks, size) - (ranks - 1) * size / self.rate
         return self.latency + (ranks - 1) * self.step + size / self.own_rate
@@ -376,11 +346,6 @@ class CollectiveModel:
         """Return the GPU's seconds for an all-gather of *size* bytes of each of *ranks*, nothing in its way.
 
         Raise `ValueError` if nobody has measured them.
-
-        >>> lines = DeviceLine(latency=8e-6, rate=100e9), DeviceLine(latency=20e-6, rate=250e9)
-        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=0.0, rate=300e9, device=lines)
-        >>> [f"{1e6 * model.on_device(2, size):.1f}" for size in (100_000, 10_000_000)]
-        ['9.0', '60.0']
         """
         if not self.device:
             raise ValueError("collective.device has no lines for this memory: the GPU's own time is not known")

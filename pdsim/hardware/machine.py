@@ -35,11 +35,7 @@ class Copies:
     context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
 
     def busy(self, descriptors: int, switched: bool = False) -> Seconds:
-        """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one.
-
-        >>> f"{Copies(call=300e-6, descriptor=10e-9).busy(32768):.6f}"
-        '0.000628'
-        """
+        """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one."""
         return self.call + descriptors * self.descriptor + (self.context_switch if switched else 0.0)
 
 
@@ -158,11 +154,7 @@ class NetworkLink:
 
     @property
     def segment(self) -> int:
-        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12.
-
-        >>> NetworkLink(rate=1e9, delay=1e-3).segment
-        8948
-        """
+        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12."""
         return self.mtu - 52
 
 

@@ -524,6 +524,7 @@ class SendQueue:
             poster.under_way += 1
             return 0.0
         posting.at_once = True
+        early: float
         early, late = self.model.inline_saving(posting.descriptors, posting.nbytes)
         posting.held -= late
         return early
