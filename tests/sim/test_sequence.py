@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pdsim.core.errors import TransferError
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.sim.model import Model
-from pdsim.sim.sequence import Foreseen
 from pdsim.transfer import Batch, WriteSequence
 from pdsim.transfer.job import Place, RankSpec
 from tests.support.machines import cost, engine, machine
@@ -76,56 +75,29 @@ def one_by_one(model, works, kill=None):
         return play(model, works, kill)
 
 
-def test_a_series_alone_costs_no_more_events_than_one_write():
-    model = Model(machine(), engine())
-    few, many = (play(model, [[(10.0, 0, 2, 10, count)]]).events for count in (2, 20))
-    assert few == many
-
-
-def test_writers_in_lockstep_are_foreseen_together(monkeypatch):
-    cuts = []
-    monkeypatch.setattr(Foreseen, "cut", lambda self, plans=None: cuts.extend(plans or self._all))
-    model = Model(machine(), engine())
-    works = [[(10.0, 0, 2, 10, 20)], [(10.0, 0, 2, 10, 20)]]
-    outcome = play(model, works)
-    assert cuts == []
-    assert outcome.ranks == one_by_one(model, works).ranks
-
-
-def test_the_end_of_the_peer_is_told_of_as_without_a_series():
-    model, works = Model(machine(), engine()), [[(10.0, 0, 2, 10, 20)]]
-    with_series = play(model, works, {"sink0": 20.2})
-    assert with_series.ranks == one_by_one(model, works, {"sink0": 20.2}).ranks
-    assert {record.status for record in with_series.ranks["writer0"].transfers} == {"ok", "PeerLost"}
-
-
-def test_a_write_that_would_time_out_is_not_foreseen():
-    model, works = Model(machine(), engine(timeout=1.5)), [[(10.0, 0, 2, 10, 3)]]
-    outcome = play(model, works)
-    assert outcome.ranks == one_by_one(model, works).ranks
-    assert [record.status for record in outcome.ranks["writer0"].transfers] == ["TransferTimeout"]
-
-
-def test_a_receiver_that_wakes_up_for_each_is_foreseen_too():
-    slow = replace(machine(), host=replace(machine().host, wake=0.02, idle_wake=0.11, idle_after=0.3))
-    works = [[(10.0, 0, 2, 10, 20)], [(10.1, 1, 2, 10, 20)]]
-    outcome, written = (play_as(Model(slow, engine()), works) for play_as in (play, one_by_one))
-    assert outcome.ranks == written.ranks
-    assert outcome.events < written.events / 3
-    assert outcome.ranks["sink0"].value == 20
-
-
-def test_copy_engines_that_sleep_are_roused_by_single_writes():
-    sleepy = replace(machine(), gpu=replace(machine().gpu, idle_after=5.0, idle_wake=0.05))
-    works = [[(10.0, 0, 2, 10, 20), (100.0, 0, 2, 10, 20)]]
-    outcome, written = (play_as(Model(sleepy, engine(cost(in_order=True))), works) for play_as in (play, one_by_one))
-    assert outcome.ranks == written.ranks
-    assert outcome.events < written.events / 2
-
-
 def slower(host, gpu):
     made = machine()
     return replace(made, host=replace(made.host, **host), gpu=replace(made.gpu, **gpu))
+
+
+WAKING, SLEEPING = {"wake": 0.02, "idle_wake": 0.11, "idle_after": 0.3}, {"idle_after": 5.0, "idle_wake": 0.05}
+ONE, LATER, OTHER = (10.0, 0, 2, 10, 20), (100.0, 0, 2, 10, 20), (10.1, 1, 2, 10, 20)
+# hardware, engine, work, deaths, and how many times fewer events there are at least
+CASES = {
+    "alone": (machine(), engine(), [[ONE]], {}, 4),
+    "in lockstep": (machine(), engine(), [[ONE], [ONE]], {}, 4),
+    "the peer ends": (machine(), engine(), [[ONE]], {"sink0": 20.2}, 1),
+    "it would time out": (machine(), engine(timeout=1.5), [[(10.0, 0, 2, 10, 3)]], {}, 0.9),
+    "receivers wake up": (slower(WAKING, {}), engine(), [[ONE], [OTHER]], {}, 3),
+    "copy engines wake up": (slower({}, SLEEPING), engine(cost(in_order=True)), [[ONE, LATER]], {}, 2),
+}
+
+
+@pytest.mark.parametrize(("hardware", "made", "works", "kill", "fewer"), CASES.values(), ids=CASES)
+def test_a_series_has_the_records_of_writes_in_fewer_events(hardware, made, works, kill, fewer):
+    series, written = (way(Model(hardware, made), works, kill) for way in (play, one_by_one))
+    assert series.ranks == written.ranks
+    assert series.events * fewer <= written.events
 
 
 moments = st.one_of(st.sampled_from([5.0, 6.0, 7.5]), st.floats(5.0, 15.0))
@@ -144,7 +116,7 @@ engines = st.builds(
 )
 
 
-hosts = st.sampled_from([{}, {"wake": 0.02}, {"wake": 0.02, "idle_wake": 0.11, "idle_after": 0.3}])
+hosts = st.sampled_from([{}, {"wake": 0.02}, WAKING])
 sleeps = st.sampled_from([{}, {"idle_after": 20.0, "idle_wake": 0.05}, {"idle_after": 0.3, "idle_wake": 0.05}])
 
 
