@@ -246,34 +246,25 @@ def test_the_events_of_a_transfer_do_not_depend_on_its_descriptors(descriptors, 
 # --- several threads that post -------------------------------------------------------------------------------------
 
 
-def threads(threads, serial, *posts, **changes):
-    """Return when *posts* over a link of 1000 bytes/s end, by *threads* that share *serial* of their work."""
+SHORT, LONG = {"nbytes": 10, "descriptors": 8}, {"nbytes": 6000}
+THREADS = {  # how many, what they share, posts, changes of the engine, ends; 1000 bytes of a link of 1000 bytes/s
+    "two that share nothing": (2, 0.0, [post(), post("b")], {}, [(4.5, "a"), (4.5, "b")]),
+    "two that share half": (2, 0.5, [post(), post("b")], {}, [(5.5, "a"), (5.5, "b")]),
+    "two that share all": (2, 1.0, [post(), post("b")], {}, [(6.5, "a"), (6.5, "b")]),
+    # a has 1 s left at 1.0: done at 2.5; b has 3 s, of which 1 is done by then, and goes on alone until 4.5
+    "a later one": (2, 0.5, [post(), post("b", at=1.0, **SHORT)], {}, [(4.0, "a"), (5.01, "b")]),
+    "one, in order": (1, 1.0, [post(tag, nbytes=0) for tag in "abc"], {}, [(2.5, "a"), (4.5, "b"), (6.5, "c")]),
+    "the wire ends with the posting": (2, 0.5, [post(), post("b")], {"overlap": True}, [(3.5, "a"), (3.5, "b")]),
+    "the wire starts with it": (2, 0.5, [post(**LONG)], {"overlap": True}, [(6.5, "a")]),
+}
+
+
+@pytest.mark.parametrize(("threads", "serial", "posts", "changes", "ends"), THREADS.values(), ids=THREADS)
+def test_threads_post_side_by_side(threads, serial, posts, changes, ends):
     bench = Bench(link=1000.0, threads=threads, serial=serial, **changes)
     for tag, how in posts:
         bench.post(tag, **({"nbytes": 1000} | how))
-    return bench.run()
-
-
-@pytest.mark.parametrize(("serial", "slower"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
-def test_two_threads_slow_each_other_by_what_they_share(serial, slower):
-    # both posted at 2 * slower, and share the link from there
-    assert threads(2, serial, post(), post("b")) == [(2.0 * slower + 2.5, "a"), (2.0 * slower + 2.5, "b")]
-
-
-def test_a_later_thread_slows_the_rest_and_its_end_frees_it():
-    # a has 1 s left at 1.0: done at 2.5; b has 3 s, of which 1 is done by then, and goes on alone until 4.5
-    ends = threads(2, 0.5, post(), post("b", at=1.0, descriptors=8, nbytes=10))
-    assert ends == [(4.0, "a"), (pytest.approx(5.01, abs=1e-12), "b")]
-
-
-def test_transfers_wait_for_a_thread_in_their_order():
-    ends = threads(1, 1.0, *(post(tag, nbytes=0) for tag in "abc"))
-    assert ends == [(2.5, "a"), (4.5, "b"), (6.5, "c")]
-
-
-def test_the_wire_of_a_thread_starts_and_ends_with_its_posting():
-    assert threads(2, 0.5, post(), post("b"), overlap=True) == [(3.5, "a"), (3.5, "b")]  # the wire long before
-    assert threads(2, 0.5, post(nbytes=6000), overlap=True) == [(6.5, "a")]
+    assert bench.run() == [(pytest.approx(at, abs=1e-12), tag) for at, tag in ends]
 
 
 def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
