@@ -28,17 +28,12 @@ def parallel(prefill: int, decode: int) -> Parallel:
     [
         (MACHINE, (2, 1), [Place(0, 0), Place(0, 1)], [Place(0, 2)]),
         (TWO_NODES, (1, 2), [Place(0, 0)], [Place(1, 0), Place(1, 1)]),
+        (TWO_NODES, (4, 12), [Place(0, n) for n in range(4)], [Place(n // 8, n % 8) for n in range(4, 16)]),
         (HOSTS, (1, 2), [Place(0)], [Place(0), Place(0)]),
     ],
 )
-def test_prefill_comes_first_and_decode_on_the_next_node_if_there_is_one(machine, sizes, prefill, decode):
+def test_decode_is_on_the_next_node_if_it_fits_there(machine, sizes, prefill, decode):
     assert places(parallel(*sizes), machine) == (prefill, decode)
-
-
-def test_decode_stays_on_the_node_if_it_fits_no_other_way():
-    _, decode = places(Parallel(prefill=Side(tp=1, instances=4), decode=Side(tp=4, instances=3)), TWO_NODES)
-    assert decode[0] == Place(0, 4)
-    assert decode[-1] == Place(1, 7)
 
 
 def test_more_ranks_than_gpus_are_refused():
