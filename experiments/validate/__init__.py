@@ -14,14 +14,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.validate.design import Design, DesignPart, parts
+from experiments.validate.design import Design, parts, problems
 from experiments.validate.steps import adopt, check_same, design_of, expect, measure, take
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
 from pdsim.core.units import Positive, Seconds, Size
 from pdsim.results.record import Metric, Result
-from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Target
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
 from pdsim.validation.verdicts import (
@@ -40,8 +39,7 @@ KEEPS_FILES = True
 """`run` takes the folder of the run, and writes files of its own there."""
 
 TABLE = "validation.parquet"
-PREDICTING = 0.05
-"""Share of the progress that predictions are: they take a minute, measuring many."""
+PREDICTING = 0.05  # share of the progress that predictions are: they take a minute, measuring many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +86,10 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     """
     options = ValidateOptions.of(config)
     notes: list[str] = []
-    failures: list[str] = []
-    records: list[TransferRecord] = []
     only = options.predict == "only"
     if options.stored:
         _take(config, options, folder, progress)
-        return _compared(config, options, folder, notes, failures)
+        return _compared(config, options, folder, notes, [])
     if config.target != "real" and not only:
         raise ConfigError(
             "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was "
@@ -107,7 +103,8 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     if only:
         return _predictions(folder, notes)
     measuring = within(progress, PREDICTING, 1.0)
-    failures += measure(config, design, options.sized(config.hw.gpus).jobs, target, folder, measuring, records)
+    jobs = options.sized(config.hw.gpus).jobs
+    records, failures = measure(config, design, jobs, target, folder, measuring)
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
 
@@ -130,12 +127,11 @@ def _take(config: Config, options: ValidateOptions, folder: Path, progress: Show
     expect(config, design_of(source, folder), folder, progress)
 
 
-def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> list[DesignPart]:
+def _design(config: Config, asked: Iterable[ExperimentOptions], notes: list[str]) -> list[ExperimentOptions]:
     kept = []
     for part in asked:
-        problems = part.problems(config)
-        if problems:
-            notes.append(f"{part.experiment} is left out: {problems[0]}")
+        if lacking := problems(config, part):
+            notes.append(f"{part.name} is left out: {lacking[0]}")
         else:
             kept.append(part)
     if not kept:

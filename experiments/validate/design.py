@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.points import TransferPoint, names, places, read, region_bytes, shortage, write
@@ -21,7 +21,10 @@ from pdsim.core.units import Size
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 
-__all__ = ["CLASSES", "POINTS", "Design", "DesignPart", "parts"]
+__all__ = ["CLASSES", "POINTS", "Design", "Parts", "jobs_of", "parts", "problems", "run_part"]
+
+Parts: TypeAlias = Sequence[ExperimentOptions]
+"""Experiments of a design, in the order in which they are run."""
 
 CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
 POINTS = "points.csv"
@@ -82,37 +85,25 @@ class Design(ExperimentOptions):
         )
 
 
-class DesignPart(NamedTuple):
-    """One experiment of the design: its options, which name it."""
-
-    options: ExperimentOptions
-
-    @property
-    def experiment(self) -> str:
-        """The name of the experiment."""
-        return self.options.name
-
-    def jobs(self, most: int) -> int:
-        """Return in how many jobs it is run: *most*, or a third for what takes long, handoffs and `serve`."""
-        return most if self.experiment in ("transfer", "allgather") else max(1, most // 3)
-
-    def config(self, config: Config) -> Config:
-        """Return *config* with this experiment."""
-        return replace(config, experiment=self.options)
-
-    def problems(self, config: Config) -> list[str]:
-        """Return what keeps it from being run."""
-        check = getattr(plugins.resolve(plugins.EXPERIMENTS, self.experiment), "check", None)
-        return list(check(self.config(config))) if check else []
-
-    def run(self, config: Config, target: Target, progress: ShowProgress = silent) -> Result:
-        """Run it on *target*, and show *progress* how far it is."""
-        measure = plugins.resolve(plugins.EXPERIMENTS, self.experiment).run
-        result: Result = measure(self.config(config), target, progress)
-        return result
+def jobs_of(part: ExperimentOptions, most: int) -> int:
+    """Return in how many jobs *part* is run: *most*, or a third for what takes long, handoffs and `serve`."""
+    return most if part.name in ("transfer", "allgather") else max(1, most // 3)
 
 
-def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[DesignPart]:
+def problems(config: Config, part: ExperimentOptions) -> list[str]:
+    """Return what keeps *part* from being run."""
+    check = getattr(plugins.resolve(plugins.EXPERIMENTS, part.name), "check", None)
+    return list(check(replace(config, experiment=part))) if check else []
+
+
+def run_part(config: Config, part: ExperimentOptions, target: Target, progress: ShowProgress = silent) -> Result:
+    """Run *part* on *target*, and show *progress* how far it is."""
+    run = plugins.resolve(plugins.EXPERIMENTS, part.name).run
+    result: Result = run(replace(config, experiment=part), target, progress)
+    return result
+
+
+def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[ExperimentOptions]:
     """Yield the parts of *design* that *config* has ranks for, their points written to *folder*."""
     gpus = config.hw.gpus * config.hw.nodes
     design = design.sized(gpus)
@@ -121,28 +112,26 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         write(folder / POINTS, points)
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents,
         # which take longer to fill and to compare than to transfer
-        yield DesignPart(
-            transfer.TransferOptions(
-                points=str(folder / POINTS), repeat=design.repeat, volume=design.volume, warmup=10,
-                placement=design.placement, order="shuffled", verify=False,
-            )
+        yield transfer.TransferOptions(
+            points=str(folder / POINTS), repeat=design.repeat, volume=design.volume, warmup=10,
+            placement=design.placement, order="shuffled", verify=False,
         )  # fmt: skip
     yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
     if "allgather" in design.classes and config.collective is not None:
         yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
     if "serve" in design.classes:
-        yield DesignPart(serve.ServeOptions())
+        yield serve.ServeOptions()
 
 
-def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
+def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[ExperimentOptions]:
     # Metadata is handed over between equal ranks, by the engine and by TCP.
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
     options = handoff.HandoffOptions(placement="packed" if not gpus or gpus >= most else "sides", verify=False)
-    jobs = DesignPart(options).jobs(design.jobs)  # which share the repeats
+    jobs = jobs_of(options, design.jobs)  # which share the repeats
 
-    def part(repeat: int, **more: Any) -> DesignPart:
-        return DesignPart(replace(options, repeat=-(-max(4, repeat) // jobs), **more))
+    def part(repeat: int, **more: Any) -> ExperimentOptions:
+        return replace(options, repeat=-(-max(4, repeat) // jobs), **more)
 
     equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
     unequal = tuple(way for way in ways if way not in equal)
@@ -165,16 +154,16 @@ def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[s
     return tuple(count for count in tokens if count * planes <= design.slices)
 
 
-def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> DesignPart:
+def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> ExperimentOptions:
     options = allgather.AllgatherOptions(ranks=ranks, batches=(), growth=False, repeat=design.repeat, verify=False)
     pieces = sorted(design.pieces)
     for count in range(len(pieces), 0, -1):
-        part = DesignPart(replace(options, size=tuple(pieces[:count])))
-        if not part.problems(config):
+        part = replace(options, size=tuple(pieces[:count]))
+        if not problems(config, part):
             left = ", ".join(map(str, pieces[count:]))
             notes += [f"left out, for they do not fit into memory: all-gathers of {left} bytes"] if left else []
             return part
-    return DesignPart(replace(options, size=design.pieces))  # which says itself what it lacks
+    return replace(options, size=design.pieces)  # which says itself what it lacks
 
 
 # --- the points of transfers ---------------------------------------------------------------------------------------

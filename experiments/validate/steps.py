@@ -19,7 +19,7 @@ import numpy as np
 from experiments.transfer.points import TransferPoint
 from experiments.transfer.points import read as read_points
 from experiments.transfer.points import write as write_points
-from experiments.validate.design import POINTS, DesignPart
+from experiments.validate.design import POINTS, Parts, jobs_of, run_part
 from pdsim.config import Config, ExperimentOptions, Launch, build, plain
 from pdsim.core.errors import ConfigError, TransferError
 from pdsim.core.progress import ShowProgress, silent, within
@@ -37,15 +37,13 @@ from pdsim.validation.verdicts import Value, mean
 __all__ = ["adopt", "check_same", "design_of", "expect", "measure", "take", "values"]
 
 TRANSFERS = "transfers.parquet"
-
-START = 2.0
-"""Seconds that a job takes to start its processes, for the time that is left."""
+START = 2.0  # seconds that a job takes to start its processes, for the time that is left
 
 SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute", "seed")
 """Groups of the configuration that a prediction and its measurement share; labels do not name the model."""
 
 
-def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress: ShowProgress = silent) -> None:
+def expect(config: Config, design: Parts, folder: Path, progress: ShowProgress = silent) -> None:
     """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations."""
     seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
     count = len(design) * (1 + 2 * len(list(variants(config))))
@@ -53,11 +51,11 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress:
     def predict(of: Config) -> list[Value]:
         every: list[Value] = []
         for one in design:
-            progress(len(seconds) / count, f"predicting {one.experiment}, simulation {len(seconds) + 1} of {count}")
+            progress(len(seconds) / count, f"predicting {one.name}, simulation {len(seconds) + 1} of {count}")
             model = Model(of.hw, of.backend, seed=of.seed, collective=of.collective)
-            result = one.run(replace(of, target="model", memory="timing", launch=Launch()), model)
+            result = run_part(replace(of, target="model", memory="timing", launch=Launch()), one, model)
             seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
-            every += values(one.experiment, result)
+            every += values(one.name, result)
         return every
 
     known = [asdict(value) for value in predicted(config, predict)]
@@ -77,7 +75,7 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress:
     keep(folder / EXPECTED, seal(content))
 
 
-def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
+def adopt(config: Config, source: Path, folder: Path) -> list[ExperimentOptions]:
     """Copy the expectations *source*, a file or the folder that it is in, to *folder*, and return their design.
 
     Raise a `ConfigError` if there are none, if they were changed, or if they are of another system than *config*.
@@ -122,57 +120,49 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], at: str = ""
 
 def measure(
     config: Config,
-    design: Sequence[DesignPart],
+    design: Parts,
     jobs: int,
     target: Target,
     folder: Path,
     progress: ShowProgress,
-    records: list[TransferRecord],
-) -> list[str]:
-    """Run *design* for real, write what was measured, and return what failed, a line each."""
+) -> tuple[list[TransferRecord], list[str]]:
+    """Run *design* for real, write what was measured, and return all transfers and what failed, a line each."""
+    records: list[TransferRecord] = []
     measured: list[Value] = []
     failures: list[str] = []
     took: list[dict[str, Any]] = []
     predictions = read(folder / EXPECTED)
-    began, expectations = _now(), predictions["sha256"]
-    ends = _ends(design, jobs, predictions.get("seconds", ()))
+    began, ends = _now(), _ends(design, jobs, predictions.get("seconds", ()))
     for part, start_share, end_share in zip(design, [0.0, *ends], ends, strict=False):
         start = time.monotonic()
         results = _jobs(config, part, jobs, target, failures, within(progress, start_share, end_share))
-        measured += mean([values(part.experiment, result) for result in results])
-        failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
+        measured += mean([values(part.name, result) for result in results])
+        failures += [f"{part.name}: {failure}" for result in results for failure in result.failures]
         records += [record for result in results for record in result.transfers]
-        took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
-        content = {
-            "began": began,
-            "expectations": expectations,
-            "engines": sorted({record.engine for record in records}),
-            "took": list(took),
-            "measured": [asdict(value) for value in measured],
-        }
-        keep(folder / MEASURED, seal(content))
-    return failures
+        took.append({"experiment": part.name, "jobs": len(results), "seconds": time.monotonic() - start})
+        _keep(folder, {"began": began, "expectations": predictions["sha256"], "took": took}, records, measured)
+    return records, failures
 
 
-def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> list[float]:
+def _ends(design: Parts, jobs: int, seconds: Sequence[float]) -> list[float]:
     # jobs last *seconds* and `START`; predictions of an earlier version have none
     known = seconds or [0.0] * len(design)
-    whole = list(accumulate(part.jobs(jobs) * (START + each) for part, each in zip(design, known, strict=True)))
+    whole = list(accumulate(jobs_of(part, jobs) * (START + each) for part, each in zip(design, known, strict=True)))
     return [each / whole[-1] for each in whole]
 
 
 def _jobs(
-    config: Config, part: DesignPart, jobs: int, target: Target, failures: list[str], progress: ShowProgress
+    config: Config, part: ExperimentOptions, jobs: int, target: Target, failures: list[str], progress: ShowProgress
 ) -> list[Result]:
     results: list[Result] = []
-    count = part.jobs(jobs)
+    count = jobs_of(part, jobs)
     for job in range(count):
-        shown = within(progress, job / count, (job + 1) / count, f"{part.experiment}, job {job + 1} of {count},")
-        seed = config.seed + (job if part.experiment != "serve" else 0)  # which has the same requests each time
+        shown = within(progress, job / count, (job + 1) / count, f"{part.name}, job {job + 1} of {count},")
+        seed = config.seed + (job if part.name != "serve" else 0)  # which has the same requests each time
         try:
-            results.append(part.run(replace(config, seed=seed), target, shown))
+            results.append(run_part(replace(config, seed=seed), part, target, shown))
         except (ConfigError, TransferError) as error:
-            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
+            failures.append(f"{part.name}: {type(error).__name__}: {error}")
     return results
 
 
@@ -199,25 +189,27 @@ def take(source: Path, folder: Path) -> None:
         )
     table = schema.read_table(source / TRANSFERS).rename_columns({"batch_size": "descriptors"})
     records = [TransferRecord(**row) for row in table.select(TransferRecord._fields).to_pylist()]
-    content = {
-        "began": datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat(),
-        "expectations": "",
-        "engines": sorted({record.engine for record in records}),
-        "measured": [asdict(value) for value in values("transfer", Result((), transfers=records))],
-    }
+    began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
+    measured = values("transfer", Result((), transfers=records))
+    _keep(folder, {"began": began, "expectations": ""}, records, measured)
+
+
+def _keep(folder: Path, about: Mapping[str, Any], records: Sequence[TransferRecord], of: Sequence[Value]) -> None:
+    engines = sorted({record.engine for record in records})
+    content = {**about, "engines": engines, "measured": [asdict(value) for value in of]}
     keep(folder / MEASURED, seal(content))
 
 
-def _written(part: DesignPart) -> dict[str, Any]:
+def _written(part: ExperimentOptions) -> dict[str, Any]:
     # the inverse of `_part`, as JSON holds it, with its points themselves, so that it needs no file beside it
-    options = plain(part.options)
+    options = plain(part)
     del options["name"]
     if options.get("points"):
         options["points"] = [list(point) for point in read_points(Path(options["points"]))]
-    return {"experiment": part.experiment, "options": options}
+    return {"experiment": part.name, "options": options}
 
 
-def design_of(source: Path, folder: Path) -> list[DesignPart]:
+def design_of(source: Path, folder: Path) -> list[ExperimentOptions]:
     """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
         design = read(source / EXPECTED, "design")["design"]
@@ -225,13 +217,13 @@ def design_of(source: Path, folder: Path) -> list[DesignPart]:
     return [_part(_config(source)["experiment"], source)]
 
 
-def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
+def _part(values: Mapping[str, Any], folder: Path) -> ExperimentOptions:
     points = values.get("points", "")
     if isinstance(points, list):
         write_points(folder / POINTS, [TransferPoint(*point) for point in points])
     if isinstance(points, list) or (points and (folder / POINTS).is_file()):
         values = {**values, "points": str(folder / POINTS)}
-    return DesignPart(build(ExperimentOptions.class_for(values), values, "experiment"))
+    return build(ExperimentOptions.class_for(values), values, "experiment")
 
 
 def _config(source: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.transfer.points import read
 from experiments.validate import ValidateOptions
-from experiments.validate.design import DesignPart, parts
+from experiments.validate.design import parts, problems
 from pdsim.config import Config
 from pdsim.config.compose import compose
 
@@ -28,13 +28,13 @@ class Designed:
         self.config = composed(*words)
         self.notes: list[str] = []
         chosen = replace(ValidateOptions.of(self.config), **options)
-        self.parts: list[DesignPart] = list(parts(self.config, chosen, folder, self.notes))
-        assert [part.experiment for part in self.parts if part.problems(self.config)] == []
+        self.parts = list(parts(self.config, chosen, folder, self.notes))
+        assert [part.name for part in self.parts if problems(self.config, part)] == []
         self.points = read(folder / "points.csv")
         self.patterns = {point.pattern for point in self.points}
 
     def of(self, experiment: str) -> list[dict[str, Any]]:
-        return [vars(part.options) for part in self.parts if part.experiment == experiment]
+        return [vars(part) for part in self.parts if part.name == experiment]
 
 
 def test_patterns_have_no_more_ranks_than_there_are_gpus(tmp_path: Path):
