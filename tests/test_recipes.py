@@ -109,6 +109,11 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "parallel.prefill.tp=4 parallel.prefill.instances=2 cache=none",
         ),
         (
+            "sglang serve --model Qwen/Qwen3-8B --tp 1 --scheduler-recv-interval 10 --enable-mixed-chunk",
+            f"engine=sglang model=qwen3-8b {ONE} parallel.decode.tp=1 parallel.prefill.tp=1 engine.look=10 "
+            "cache=sglang engine.mixed=true",
+        ),
+        (
             DYNAMO.format(more="--gpu-memory-utilization 0.90 --no-enable-prefix-caching --block-size 128"),
             "engine=vllm model=llama-3.3-70b model.dtype_bytes=1 model.kv_dtype=bf16 parallel.prefill.tp=2 "
             "parallel.prefill.instances=2 parallel.decode.tp=4 kv.page_size=128 scheduler.memory_fraction=0.9 "
@@ -126,7 +131,17 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
             "cache=sglang",
         ),
     ],
-    ids=["vllm", "vllm ep", "vllm dp", "sglang dp attention", "sglang dp", "dynamo", "llm-d", "sglang pair"],
+    ids=[
+        "vllm",
+        "vllm ep",
+        "vllm dp",
+        "sglang dp attention",
+        "sglang dp",
+        "sglang",
+        "dynamo",
+        "llm-d",
+        "sglang pair",
+    ],
 )
 def test_a_recipe_becomes_overrides(text, words):
     assert " ".join(translated(servers(text)).words) == words

@@ -73,6 +73,8 @@ TAKEN = {
     "async-scheduling": "engine.overlap",
     "no-async-scheduling": "engine.overlap",
     "disable-overlap-schedule": "engine.overlap",
+    "enable-mixed-chunk": "engine.mixed",
+    "scheduler-recv-interval": "engine.look",
     "model": "model",
     "model-path": "model",
 }
@@ -329,6 +331,7 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         (("max-num-seqs", "max-running-requests"), decode),
         (("max-num-batched-tokens", "chunked-prefill-size"), prefill),
         (("kv-cache-memory-bytes",), decode),
+        (("scheduler-recv-interval",), decode),
         (("max-model-len", "context-length"), decode),
     ):
         for flag in flags:
@@ -345,6 +348,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
         config["cache.decode"] = "true"
     if {"no-async-scheduling", "disable-overlap-schedule"} & set(decode.flags):
         config["engine.overlap"] = "false"
+    if "enable-mixed-chunk" in prefill.flags:
+        config["engine.mixed"] = "true"
     if pair and (backend := _backend(engine, prefill)):
         config["backend"] = backend
     return config
