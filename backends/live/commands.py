@@ -133,7 +133,12 @@ def _version(release: str) -> tuple[int, ...]:
 
 
 def _flags(**values: object) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    # one of None or False is left out; True stands alone
+    words: list[str] = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
 
 
 def _caches(config: Config, role: str) -> bool:
@@ -146,6 +151,7 @@ def _caches(config: Config, role: str) -> bool:
 
 def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str], dict[str, str]]:
     cached = _caches(config, role) or config.live.prefix_cache
+    gpus, pool = bool(config.hw.gpus), config.kv.pool
     arguments = _flags(
         max_model_len=config.model.context,
         tensor_parallel_size=side.attention_tp,
@@ -153,22 +159,18 @@ def _vllm(config: Config, role: str, side: Side, number: int) -> tuple[list[str]
         max_num_batched_tokens=config.scheduler.chunk,
         max_num_seqs=config.scheduler.decode_batch,
         block_size=config.kv.page_size,
+        disable_uvicorn_access_log=True,
+        enable_prefix_caching=cached,
+        no_enable_prefix_caching=not cached,
+        data_parallel_size=side.dp if side.dp > 1 else None,
+        enable_expert_parallel=side.ep > 1,
+        gpu_memory_utilization=config.scheduler.memory_fraction if gpus else None,
+        kv_cache_memory_bytes=int(pool) if gpus and pool else None,
     )
-    arguments += ["--disable-uvicorn-access-log", f"--{'' if cached else 'no-'}enable-prefix-caching"]
-    if side.dp > 1:
-        arguments += _flags(data_parallel_size=side.dp)
-    if side.ep > 1:
-        arguments += ["--enable-expert-parallel"]
-    environment: dict[str, str] = {}
-    if config.hw.gpus:
-        arguments += _flags(gpu_memory_utilization=config.scheduler.memory_fraction)
-        if config.kv.pool:
-            arguments += _flags(kv_cache_memory_bytes=int(config.kv.pool))
-    else:
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv.pool / 2**30)))
+    environment = {} if gpus else {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(pool / 2**30)))}
     if role != "server":
         transfer: dict[str, Any] = {"kv_connector": _connector(config, "vllm"), "kv_role": "kv_both"}
-        if not config.hw.gpus:
+        if not gpus:
             transfer["kv_buffer_device"] = "cpu"
         if (protocol := config.backend.name.removeprefix("mooncake_")) in ("tcp", "efa"):
             transfer["kv_connector_extra_config"] = {"mooncake_protocol": protocol}
@@ -187,79 +189,69 @@ def _sglang(
     # Prompts are token ids, so the server needs no tokenizer; without --incremental-streaming-output every chunk
     # repeats all tokens so far.  SGLang's tensor parallelism is the whole world of a stage, and it divides the sizes
     # of chunks and batches among the attention groups.
-    scheduler = config.scheduler
-    arguments = ["--skip-tokenizer-init", "--enable-metrics", "--incremental-streaming-output"]
-    arguments += _flags(
+    scheduler, kv, hybrid = config.scheduler, config.kv, config.model.hybrid
+    groups, split, cached = side.dp > 1, side.cp > 1, _caches(config, role)
+    new_dp, new_cp = release >= _ATTENTION_DP, release >= _PREFILL_CP
+    token_bytes = kv_shape(config.model).token_bytes(side.attention_tp) / side.pp
+    # init addresses of neighbouring servers would overlap
+    address = f"{HOST}:{config.live.port + INIT + SPACING * number}"
+    sparse = bool(hybrid.index_bytes)
+    pair = role != "server"
+    arguments = _flags(
+        skip_tokenizer_init=True,
+        enable_metrics=True,
+        incremental_streaming_output=True,
         context_length=config.model.context,
         tp_size=side.tp * side.cp,
         pp_size=side.pp,
         chunked_prefill_size=scheduler.chunk * side.dp,
         max_running_requests=scheduler.decode_batch * side.dp,
-        page_size=config.kv.page_size,
+        page_size=kv.page_size,
         mem_fraction_static=scheduler.memory_fraction,
+        ep_size=side.ep if side.ep > 1 else None,
+        dist_init_addr=address if groups else None,
+        attn_dp_size=side.dp if groups and new_dp else None,
+        dp_size=side.dp if groups and not new_dp else None,
+        enable_dp_attention=groups and not new_dp,
+        attn_cp_size=side.cp if split else None,
+        enable_prefill_cp=split and new_cp,
+        cp_strategy=("interleave" if sparse else "zigzag") if split and new_cp else None,
+        enable_nsa_prefill_context_parallel=split and not new_cp and sparse,
+        enable_prefill_context_parallel=split and not new_cp and not sparse,
+        max_total_tokens=int(kv.pool // token_bytes) if kv.pool else None,
+        max_mamba_cache_size=kv.state_slots * side.dp if kv.state_slots else None,
+        swa_full_tokens_ratio=kv.window_share if "w" in hybrid.pattern else None,
+        device=None if config.hw.gpus else "cpu",
+        disaggregation_decode_enable_radix_cache=cached and role == "decode",
+        disable_radix_cache=not cached,
+        disaggregation_mode=role if pair else None,
+        disaggregation_transfer_backend=_connector(config, "sglang") if pair else None,
+        disaggregation_bootstrap_port=bootstrap if pair else None,
     )
-    if side.ep > 1:
-        arguments += _flags(ep_size=side.ep)
-    if side.dp > 1:
-        address = f"{HOST}:{config.live.port + INIT + SPACING * number}"  # those of neighbouring servers overlap
-        arguments += _flags(dist_init_addr=address)
-        new = release >= _ATTENTION_DP
-        arguments += _flags(attn_dp_size=side.dp) if new else [*_flags(dp_size=side.dp), "--enable-dp-attention"]
-    if side.cp > 1:
-        arguments += _flags(attn_cp_size=side.cp)
-        sparse = bool(config.model.hybrid.index_bytes)
-        if release >= _PREFILL_CP:
-            arguments += ["--enable-prefill-cp", *_flags(cp_strategy="interleave" if sparse else "zigzag")]
-        else:
-            arguments += [f"--enable-{'nsa-' if sparse else ''}prefill-context-parallel"]
-    if config.kv.pool:
-        token_bytes = kv_shape(config.model).token_bytes(side.attention_tp) / side.pp
-        arguments += _flags(max_total_tokens=int(config.kv.pool // token_bytes))
-    if config.kv.state_slots:
-        arguments += _flags(max_mamba_cache_size=config.kv.state_slots * side.dp)
-    if "w" in config.model.hybrid.pattern:
-        arguments += _flags(swa_full_tokens_ratio=config.kv.window_share)
-    if not config.hw.gpus:
-        arguments += _flags(device="cpu")
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # whoever asks whether it is up adds no request
-    if role == "decode" and _caches(config, role):
-        arguments += [_DECODE_CACHE]
-    elif not _caches(config, role):
-        arguments += ["--disable-radix-cache"]
-    if role == "server":
-        return arguments, environment
-    arguments += _flags(
-        disaggregation_mode=role,
-        disaggregation_transfer_backend=_connector(config, "sglang"),
-        disaggregation_bootstrap_port=bootstrap,
-    )
-    return arguments, environment | _transfer(config)
+    return arguments, environment | (_transfer(config) if pair else {})
 
 
 def _transfer(config: Config) -> dict[str, str]:
     # Variables of SGLang's transfer: pool and transport, path of the metadata, staging, queues.
     kv, policy, connector = config.kv, config.policy, _connector(config, "sglang")
-    variables: dict[str, str] = dict(_POOLS.get(policy.pool, {})) if connector == "mooncake" else {}
+    mooncake, mori, control = connector == "mooncake", connector == "mori", policy.metadata_by == "control"
     # SGLang keeps a variable of Mooncake's that the user has set
-    variables |= {
-        key: os.environ.get(key, value) for key, value in config.backend.options.items() if key.startswith("MC_")
+    own = {key: os.environ.get(key, value) for key, value in config.backend.options.items() if key.startswith("MC_")}
+    variables = {
+        "MOONCAKE_PROTOCOL": "efa" if config.backend.name == "mooncake_efa" else "",
+        "SGLANG_MORI_TRANSFER_SHARDS": str(policy.queues) if mori and policy.queues else "",
+        "SGLANG_DISAGGREGATION_QUEUE_SIZE": str(policy.queues) if not mori and policy.queues else "",
+        "SGLANG_MOONCAKE_SEND_AUX_TCP": "1" if mooncake and control and policy.pool != "nvlink" else "",
+        "SGLANG_MORI_SEND_AUX_RDMA": "1" if mori and not control else "",
+        "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1" if kv.all_cp_ranks else "",
     }
-    if config.backend.name == "mooncake_efa":
-        variables["MOONCAKE_PROTOCOL"] = "efa"
-    if policy.queues:
-        shards = "SGLANG_MORI_TRANSFER_SHARDS" if connector == "mori" else "SGLANG_DISAGGREGATION_QUEUE_SIZE"
-        variables[shards] = str(policy.queues)
-    if connector == "mooncake" and policy.metadata_by == "control" and policy.pool != "nvlink":
-        variables["SGLANG_MOONCAKE_SEND_AUX_TCP"] = "1"
-    if connector == "mori" and policy.metadata_by != "control":
-        variables["SGLANG_MORI_SEND_AUX_RDMA"] = "1"
-    if kv.all_cp_ranks:
-        variables["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
     if kv.staging:
         variables["SGLANG_DISAGG_STAGING_BUFFER"] = "1"
         variables["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"] = _mebibytes(kv.staging_ring)
         variables["SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB"] = _mebibytes(kv.staging_buffer or _chunk_bytes(config))
-    return variables
+    pool = _POOLS.get(policy.pool, {}) if mooncake else {}
+    return {**pool, **own, **{name: value for name, value in variables.items() if value}}
 
 
 def _chunk_bytes(config: Config) -> int:
