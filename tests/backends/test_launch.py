@@ -27,19 +27,34 @@ def only(target, program, **arguments):
     return target.run([spec("a", program, **arguments)]).ranks["a"]
 
 
+LONG = {"seconds": 60}
+
+
 @pytest.mark.parametrize(
-    ("program", "arguments", "error"),
+    ("program", "arguments", "options", "kill", "error"),
     [
-        (programs.return_object, {}, "TypeError: "),
-        (programs.say_and_raise, {}, "LookupError: on purpose\n(?s:.*)in say_and_raise"),  # with its traceback
-        (programs.say_and_die, {"code": 7}, "exit code 7(?s:.*)\nlast words$"),
-        (programs.take_memory, {"size": 1 << 25}, "OutOfMemory: cpu: 33554432 bytes asked for"),
+        (programs.return_object, {}, {}, {}, "TypeError: "),
+        (
+            programs.say_and_raise,
+            {},
+            {},
+            {},
+            "LookupError: on purpose\n(?s:.*)in say_and_raise",
+        ),  # with its traceback
+        (programs.say_and_die, {"code": 7}, {}, {}, "exit code 7(?s:.*)\nlast words$"),
+        (programs.take_memory, {"size": 1 << 25}, {}, {}, "OutOfMemory: cpu: 33554432 bytes asked for"),
+        (programs.sleep, LONG, {"deadline": 1.0}, {}, "TransferTimeout: not done after 1 s, and killed"),
+        (programs.sleep, LONG, {}, {"a": 0.1}, "killed by signal 9, as was asked for$"),
+        (programs.hang, {}, {"silence": 1.0}, {}, "PeerLost: silent for 1 s"),
     ],
 )
-def test_a_rank_that_fails_says_why(processes, program, arguments, error):
-    rank = only(processes, program, **arguments)
-    assert re.match(error, rank.error)
-    assert rank.value is None
+def test_a_rank_that_fails_says_why_and_no_other_does(processes, program, arguments, options, kill, error):
+    ranks = [spec("a", program, **arguments), spec("b", programs.sleep, seconds=0.01)]
+    outcome = replace(processes, **options).run(ranks, kill)
+    assert re.match(error, outcome.ranks["a"].error)
+    assert outcome.ranks["a"].value is None
+    assert (outcome.ranks["b"].error, outcome.ranks["b"].value) == ("", "slept")
+    assert min(kill.values(), default=0.0) <= outcome.seconds < 30
 
 
 def test_ranks_agree_on_the_origin_and_are_children(processes):
@@ -51,19 +66,6 @@ def test_ranks_agree_on_the_origin_and_are_children(processes):
 
 def test_memory_that_a_rank_has_freed_stays_with_it(processes):
     assert only(processes, programs.use_memory_again, rounds=20).value < 20
-
-
-def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
-    ranks = [spec("a", programs.sleep, seconds=0.01), spec("b", programs.sleep, seconds=60)]
-    outcome = Processes(mooncake, deadline=1.0).run(ranks)
-    assert outcome.ranks["a"].value == "slept"
-    assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
-
-
-def test_kill_ends_a_rank_at_its_time(processes):
-    outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
-    assert outcome.ranks["a"].error == "killed by signal 9, as was asked for"
-    assert 0.1 <= outcome.seconds < 30
 
 
 @pytest.mark.slow
@@ -96,12 +98,6 @@ def test_a_rank_is_stopped_for_a_time_and_not_lost(mooncake):
 @pytest.mark.slow
 def test_a_rank_that_computes_long_is_not_silent(mooncake):
     assert only(Processes(mooncake, deadline=60, silence=2.0), programs.sleep, seconds=5.0).value == "slept"
-
-
-def test_a_rank_whose_clock_hangs_is_ended(mooncake):
-    outcome = Processes(mooncake, deadline=60, silence=1.0).run([spec("a", programs.hang)])
-    assert outcome.ranks["a"].error.startswith("PeerLost: silent for 1 s")
-    assert outcome.seconds < 30
 
 
 def test_what_a_rank_counts_is_said_while_it_runs(mooncake):
