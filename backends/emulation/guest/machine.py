@@ -123,14 +123,14 @@ class Guest:
 
 
 @contextlib.contextmanager
-def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072) -> Iterator[Guest]:
+def boot(startup: float = 180.0, memory: int = 3072) -> Iterator[Guest]:
     """Yield a guest with *memory* MiB that is ready within *startup* seconds; end it on the way out.
 
     Raise `BackendUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
     """
     if missing := missing_requirements():
         raise BackendUnavailable(missing)
-    image = image or cached()
+    image = _image()
     with contextlib.ExitStack() as stack:
         _sweep()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
@@ -185,7 +185,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=30)
 
 
-def _qemu(image: Image, folder: Path, control: int, memory: int) -> list[str]:
+def _qemu(image: Path, folder: Path, control: int, memory: int) -> list[str]:
     shared = f"local,path={folder},mount_tag=shared,security_model=none"
     root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
     return [
@@ -195,7 +195,7 @@ def _qemu(image: Image, folder: Path, control: int, memory: int) -> list[str]:
         *("-virtfs", root, "-virtfs", shared),
         *("-serial", f"file:{folder}/console"),
         *("-chardev", f"socket,id=control,fd={control}", "-serial", "chardev:control"),
-        *("-kernel", str(image.kernel), "-initrd", str(image.initrd)),
+        *("-kernel", f"{image}/vmlinuz", "-initrd", f"{image}/initrd.xz"),
         *("-append", f"console=ttyS0 quiet panic=-1 {KERNEL} pdsim.shared={folder}"),
     ]
 
@@ -208,24 +208,13 @@ FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")
 DOWNLOAD = 600.0  # seconds that a package may take to arrive, and any other step of the making
 
 
-@dataclass(frozen=True)
-class Image:
-    """An image for QEMU: a kernel and its initial files."""
-
-    kernel: Path
-    initrd: Path
-
-
-def cached() -> Image:
-    """Return the image in the user's cache; make it there if it is absent, or older than this code.
-
-    The first call downloads two packages and takes a minute.  Raise `BackendUnavailable` if apt cannot provide them.
-    """
+def _image() -> Path:
+    # The folder of the image in the user's cache; made there, in a minute, if it is absent or older than this code.
     key = hashlib.sha256(INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
     folder = cache() / f"rdma-guest-{key}"
     if not folder.is_dir():
         _make(folder)
-    return Image(folder / "vmlinuz", folder / "initrd.xz")
+    return folder
 
 
 def cache() -> Path:
@@ -239,7 +228,10 @@ def _make(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".rdma-guest-", dir=folder.parent) as name:
         work = Path(name)
         kernel, busybox = work / "kernel", work / "busybox"
-        _unpack(_newest_kernel(), kernel)
+        package = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
+        if not package:
+            raise BackendUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
+        _unpack(package[1], kernel)
         _unpack("busybox-static", busybox)
         made = work / "image"
         made.mkdir()
@@ -250,16 +242,6 @@ def _make(folder: Path) -> None:
         except OSError:  # another process was faster
             if not folder.is_dir():
                 raise
-
-
-# --- packages ------------------------------------------------------------------------------------------------------
-
-
-def _newest_kernel() -> str:
-    package = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
-    if not package:
-        raise BackendUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
-    return package[1]
 
 
 def _unpack(package: str, folder: Path) -> None:
@@ -280,9 +262,6 @@ def command(*words: str, cwd: Path | None = None, about: str = "the guest's file
     if done.returncode:
         raise BackendUnavailable(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.stdout
-
-
-# --- the initial files ---------------------------------------------------------------------------------------------
 
 
 def _archive(kernel: Path, busybox: Path) -> bytes:
