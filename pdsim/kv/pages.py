@@ -29,8 +29,6 @@ def page_pool(order: str, pages: int) -> PagePool:
     ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
     what was freed longest ago (as vLLM does), ``"stack"`` what was freed last (as vLLM 0.26 does): `FreeQueue`.
     """
-    if order not in ORDERS:
-        raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
     return PagePool(pages) if order == "best_fit" else FreeQueue(pages, last_first=order == "stack")
 
 

@@ -58,8 +58,6 @@ class Consensus:
     __slots__ = ("_reported", "_size", "status")
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"size must be >= 1, got {size}")
         self._size = size
         self._reported: set[int] = set()
         self.status = Status.WAITING
@@ -103,8 +101,6 @@ class Timers:
     """
 
     def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
-        if seconds < 0:
-            raise ValueError(f"seconds must be >= 0, got {seconds}")
         self._clock = clock
         self._seconds = seconds
         self._expire = expire
@@ -146,8 +142,6 @@ class ExpiringMap(Generic[Value]):
     """
 
     def __init__(self, clock: Clock, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"seconds must be > 0, got {seconds}")
         self._clock = clock
         self._seconds = seconds
         self._values: dict[int, tuple[float, Value]] = {}

@@ -75,11 +75,6 @@ def test_every_order_refuses_the_same(order: str):
     assert (pool.free, pool.used) == (4, 0)
 
 
-def test_an_unknown_order_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match="one of best_fit, queue, stack, got 'random'"):
-        page_pool("random", 4)
-
-
 def test_too_few_target_pages_are_refused():
     with pytest.raises(ValueError, match="fewer pages"):
         pair(((0, 5),), ((0, 4),))

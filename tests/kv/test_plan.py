@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pdsim.compute.roofline import kv_shape
@@ -30,8 +28,7 @@ from pdsim.kv.plan import BlockPlan, DecodePeer, Planner, block_plans, planner
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Llm
 from pdsim.transfer import Batch, Peer, Region
-from pdsim.transfer.batch import LazyBatch
-from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, hybrid, layout
+from tests.kv.test_layout import LLAMA_8B, hybrid, layout
 
 WHOLE: Runs = ((0, 0, 128),)
 
@@ -69,29 +66,11 @@ def test_runs_that_make_no_batch_are_refused(runs: Runs, words: str):
         Planner(pool, pool).batch(runs)
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[Planner, Runs, tuple[int, int] | None]:
-    shape, tp = draw(st.sampled_from([(LLAMA_8B, 1), (LLAMA_8B, 4), (DEEPSEEK_V3, 1)]))
-    heads = None if shape.latent_bytes else draw(st.sampled_from([None, HeadSlice(0, 1, 1)]))
-    runs, first, second = [], 0, 0
-    for _ in range(draw(st.integers(1, 4))):
-        first, second = first + draw(st.integers(0, 2)), second + draw(st.integers(0, 2))
-        runs.append((first, second, draw(st.integers(1, 3))))
-        first, second = first + runs[-1][2], second + runs[-1][2]
-    pool = layout(shape, tp, pages=32)
-    slots = draw(st.sampled_from([None, (0, 1)]))
-    return Planner(pool, pool, RankShare(("kv",), heads)), tuple(draw(st.permutations(runs))), slots
-
-
-@pytest.mark.slow
-@given(plans())
-def test_a_lazy_batch_counts_what_its_arrays_have(plan: tuple[Planner, Runs, tuple[int, int] | None]):
-    made, runs, slots = plan
-    batch = made.batch(runs, slots)
-    assert isinstance(batch, LazyBatch)
-    counted(batch)
-    whole, planes = made.batch(runs), [made.plane(runs, plane) for plane in range(made.planes)]
-    assert [plane.nbytes for plane in planes] == [whole.nbytes // made.planes] * made.planes
+@pytest.mark.parametrize("heads", [None, HeadSlice(0, 1, 1)])
+def test_the_planes_of_a_batch_are_its_parts_in_turn(heads: HeadSlice | None):
+    plan, runs = Planner(layout(LLAMA_8B), layout(LLAMA_8B), RankShare(("kv",), heads)), ((0, 4, 2), (5, 0, 3))
+    whole, planes = plan.batch(runs), [plan.plane(runs, plane) for plane in range(plan.planes)]
+    assert {counted(plane) for plane in planes} == {(len(whole) // 64, counted(whole)[1] // 64)}
     for column in ("source_offset", "target_offset", "size"):
         assert np.array_equal(np.concatenate([getattr(plane, column) for plane in planes]), getattr(whole, column))
 
