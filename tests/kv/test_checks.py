@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 import pdsim
-from experiments.faults.scenario import KINDS, Scenario, draw
 from pdsim.kv.layout import REGION, KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.serving.handoff.push import PushDecodeLeader
-from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Region
 from pdsim.verify import leaks
 from pdsim.verify.computed import ComputedChecker
-from pdsim.verify.invariants import InvariantChecker
-from pdsim.verify.laws import LawChecker
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
 
@@ -134,43 +130,6 @@ def test_a_table_of_peers_may_grow_once_one_was_lost(table: Any):
 )
 def test_nothing_else_may_be_left(table: Any, what: str):
     assert left(table) == [f"prefill0.0.table still has {what} when all is over"]
-
-
-# --- what is watched -----------------------------------------------------------------------------------------------
-
-
-def replaced(scenario: Scenario) -> set[str]:
-    """Return the methods that the checkers replace on the objects of ranks in a run of *scenario*."""
-    checker = InvariantChecker(lambda *_: False)
-    model = Model(scenario.machine, scenario.engine, memory="tracked", seed=1, limit=100.0, observer=checker)
-    model.run(scenario.specs)
-    laws = LawChecker()
-    parts: list[Any] = []
-    for rank in checker._members.values():
-        laws.joined(rank)
-        if rank.rank.name != "router":
-            scheduler = rank.scheduler
-            parts += [rank.worker, rank.mover, scheduler, *vars(rank.mover).values()]
-            parts += [] if scheduler is None else vars(scheduler).values()
-    names = {(type(part), name) for part in parts for name in getattr(part, "__dict__", {})}
-    return {f"{kind.__name__}.{name}" for kind, name in names if callable(getattr(kind, name, None))}
-
-
-BOTH = {
-    "DecodeScheduler.poll",
-    "Preemption.preempt",
-    "PrefillScheduler.iteration_seconds",
-    "PrefillScheduler.next_forward",
-    "PrefillWorker.compute",
-    "RunningBatch.join",
-}
-PUSH = BOTH | {"KvReceiver.forget", "KvReceiver.reserve", "KvSender._gather", "KvSender.send"}
-PULL = BOTH - {"DecodeScheduler.poll"} | {"KvReader.forget", "KvReader.read", "KvSource.send"}
-
-
-@pytest.mark.parametrize(("kind", "methods"), [("delays", PUSH), ("pulls", PULL)])
-def test_checkers_replace_each_method_that_they_watch(kind: str, methods: set[str]):
-    assert replaced(draw(0, 2, 1.0, frozenset(KINDS) - {kind})) == methods
 
 
 def test_attributes_that_are_not_counted_exist():
