@@ -55,7 +55,7 @@ class Meter:
     """Shows how far the experiment says it is, and between two such words what the ranks of its job count.
 
     Called by the experiment as a `ShowProgress`, by a model through `simulated`, by real processes through
-    `measured`. With nobody to *show* it to it does nothing.
+    `measured`.
     """
 
     def __init__(self, show: ShowProgress | None) -> None:
@@ -99,14 +99,11 @@ def execute(
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
     *words* are the overrides that *config* was composed of, *options* say from which folder (``--config-dir=DIR``);
-    *notes* are added to those of the result; with *quiet*
-    nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with
-    the date in it; *durable* is that of `pdsim.results.store.Run`.
+    *notes* are added to those of the result; with *quiet* nothing is shown meanwhile, with *progress* it is shown
+    there; *name* and *durable* are those of `pdsim.results.store.Run`.
 
-    Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
-
-    Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.
-    The folder is complete only when `pdsim.results.store.Run.finish` has returned.
+    Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.  Any other exception
+    leaves what there is of the run in its folder and says where, as a note of the exception.
     """
     experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
     measure: Callable[..., Result] = experiment.run
@@ -136,7 +133,8 @@ def execute(
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)
         if fresh:
-            _remove_if_empty(Path(config.output))
+            with suppress(OSError):  # another run may have begun to use it
+                Path(config.output).rmdir()
         raise
     except Exception as error:
         error.add_note(f"what there is of the run is in {kept.folder}")
@@ -181,20 +179,9 @@ def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
 
     Raise a `ConfigError` if the experiment refuses *config*.
     """
-    from pdsim.sim.model import Model
-
-    model, meter = replace(config, target="model"), Meter(progress)
-    target = Model(
-        model.hw,
-        model.backend,
-        memory=model.memory,
-        seed=model.seed,
-        collective=model.collective,
-        jitter=model.jitter,
-        progress=meter.simulated,
-    )
+    model, meter = replace(config, target="model", samples=0), Meter(progress)
     measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, model.experiment.name).run
-    with _kept_warnings():
+    with _kept_warnings(), _target(model, meter) as target:
         return measure(model, target, meter)
 
 
@@ -210,11 +197,6 @@ def _kept_warnings() -> Iterator[list[str]]:
             warnings.showwarning(each.message, each.category, each.filename, each.lineno)
         elif (line := f"warning: {each.message}") not in lines:
             lines.append(line)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # another run may have begun to use it
-        folder.rmdir()
 
 
 def _checker(config: Config) -> LawChecker | None:
@@ -236,7 +218,9 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 
 @contextmanager
-def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None = None) -> Iterator[Any]:
+def _target(
+    config: Config, meter: Meter, kept: Run | None = None, observer: LawChecker | None = None
+) -> Iterator[Any]:
     # real processes, servers and emulated machines are imported only here, so a simulation needs none of them
     if config.target == "model":
         from pdsim.sim.model import Model
@@ -253,12 +237,13 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
             collective=config.collective,
             jitter=config.jitter,
             samples=config.samples,
-            journal=kept.journal,
+            journal=kept.journal if kept else None,
         )
         return
     if config.target == "live":
         from backends.live.live_deployment import deployed
 
+        assert kept is not None
         with deployed(config, kept.folder, meter) as deployment:
             yield deployment
         return

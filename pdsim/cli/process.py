@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn, TextIO
 
 __all__ = ["Interrupted", "beginning", "begun", "ended", "only_json", "terminable"]
@@ -51,25 +50,22 @@ def terminable() -> None:
     signal.signal(signal.SIGTERM, _terminated)
 
 
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+def _terminated(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+def _interrupt(*_: object) -> NoReturn:
     raise Interrupted
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+def _end(*_: object) -> NoReturn:
     os.write(2, b"pdsim: interrupted before anything had begun\n")
     raise SystemExit(130)
 
 
 @contextmanager
 def only_json(json: bool) -> Iterator[TextIO]:
-    """Yield standard output.
-
-    With *json*, other output, that of engines included, goes to standard error.
-    """
+    """Yield standard output; with *json*, other output, that of engines included, goes to standard error."""
     if not json:
         yield sys.stdout
         return
