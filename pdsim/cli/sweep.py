@@ -2,12 +2,13 @@
 """`pdsim sweep`: Hydra's override grammar to points, each composed and checked, and the points to a table.
 
 Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the
-time.  With ``--search optuna`` Optuna chooses the points: `pdsim.cli.optuna_search`.
+time.  With ``--search optuna`` Optuna chooses the points.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,20 +22,20 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
 from pdsim.cli.help import parse
-from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.process import only_json
 from pdsim.config import build, compose, covers, rules
 from pdsim.config.compose import CommandLine
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
-from pdsim.core.progress import silent
+from pdsim.core.errors import ConfigError, instead
+from pdsim.core.progress import ShowProgress, silent
+from pdsim.core.units import is_number
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point, axes, combinations, name_of
 from pdsim.version import __version__
 
-__all__ = ["Space", "executor_of", "space_of", "sweep"]
+__all__ = ["OptunaSearch", "Space", "executor_of", "space_of", "sweep"]
 
 
 def sweep(words: Sequence[str]) -> int:
@@ -73,7 +74,7 @@ def sweep(words: Sequence[str]) -> int:
                     if searched is None:
                         rows = driver.sweep(folder, points, executor, shown)
                     else:
-                        rows = search(searched, folder, space.axes, space.intervals, composer.point, executor, shown)
+                        rows = _search(searched, folder, composer, executor, shown)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"finished points are in {folder}; repeat the command to resume") from None
             if json or not quiet:
@@ -199,7 +200,7 @@ class _Composer:
     """
 
     def __init__(self, space: Space) -> None:
-        self._space, self._line = space, space.line
+        self.space, self._line = space, space.line
         known = plugins.groups(self._line.folders)
         self._groups = [key for key in space.keys if key in known]
         self._values = [key for key in space.keys if key not in known]
@@ -210,10 +211,10 @@ class _Composer:
         self._parser = OverridesParser.create()
 
     def points(self) -> list[Point]:
-        if intervals := self._space.intervals:
+        if intervals := self.space.intervals:
             raise ConfigError(f"{next(iter(intervals))}=interval(...) has no list of values; add --search optuna")
         by_name: dict[str, Point] = {}
-        for choice in combinations(self._space.axes):
+        for choice in combinations(self.space.axes):
             point = self.point(choice)
             by_name.setdefault(point.name, point)
         return list(by_name.values())
@@ -221,7 +222,7 @@ class _Composer:
     def point(self, choice: Mapping[str, str]) -> Point:
         # Its name is a hash of its configuration; one that is refused has no configuration, and is named by its
         # words and pdsim's version.
-        words = [*self._space.fixed, *(f"{key}={value}" for key, value in choice.items())]
+        words = [*self.space.fixed, *(f"{key}={value}" for key, value in choice.items())]
         values = self._plain(choice, words)
         shown = tuple(word.lstrip("+") for word in words)
         try:
@@ -251,7 +252,7 @@ class _Composer:
     def _base(self, choice: Mapping[str, str]) -> dict[str, Any] | None:
         groups = tuple(f"{key}={choice[key]}" for key in self._groups)
         if groups not in self._composed:
-            raw = compose.raw(self._line, [*self._space.fixed, *groups])
+            raw = compose.raw(self._line, [*self.space.fixed, *groups])
             refers = "${" in OmegaConf.to_yaml(raw)
             self._composed[groups] = None if refers else compose.resolved(raw)
         return self._composed[groups]
@@ -263,3 +264,79 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
     if not rest:
         return {**values, head: value}
     return {**values, head: _set(below if isinstance(below, Mapping) else {}, rest, value)}
+
+
+# --- searched by Optuna --------------------------------------------------------------------------------------------
+
+# Points are asked for in batches.  Optuna's sampler is seeded and told the batches in order, so the same command
+# asks for the same points: those whose rows are kept are told without being run, and the search goes on.
+
+BATCH = 4
+"""Points that are asked for before the first of them is told: they run side by side, on any machine the same."""
+
+_GPU = "goodput per GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptunaSearch:
+    """What is searched: *trials* points, for the highest or, *minimized*, the lowest *metric*."""
+
+    trials: int = 50
+    metric: str = _GPU  # of `summary.json`, or goodput divided by the number of GPUs
+    minimized: bool = False
+
+    def of(self, row: Mapping[str, Any]) -> float | None:
+        """Return the metric of the *row* of a point; None if it could not be run or has none.
+
+        Raise a `ConfigError` if no run has such a metric.
+        """
+        metrics = row.get("metrics") or {}
+        if row["status"] not in ("ok", "partial") or not metrics:
+            return None
+        if self.metric == _GPU:
+            goodput = metrics.get("goodput")
+            return None if goodput is None or not row.get("gpus") else goodput / row["gpus"]
+        if self.metric not in metrics:
+            raise ConfigError(f"no metric {self.metric!r}; {instead(self.metric, sorted(metrics))}")
+        value = metrics[self.metric]
+        return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _search(
+    what: OptunaSearch, folder: Path, composer: _Composer, executor: Executor, progress: ShowProgress
+) -> list[dict[str, Any]]:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("--search optuna needs Optuna; pip install 'pdsim[optuna]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    sampler = optuna.samplers.TPESampler(seed=0, constant_liar=True)
+    study = optuna.create_study(direction="minimize" if what.minimized else "maximize", sampler=sampler)
+    points: dict[str, Point] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for done in range(0, what.trials, BATCH):
+
+        def show(_share: float, text: str = "", _until: float | None = None, /, done: int = done) -> None:
+            progress(done / what.trials, f"{done} of {what.trials} trials; {text.rpartition('; ')[2]}")
+
+        trials = [study.ask() for _ in range(min(BATCH, what.trials - done))]
+        batch = [composer.point(_choice(trial, composer.space)) for trial in trials]
+        points |= {point.name: point for point in batch}
+        if able := any(point.config is not None for point in points.values()):
+            rows = {row["point"]: row for row in driver.sweep(folder, list(points.values()), executor, show)}
+        for trial, point in zip(trials, batch, strict=True):
+            value = what.of(rows[point.name]) if able else None
+            study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
+    if not rows:
+        raise ConfigError(f"none of {what.trials} points can be run: {next(iter(points.values())).refusal}")
+    return list(rows.values())
+
+
+def _choice(trial: Any, space: Space) -> dict[str, str]:
+    choice: dict[str, str] = {}
+    for axis in space.axes:
+        name, steps = ",".join(axis.keys), range(len(axis.values))
+        ordered = len(axis.keys) == 1 and all(is_number(value) for (value,) in axis.values)
+        step = trial.suggest_int(name, 0, steps[-1]) if ordered else trial.suggest_categorical(name, list(steps))
+        choice |= dict(zip(axis.keys, axis.values[step], strict=True))
+    return choice | {key: repr(trial.suggest_float(key, low, high)) for key, (low, high) in space.intervals.items()}

@@ -8,7 +8,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.cli.optuna_search import OptunaSearch
+from pdsim.cli.sweep import OptunaSearch
 from pdsim.core.errors import ConfigError
 from tests.test_cli import QUICK, answer, started
 
