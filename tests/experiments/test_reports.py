@@ -232,6 +232,8 @@ def test_inline_posting_serves_less_where_posts_outlast_forwards():
     seen = effects(result, "seen", mori)  # what is polled is seen later once another forward runs
     assert seen["1 requests of 1024 tokens"] == pytest.approx(1.0, rel=0.02)
     assert seen[many] > 1.5
+    waiting = effects(measured("mori_state", "experiment.handover=1ms"), "throughput", mori)
+    assert waiting[many] > 1.05  # the one worker waits for the lock before each write
     overlapping = measured("mori_state", "hw=loopback", "scheduler.chunk=8192")
     assert effects(overlapping, "drain", "loopback mooncake_tcp")[many] > 1.3  # calls of an engine overlap
 
