@@ -27,7 +27,7 @@ from pdsim.core.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.sim.hosts import NotificationInbox
+from pdsim.sim.hosts import Inbox
 from pdsim.sim.memory import RegionTable, copy_bytes, part_of, read_pieces, write_pieces
 from pdsim.sim.posting import Fabric, PostingThread
 from pdsim.sim.sequence import Series, SimWriteSequence
@@ -82,7 +82,7 @@ class SimEndpoint:
         self.recorder = recorder
         self.born = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
-        self.inbox = NotificationInbox(fabric.clock, clock, device.host_latency)
+        self.inbox = Inbox(fabric.clock, clock, device.host_latency)
         self.notifications = self.inbox.mailbox
         self.inbound: dict[str, list[SimEndpoint]] = {}  # by rank: incarnations that connected; until noticed to end
         self.regions = RegionTable(name, device)
@@ -207,7 +207,7 @@ class SimEndpoint:
             return []
         self._cut_series()
         self.ended = self._hardware.now
-        self.inbox.close()
+        self.inbox.closed = True
         dropped = list(self.moving.values())
         self.moving.clear()
         self.quarantined = 0
@@ -309,7 +309,7 @@ class SimEndpoint:
                 error = TransferFailed(f"{self.engine} reports an error of {posted.transfer.batch!r}, as asked")
         record = self._quiesce(posting.tag, error)
         if posted.notify and error is None:
-            posted.connection.remote.inbox.notify(Notification(self.name, posted.notify))
+            posted.connection.remote.inbox.arrive(Notification(self.name, posted.notify))
         self._conclude(posted, record, error)
 
     def _time_out(self, number: int) -> None:

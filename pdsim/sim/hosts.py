@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from simpy.events import Event
 
     from pdsim.hardware.machine import Host
-    from pdsim.transfer import Notification
 
 
 class SimChannel:
@@ -51,24 +50,21 @@ class SimChannel:
         self._rate, self._latency = host.tcp_rate, host.tcp_latency
         self._job = job
         self._ranks = ranks
-        self._clock = clock
-        self._inbox = Mailbox(clock)
+        self._inbox = Inbox(job, clock, host_latency or HostLatency())
         self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
         self._hold = hold
         self._watch = watch
         self._delay = delay
-        self._host_latency = host_latency or HostLatency()
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
         self.dropped: set[SimChannel] = set()  # those of senders that were refused
         self.refused = 0
-        self.closed = False
         ranks[name] = self
 
     def send(self, receiver: str, payload: bytes) -> None:
         channel = self._ranks.get(receiver)
         if channel is None:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
-        if self.closed or channel.closed or self in channel.dropped:
+        if self._inbox.closed or channel._inbox.closed or self in channel.dropped:
             return
         if self._watch is not None:
             self._watch(self.name, receiver, payload)
@@ -80,41 +76,23 @@ class SimChannel:
             latency += self._delay(self.name, receiver)
         at = sent + latency
         if self._hold is not None:
-            at = self._arrival(receiver, at, self._hold)
-        job.call_at(at, channel.arrive, Message(self.name, payload))
+            after = nextafter(self._arrivals.get(receiver, 0.0), inf)
+            at = self._arrivals[receiver] = max(self._hold(self.name, receiver, at), after)
+        job.call_at(at, channel._inbox.arrive, Message(self.name, payload))
 
     def receive(self) -> Event:
-        return self._inbox.get()
+        return self._inbox.mailbox.get()
 
     def refuse(self, sender: str) -> None:
         self.refused += 1
         self.dropped.add(self._ranks[sender])
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
-        self._inbox.listen(handler)
+        self._inbox.mailbox.listen(handler)
 
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
-        self.closed = True
-
-    def _arrival(self, receiver: str, at: float, hold: Callable[[str, str, float], float]) -> float:
-        after = nextafter(self._arrivals.get(receiver, 0.0), inf)
-        at = self._arrivals[receiver] = max(hold(self.name, receiver, at), after)
-        return at
-
-    def arrive(self, message: Message) -> None:
-        if self._host_latency.instant:
-            self._deliver(message)
-        elif not self.closed:
-            self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
-
-    def _deliver(self, message: Message) -> None:
-        if self.closed:
-            return
-        if self._clock.paused:
-            self._clock.defer(self._deliver, message)
-        else:
-            self._inbox.deliver(message)
+        self._inbox.closed = True
 
 
 class ScheduledArrivals:
@@ -183,8 +161,8 @@ class HostLatency:
         series.passed += 1
 
 
-class NotificationInbox:
-    """The notifications of one rank, which arrive on the clock *hardware*, delivered when its host acts upon them.
+class Inbox:
+    """Messages or notifications for one rank, which come on the clock *hardware*, until its host acts upon them.
 
     While the rank's own *clock* is paused they are deferred; after `close` they are dropped.
     """
@@ -192,33 +170,31 @@ class NotificationInbox:
     def __init__(self, hardware: Clock, clock: Clock, host_latency: HostLatency) -> None:
         self.mailbox = Mailbox(clock)
         self.host_latency = host_latency
+        self.closed = False
         self._hardware = hardware
         self._clock = clock
-        self._closed = False
 
-    def notify(self, notification: Notification) -> None:
+    def arrive(self, item: Any) -> None:
+        """Take *item*, which comes now."""
         if self.host_latency.instant:
-            self._wake_with(notification)
-        else:
-            self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._wake_with, notification)
+            self._act_upon(item)
+        elif not self.closed:
+            self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._act_upon, item)
 
-    def notify_at(self, at: float, notification: Notification) -> None:
-        """Deliver *notification* at the time *at*, when the rank acts upon it; now if that is past."""
+    def act_at(self, at: float, item: Any) -> None:
+        """Have the rank act upon *item* at the time *at*; now if that is past."""
         if at > self._hardware.now:
-            self._hardware.call_at(at, self._wake_with, notification)
+            self._hardware.call_at(at, self._act_upon, item)
         else:
-            self.mailbox.deliver(notification)
+            self.mailbox.deliver(item)
 
-    def close(self) -> None:
-        self._closed = True
-
-    def _wake_with(self, notification: Notification) -> None:
-        if self._closed:
+    def _act_upon(self, item: Any) -> None:
+        if self.closed:
             return
         if self._clock.paused:
-            self._clock.defer(self._wake_with, notification)
+            self._clock.defer(self._act_upon, item)
         else:
-            self.mailbox.deliver(notification)
+            self.mailbox.deliver(item)
 
 
 class RankClock(Clock):

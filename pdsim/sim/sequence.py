@@ -213,7 +213,7 @@ class Series:
             if not inbox.host_latency.instant:
                 acts = inbox.host_latency.conclude(self.arrivals, count, self._clock.now)
             if count:
-                inbox.notify_at(acts, Notification(endpoint.name, posted.notify, count))
+                inbox.act_at(acts, Notification(endpoint.name, posted.notify, count))
 
     def _forget(self) -> None:
         self._alarm = None
