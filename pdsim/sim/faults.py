@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pdsim.core.units import not_negative
+
 if TYPE_CHECKING:
     from pdsim.core.clock import Clock
     from pdsim.core.units import Seconds
@@ -78,17 +80,11 @@ class Faults:
         for name in ("delayed", "late", "broken"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
-        for name in ("delay", "lateness"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"faults.{name} must be >= 0, got {getattr(self, name)}")
-        if not self.until >= 0:
-            raise ValueError(f"faults.until must be >= 0, got {self.until}")
-        for name, start, end, factor in (*self.slow, *self.squeezes):
-            if not 0 <= start <= end or not factor >= 0:
-                raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
-        for name, start, end in self.absences:
-            if not 0 <= start <= end:
-                raise ValueError(f"{name}: start={start} and end={end} must be in order")
+        not_negative("faults", delay=self.delay, lateness=self.lateness, until=self.until)
+        for what, start, end, *factor in (*self.slow, *self.squeezes, *self.absences):
+            not_negative(what, start=start, factor=sum(factor))
+            if not start <= end:
+                raise ValueError(f"{what}: start={start} and end={end} must be in order")
 
     @property
     def absences(self) -> tuple[Silence | Pause, ...]:
@@ -101,34 +97,30 @@ class Faults:
 
 
 class Observer:
-    """Base of what checks a job, and is told what happens, in order.  It must not change anything."""
+    """What a job tells whoever checks it, in the order in which it happens.  It must not change anything.
 
-    def sent(self, sender: str, receiver: str, payload: bytes) -> None:
-        """Take note of a control message that leaves."""
+    Bytes that are *read* at the source or have *landed* at the target may be a part of their transfer.  What is
+    *held_up*, and what the engine will report as failed (*broken*), is the transfer that has just been posted.
+    *joined* has a program's own object (`pdsim.transfer.Recorder.inspect`), *ended* the error of `RankResult`.
+    """
 
-    def posted(self, batch: Batch, label: str) -> None:
-        """Take note of a transfer that was asked for."""
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None: ...
 
-    def held_up(self, label: str) -> None:
-        """Take note that the completion of the transfer that has just been posted is held up."""
+    def posted(self, batch: Batch, label: str) -> None: ...
 
-    def broken(self, label: str) -> None:
-        """Take note that the engine will report the transfer that has just been posted as failed."""
+    def held_up(self, label: str) -> None: ...
 
-    def read(self, batch: Batch, label: str) -> None:
-        """Take note that these bytes of a transfer, maybe not all of it, are read at the source now."""
+    def broken(self, label: str) -> None: ...
 
-    def landed(self, batch: Batch, label: str) -> None:
-        """Take note that these bytes of a transfer, maybe not all of it, are at the target now."""
+    def read(self, batch: Batch, label: str) -> None: ...
 
-    def copied(self, batch: Batch) -> None:
-        """Take note that a device has copied *batch* within its memory now."""
+    def landed(self, batch: Batch, label: str) -> None: ...
 
-    def joined(self, member: Any) -> None:
-        """Take note of a program's own object, which it shows (`pdsim.transfer.Recorder.inspect`)."""
+    def copied(self, batch: Batch) -> None: ...
 
-    def ended(self, rank: str, error: str) -> None:
-        """Take note of the end of *rank*, with the *error* of `RankResult`."""
+    def joined(self, member: Any) -> None: ...
+
+    def ended(self, rank: str, error: str) -> None: ...
 
 
 class Chance:

@@ -215,7 +215,6 @@ class SymmetricPool:
         self._segments.pop().close()
 
     def allocate(self, size: int) -> SimBuffer:
-        """Return *size* zeroed bytes.  Raise `OutOfMemory` if no segment has that much in one piece."""
         for segment in self._segments:
             with suppress(OutOfMemory):
                 return segment.allocate(size, SYMMETRIC)
