@@ -18,8 +18,8 @@ def idle(rank, seconds=1.0):
 
 
 def other(rank):
-    yield rank.clock.timeout(2.0)
-    return rank.clock.now
+    yield rank.clock.timeout(6.0)
+    return [rank.clock.now, rank.device.used]
 
 
 def plain(rank, value):
@@ -91,16 +91,6 @@ def listener(rank):
     return heard
 
 
-def hog(rank):
-    rank.device.allocate(3000)
-    yield rank.clock.timeout(10.0)
-
-
-def heir(rank):
-    yield rank.clock.timeout(5.0)
-    return rank.device.used
-
-
 # --- starts and ends -----------------------------------------------------------------------------------------------
 
 
@@ -147,7 +137,7 @@ WAITING = "Deadlock: waits_for_ever, waits_too wait for events that nothing will
 def test_a_rank_that_fails_ends_alone(programs, error):
     outcome = run(*programs, other)
     assert [rank.error for rank in outcome.ranks.values()] == [*[error] * len(programs), ""]
-    assert (outcome.ranks["other"].value, outcome.seconds) == (2.0, 2.0)
+    assert (outcome.ranks["other"].value, outcome.seconds) == ([6.0, 0], 6.0)
     assert run(*programs, other, model=Model(machine(), engine(), samples=10)).ranks == outcome.ranks
 
 
@@ -181,10 +171,10 @@ def test_processes_of_a_rank_end_with_it(kill, beats, error):
 
 
 def test_a_killed_rank_reports_no_transfer_under_way_and_frees_memory():
-    outcome = run((source, {"count": 9}), sink, kill={"source": 5.0})
-    assert [record.status for record in outcome.ranks["source"].transfers] == ["ok"]
-    outcome = run(hog, heir, places=(Place(0, 0), Place(0, 0)), kill={"hog": 3.0})
-    assert outcome.ranks["heir"].value == 0
+    places = Place(0, 0), Place(0, 1), Place(0, 0)
+    ranks = run((source, {"count": 9}), (sink, {"stay": 9.0}), other, places=places, kill={"source": 5.0}).ranks
+    assert [record.status for record in ranks["source"].transfers] == ["ok"]
+    assert ranks["other"].value == [6.0, 0]
 
 
 # --- what is reported ----------------------------------------------------------------------------------------------

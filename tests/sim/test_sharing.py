@@ -233,41 +233,34 @@ def test_a_busy_path_keeps_its_digits():
     assert ends[-1] - ends[-501] == pytest.approx(500.0, rel=1e-9)
 
 
-def test_a_link_that_empties_counts_its_service_from_zero():
-    bench = Bench(port=1e9)
-    bench.start("port", 1e15, "a")
-    bench.run()
-    assert bench.links["port"].service == 0.0
-
-
 # --- work: seconds depend on the machine, events and paths touched do not ------------------------------------------
 
 
-def test_flows_one_after_the_other_cost_an_event_each():
-    bench = Bench(port=1.0)
-    for i in range(10):
-        bench.start("port", 1.0, i, at=2.0 * i + 1.0)
+@pytest.mark.parametrize(
+    ("links", "flows", "work"),
+    [
+        ({"p": 1.0}, [("p", 1.0, i, 2.0 * i + 1.0) for i in range(10)], (10, 10, 0)),  # one after the other
+        (  # eight at one instant that meet are solved once, and at their end
+            {"switch": 4.0, **{f"rail{i}": 1.0 for i in range(8)}},
+            [(f"rail{i} switch", 1.0, i, 1.0) for i in range(8)],
+            (3, 9, 2),
+        ),
+        # one more on one of fifty links touches nobody else
+        (
+            {f"p{i}": 1.0 for i in range(50)},
+            [*((f"p{i}", 2.0, i) for i in range(50)), ("p0", 9.0, 50, 1.0)],
+            (4, 52, 2),
+        ),
+    ],
+)
+def test_flows_cost_events_paths_and_solutions(links, flows, work):
+    bench = Bench(**links)
+    for flow in flows:
+        bench.start(*flow)
     bench.run()
-    assert (bench.network.events, bench.network.solver.touched, bench.network.solver.solves) == (10, 10, 0)
-
-
-def test_flows_of_one_instant_that_meet_are_solved_once():
-    bench = Bench(switch=4.0, **{f"rail{i}": 1.0 for i in range(8)})
-    for i in range(8):
-        bench.start(f"rail{i} switch", 1.0, i, at=1.0)
-    assert len(bench.run()) == 8
-    assert (bench.network.events, bench.network.solver.solves) == (3, 2)
-
-
-def test_a_flow_elsewhere_touches_nobody():
-    bench = Bench(**{f"port{i}": 1.0 for i in range(100)})
-    for name in bench.links:
-        bench.start(name, 100.0, name)
-    bench.run(until=1.0)
-    before = bench.network.solver.touched
-    bench.start("port0", 1.0, "new")
-    bench.run(until=2.0)
-    assert bench.network.solver.touched - before == 1
+    network = bench.network
+    assert (network.events, network.solver.touched, network.solver.solves) == work
+    assert all(link.service == 0.0 for link in bench.links.values())  # counted from zero again
 
 
 def test_links_that_cannot_limit_are_not_looked_at():
