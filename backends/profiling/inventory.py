@@ -74,10 +74,13 @@ def _all(subjects: Sequence[Subject], memory: float, small: bool) -> Iterator[Ca
     for place, subject in enumerate(subjects):
         for part in (_linear, _attention, _pointwise, _mixture, _forwards):
             yield from (case for case in part(subject, memory, small) if small or not place or _kept(case))
-    for subject in subjects:
-        yield from _narrow(subject, memory, small)
-    for case in _anchors(subjects[0]):
-        yield {**case, "round": 1}
+    for subject in subjects if not small else ():
+        for case in _linear(subject, memory, small) if subject.model.hidden >= 4096 else ():
+            if case["n"] % 16 == 0 and case["k"] % 16 == 0 and case["tokens"] in ROWS[::3]:
+                yield {**case, "dtype": "fp8"}
+    for case in _linear(subjects[0], memory, small=False):
+        if case["tokens"] in (1, 64, 1024):
+            yield {**case, "round": 1}
 
 
 def _kept(case: Mapping[str, Any]) -> bool:
@@ -88,25 +91,15 @@ def _kept(case: Mapping[str, Any]) -> bool:
     return bool(case["operator"] != "prefill" or case["kernel"] == "cudnn")
 
 
-def _named(subject: Subject) -> Case:
-    return {"model": subject.model.name, "tp": subject.tp}
+def _common(subject: Subject) -> Case:
+    return {"model": subject.model.name, "tp": subject.tp, "dtype": "bf16", "mode": "graph"}
 
 
 def _linear(subject: Subject, memory: float, small: bool) -> Iterator[Case]:  # noqa: ARG001
     for product in products(subject.model, subject.tp):
         for rows in TINY["rows"] if small else ROWS:
-            if product.name == "head" and rows > 512:
-                continue  # of the last tokens only
-            case = {**_named(subject), "operator": "gemm", "mode": "graph", "dtype": "bf16"}
-            yield {**case, "tokens": rows, "n": product.n, "k": product.k}
-
-
-def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
-    if small or subject.model.hidden < 4096:
-        return
-    for case in _linear(subject, memory, small):
-        if case["n"] % 16 == 0 and case["k"] % 16 == 0 and case["tokens"] in ROWS[::3]:
-            yield {**case, "dtype": "fp8"}
+            if product.name != "head" or rows <= 512:  # of the last tokens only
+                yield {**_common(subject), "operator": "gemm", "tokens": rows, "n": product.n, "k": product.k}
 
 
 def _heads(model: Llm, tp: int) -> Case:
@@ -120,7 +113,7 @@ def _attention(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
     if subject.model.attention == "mla":
         yield from _latent(subject, memory, small)
         return
-    heads = {**_heads(subject.model, subject.tp), **_named(subject), "dtype": "bf16", "mode": "graph"}
+    heads = {**_common(subject), **_heads(subject.model, subject.tp)}
     token = 4 * heads["kv_heads"] * heads["head_dim"]  # bytes of keys and values in bf16
     for context in TINY["contexts"] if small else CONTEXTS:
         for batch in TINY["batches"] if small else BATCHES:
@@ -141,7 +134,7 @@ def _latent(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
     model = subject.model
     rank = model.latent_dim - model.rope_dim
     for heads in dict.fromkeys((max(1, model.heads // subject.tp), model.heads)):
-        common = {**_named(subject), "dtype": "bf16", "mode": "graph", "heads": heads, "head_dim": model.head_dim}
+        common = {**_common(subject), "heads": heads, "head_dim": model.head_dim}
         latent = {"kv_heads": 1, "k": model.latent_dim, "value_dim": rank}
         for context in TINY["contexts"] if small else CONTEXTS[1:]:
             for batch in TINY["batches"] if small else BATCHES[::2]:
@@ -162,7 +155,7 @@ def _pointwise(subject: Subject, memory: float, small: bool) -> Iterator[Case]: 
     wide = (shape.expert * model.experts_per_token if model.experts else shape.intermediate) // subject.tp
     heads = _heads(model, subject.tp)
     for rows in TINY["rows"] if small else ROWS[::2]:
-        common = {**_named(subject), "dtype": "bf16", "mode": "graph", "tokens": rows}
+        common = {**_common(subject), "tokens": rows}
         yield {**common, "operator": "norm", "n": model.hidden}
         if wide:
             yield {**common, "operator": "activation", "n": max(8, wide)}
@@ -181,7 +174,7 @@ def _mixture(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
     for rows in TINY["rows"] if small else (*ROWS[:4], *ROWS[4::2]):
         if rows * model.experts_per_token * (model.hidden + 3 * width) * 4 > memory / 4:
             continue
-        common = {**_named(subject), **sizes, "dtype": "bf16", "mode": "graph", "tokens": rows}
+        common = {**_common(subject), **sizes, "tokens": rows}
         routed = rows * model.experts_per_token
         whole = round(_hit(model, rows))
         for hit in dict.fromkeys((whole, max(model.experts_per_token, whole // 4))):
@@ -202,28 +195,18 @@ def _forwards(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
         return  # no kernel of PyTorch's does its decode as engines do: its parts are measured
     layers = subject.layers or model.layers
     shape = layer_shape(model)
-    common = {**_named(subject), **_heads(model, subject.tp), "dtype": "bf16", "layers": layers}
+    common = {**_common(subject), **_heads(model, subject.tp), "layers": layers}
     common |= {"n": shape.intermediate // subject.tp, "k": model.hidden, "experts": model.experts}
     common |= {"per_token": model.experts_per_token, "width": shape.expert // subject.tp if model.experts else 0}
     token = 4 * common["kv_heads"] * model.head_dim * layers
     head = {"gpus": 1, "hit": shape.vocabulary // subject.tp if layers == model.layers else 0}
     for batch, context in ((1, 64), (2, 64), (4, 128)) if small else STEPS:
         if batch * context * token < memory / 3:
-            size = {"batch": batch, "context": context}
-            yield {**common, **head, **size, "operator": "step", "mode": "graph"}
-            if batch in (1, 64):
-                yield {**common, **head, **size, "operator": "step", "mode": "eager"}
+            for mode in ("graph", "eager") if batch in (1, 64) else ("graph",):
+                yield {**common, **head, "batch": batch, "context": context, "operator": "step", "mode": mode}
     for context, tokens in ((0, 32), (0, 128), (64, 32)) if small else FORWARDS:
-        size = {"context": context, "tokens": tokens}
-        yield {**common, **head, **size, "operator": "forward", "mode": "eager"}
-        if tokens <= 512:
-            yield {**common, **head, **size, "operator": "forward", "mode": "graph"}
-
-
-def _anchors(subject: Subject) -> Iterator[Case]:
-    for case in _linear(subject, 0.0, False):
-        if case["tokens"] in (1, 64, 1024):
-            yield case
+        for mode in ("eager", "graph") if tokens <= 512 else ("eager",):
+            yield {**common, **head, "context": context, "tokens": tokens, "operator": "forward", "mode": mode}
 
 
 def allreduces(hidden: Iterable[int], gpus: int) -> list[Case]:
