@@ -32,6 +32,9 @@ from pdsim.transfer.job import Rank
 
 __all__ = ["EVERY", "Contents", "KvPool"]
 
+INLINE = Policy()
+"""Everything is posted at once, and metadata lies on the device."""
+
 EVERY = 1 << 62
 """A number above that of any room: contents of all of them are written and compared."""
 
@@ -179,10 +182,13 @@ class KvPool:
     written by `fill` and compared by `verify`.
     """
 
-    def __init__(self, rank: Rank, layout: KvLayout, index: int, tp_rank: int, policy: Policy, checked: int) -> None:
+    def __init__(
+        self, rank: Rank, layout: KvLayout, index: int, tp_rank: int, policy: Policy = INLINE, checked: int = EVERY
+    ) -> None:
+        self.rank = rank
         self.layout = layout
-        self._rank = rank
-        self._index = index
+        self.index = index
+        self.policy = policy
         self._checked = checked
         buffer = rank.device.allocate(layout.size, policy.memory_pool)
         self.region = rank.endpoint.register(buffer, REGION)
@@ -191,11 +197,11 @@ class KvPool:
 
     def register(self, incarnation: str, peer: str) -> RegisterPool:
         """Return the message with which ranks of *peer* can reach this pool of *incarnation*."""
-        return RegisterPool(peer, self._rank.endpoint.address(), incarnation, self._index, self.layout)
+        return RegisterPool(peer, self.rank.endpoint.address(), incarnation, self.index, self.layout)
 
     def checks(self, room: int) -> bool:
         """Return whether the contents of *room* are written and compared."""
-        return self._rank.device.holds_bytes and room <= self._checked
+        return self.rank.device.holds_bytes and room <= self._checked
 
     def fill(self, chunk: Chunk, metadata: bool) -> None:
         """Write what the forward of *chunk* leaves here, with the last one state and *metadata*."""

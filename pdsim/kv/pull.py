@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 from simpy.events import Event
 
 from pdsim.core.errors import MessageError, PeerLost
-from pdsim.kv.contents import EVERY, KvPool
-from pdsim.kv.layout import REGION, KvLayout, RankMap, RankShare
+from pdsim.kv.contents import KvPool
+from pdsim.kv.layout import REGION, RankMap, RankShare
 from pdsim.kv.messages import Chunk, RankQuiesced, ReadRequest, RegisterPool, TransferDone
 from pdsim.kv.pages import Pages, Runs, cut, pair
 from pdsim.kv.plan import Peers, Planner, planner
-from pdsim.kv.policy import Policy
 from pdsim.kv.push import when_settled
 from pdsim.transfer import Notification, Peer, Transfer
-from pdsim.transfer.job import Rank
 
 __all__ = ["KvReader", "KvSource", "first"]
 
@@ -37,27 +35,18 @@ class _ComputedRoom:
 
 
 class KvSource:
-    """Keeps the KV that a prefill rank, the *index*-th of its instance, computed, for decode ranks to read.
+    """Keeps the KV that a prefill rank computed into its *pool*, for decode ranks to read.
 
     `expect` begins a forward and `send` ends it; the last chunk ends the room here.  *report* is called with
     `TransferDone` once all of a room is computed here, and with `RankQuiesced` once an aborted room is not computed
     any more.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        layout: KvLayout,
-        index: int,
-        rank_map: RankMap,
-        report: Callable[[TransferDone | RankQuiesced], None],
-        policy: Policy,
-        checked: int = EVERY,
-    ) -> None:
-        self.layout = layout
+    def __init__(self, pool: KvPool, report: Callable[[TransferDone | RankQuiesced], None]) -> None:
+        self.pool = pool
+        self.layout = pool.layout
         self.fallbacks: dict[str, int] = {}  # none: metadata is not pulled
         self.report = report
-        self.pool = KvPool(rank, layout, index, rank_map.prefill.at(index).tp, policy, checked)
         self._rooms: dict[int, _ComputedRoom] = {}
 
     def __len__(self) -> int:
@@ -115,7 +104,7 @@ class _ReadRoom:
 
 
 class KvReader:
-    """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
+    """Reads what a decode rank needs in its *pool* from the prefill ranks of *rank_map*.
 
     *report* is called with `TransferDone` once for each room, when all of it is read and as it should be, or a read
     has failed; *quiet* once for each room to `forget`, when nothing of it moves any more.  A room that was read
@@ -124,27 +113,23 @@ class KvReader:
 
     def __init__(
         self,
-        rank: Rank,
-        layout: KvLayout,
-        index: int,
+        pool: KvPool,
         rank_map: RankMap,
         report: Callable[[TransferDone], None],
         quiet: Callable[[RankQuiesced], None],
-        policy: Policy,
-        checked: int = EVERY,
     ) -> None:
-        self.layout = layout
+        self.pool = pool
+        self.layout = pool.layout
         self.report = report
         self.posted = 0.0
         self.ignored = 0
-        self._rank = rank
+        self._rank = pool.rank
         self._map = rank_map
         self._quiet = quiet
         self._rooms: dict[int, _ReadRoom] = {}
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
-        self.pool = KvPool(rank, layout, index, rank_map.decode.at(index).tp, policy, checked)
-        self.peers: Peers[_Source] = Peers(rank, layout, rank_map.writers(index), self._connected)
+        self.peers: Peers[_Source] = Peers(pool.rank, pool.layout, rank_map.writers(pool.index), self._connected)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being read, or not forgotten after a failure."""

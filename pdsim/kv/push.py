@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.core.errors import PeerLost, TransferError, TransferTimeout
-from pdsim.kv.contents import EVERY, KvPool
-from pdsim.kv.layout import KvLayout, RankMap, RankShare, read_metadata
+from pdsim.kv.contents import KvPool
+from pdsim.kv.layout import RankMap, RankShare, read_metadata
 from pdsim.kv.messages import (
     Arrival,
     Chunk,
@@ -32,16 +32,13 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Runs, cut, sources, targets
 from pdsim.kv.plan import DecodePeer, Peers, Write
-from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.policy import Staging
 from pdsim.kv.rooms import Status, advance
 from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, WriteSequence
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
 __all__ = ["GatherBuffers", "KvSender", "Queues", "when_settled"]
-
-INLINE = Policy()
-"""Everything is posted at once."""
 
 T = TypeVar("T")
 
@@ -179,7 +176,7 @@ class RoomTransferState:
 
 
 class KvSender:
-    """Writes the KV that a prefill rank, the *index*-th of its instance, computed to the decode ranks of *rank_map*.
+    """Writes the KV that a prefill rank computed into its *pool* to the decode ranks of *rank_map*.
 
     A chunk is queued as soon as its forward has ended, while the next is computed; chunks may overtake each other.
     Each write carries an `Arrival`, the last one with the number of writes, so that the receiver knows when all are
@@ -196,21 +193,19 @@ class KvSender:
 
     def __init__(
         self,
-        rank: Rank,
-        layout: KvLayout,
-        index: int,
+        pool: KvPool,
         rank_map: RankMap,
         report: Callable[[TransferDone | RankQuiesced], None],
-        policy: Policy = INLINE,
         staging: Staging | None = None,
-        checked: int = EVERY,
     ) -> None:
-        self.layout = layout
+        rank, policy = pool.rank, pool.policy
+        self.pool = pool
+        self.layout = pool.layout
         self.report = report
         self.posted = 0.0
         self.fallbacks: dict[str, int] = {}
         self._rank = rank
-        self._index = index
+        self._index = pool.index
         self._map = rank_map
         self._policy = policy
         self._rooms: dict[int, RoomTransferState] = {}
@@ -219,10 +214,9 @@ class KvSender:
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
         self._queues: Queues[Write] = Queues(policy.queues, self._start, self._broken)
-        self.pool = KvPool(rank, layout, index, rank_map.prefill.at(index).tp, policy, checked)
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
-        self.peers: Peers[DecodePeer] = Peers(rank, layout, rank_map.readers(index), self._connected)
+        self.peers: Peers[DecodePeer] = Peers(rank, pool.layout, rank_map.readers(pool.index), self._connected)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""

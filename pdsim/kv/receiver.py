@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pdsim.core.errors import MessageError, OutOfMemory, TransferError
-from pdsim.kv.contents import EVERY, KvPool
+from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import STAGING, KvLayout, RankMap, write_metadata
 from pdsim.kv.messages import (
     Arrival,
@@ -27,15 +27,11 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import BlockPlan, block_plans
-from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.policy import Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
-from pdsim.transfer import Notification, Region
-from pdsim.transfer.job import Rank
+from pdsim.transfer import Notification
 
 __all__ = ["KvReceiver", "Ring", "Slot", "StagingReceiver"]
-
-DEVICE = Policy()
-"""Metadata lies on the device."""
 
 
 @dataclass(slots=True)
@@ -51,7 +47,7 @@ class _IncomingRoom:
 
 
 class KvReceiver:
-    """Receives what the prefill ranks of *rank_map* write to the *index*-th decode rank of its group.
+    """Receives what the prefill ranks of *rank_map* write into the *pool* of a decode rank.
 
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
     scattered.  On memory that has contents it must also be known by `reserve`, before or after (the two travel
@@ -64,17 +60,15 @@ class KvReceiver:
 
     def __init__(
         self,
-        rank: Rank,
-        layout: KvLayout,
-        index: int,
+        pool: KvPool,
         rank_map: RankMap,
         report: Callable[[TransferDone, Arrival], None],
         quiet: Callable[[RankQuiesced], None],
-        policy: Policy = DEVICE,
         staging: Staging | None = None,
-        checked: int = EVERY,
     ) -> None:
-        self.layout = layout
+        rank, policy, index = pool.rank, pool.policy, pool.index
+        self.pool = pool
+        self.layout = pool.layout
         self.report = report
         self.writers = list(rank_map.writers(index))
         self.ignored = 0
@@ -87,12 +81,9 @@ class KvReceiver:
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
         self._notice = policy.notice
         self._stall = policy.metadata_stall if policy.metadata_by != "control" else 0.0
-        self.pool = KvPool(rank, layout, index, rank_map.decode.at(index).tp, policy, checked)
         self.landing: StagingReceiver | None = None
         if staging is not None:
-            self.landing = StagingReceiver(
-                rank, layout, index, rank_map, self.pool.region, staging, self.arrive, quiet
-            )
+            self.landing = StagingReceiver(pool, rank_map, staging, self.arrive, quiet)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not complete."""
@@ -300,7 +291,7 @@ class _Question:
 
 
 class StagingReceiver:
-    """The staging ring of decode rank *index*, whose pool is the region *pool*, laid out as *layout*.
+    """The staging ring of the decode rank that has *pool*.
 
     `ask` is answered with a refusal, or a slot at once or later; `scatter` follows when the block has arrived, and
     *arrive* is called with its `Arrival` and "", or the text of an error, after which the slot is free.  *quiet* is
@@ -319,26 +310,24 @@ class StagingReceiver:
 
     def __init__(
         self,
-        rank: Rank,
-        layout: KvLayout,
-        index: int,
+        pool: KvPool,
         rank_map: RankMap,
-        pool: Region,
         staging: Staging,
         arrive: Callable[[Arrival, str], None],
         quiet: Callable[[RankQuiesced], None],
     ) -> None:
+        rank = pool.rank
         self.ring = Ring(staging.ring)
         rank.gauge("ring", rank.name, lambda: self.ring.used / self.ring.size)
         self.refused = 0
         self._rank = rank
-        self._pool = pool
+        self._pool = pool.region
         self._wait = staging.wait
         self._by_writer = staging.scatter == "writer"
         self._arrive = arrive
         self._quiet = quiet
         self._region = rank.endpoint.register(rank.device.allocate(staging.ring), STAGING)
-        self._plans = dict(_plans(layout, index, rank_map))
+        self._plans = dict(_plans(pool.layout, pool.index, rank_map))
         self._questions: dict[_Key, _Question] = {}
 
     def __len__(self) -> int:

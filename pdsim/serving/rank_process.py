@@ -405,6 +405,13 @@ class EngineRank(RankProcess):
         """Return whether bytes move, a forward goes on, or pages in quarantine are waited for; or did so since."""
         return sum(works() for works in self.works) > 0  # each is asked, and forgets what it did
 
+    def pool(self) -> KvPool:
+        """Allocate and register the memory of this rank's KV."""
+        job, index = self.job, self.index
+        prefill = self.instance.startswith("prefill")
+        layout = job.prefill_layout(index) if prefill else job.decode_layout(index)
+        return KvPool(self.rank, layout, index, job.grid(self.instance).at(index).tp, job.handoff, job.checked)
+
     def tell_leader(self, message: KvMessage) -> None:
         """Have the first rank of this instance take *message*: by a call, where that is this rank."""
         if self.index:

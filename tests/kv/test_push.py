@@ -12,6 +12,7 @@ from simpy.events import Event
 
 from pdsim.core.clock import Clock
 from pdsim.core.errors import MessageError, OutOfMemory, TransferFailed
+from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import REGION, STAGING, Grid, KvLayout, KvShape, RankMap
 from pdsim.kv.messages import (
     Chunk,
@@ -59,7 +60,7 @@ def prefill(rank: Rank, *, script: Script, page_size: int = 4, layers: int = 2) 
         reports.append([rank.clock.now, type(message).__name__, *astuple(message)])
 
     layout = KvLayout(replace(SHAPE, layers=layers), 1, page_size, 8, 2)
-    sender = KvSender(rank, layout, 0, RankMap(layout.shape, Grid(1), Grid(1)), report)
+    sender = KvSender(KvPool(rank, layout, 0, 0), RankMap(layout.shape, Grid(1), Grid(1)), report)
     register = decode((yield rank.channel.receive()).payload)
     assert isinstance(register, RegisterPool)
     try:
@@ -87,9 +88,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
     """Register, reserve pages 2 to 4 for room 7, and return what arrived and when."""
     reports: Script = []
     receiver = KvReceiver(
-        rank,
-        LAYOUT,
-        0,
+        KvPool(rank, LAYOUT, 0, 0),
         RankMap(SHAPE, Grid(1), Grid(1)),
         lambda message, last: reports.append([rank.clock.now, message.reason, last.count]),
         lambda message: None,
@@ -189,14 +188,10 @@ def test_a_pool_of_another_kind_is_refused(change: dict[str, int], words: str):
 def staging(rank: Rank) -> Program:
     """Abort a room while its block is gathered, which fails half a second later; return what was reported."""
     reports: Script = []
-    policy, grids = Policy(queues=1), (Grid(1), Grid(2))
     sender = KvSender(
-        rank,
-        LAYOUT,
-        0,
-        RankMap(SHAPE, *grids),
+        KvPool(rank, LAYOUT, 0, 0, Policy(queues=1)),
+        RankMap(SHAPE, Grid(1), Grid(2)),
         lambda message: reports.append([rank.clock.now, type(message).__name__]),
-        policy,
         Staging(ring=4096, buffer=4096, wait=1.0),
     )
     sender.peers.connect(decode((yield rank.channel.receive()).payload))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdsim.core.errors import OutOfMemory
+from pdsim.kv.contents import KvPool
 from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
 from pdsim.kv.messages import Arrival, StagingRelease, StagingReply, StagingRequest, decode
 from pdsim.kv.policy import Staging
@@ -118,13 +119,9 @@ FREE = {"used": 0, "left": 0}
 def program(rank: Rank, *, script: list[list[Any]], wait: float, scatter: str) -> Program:
     """Do what *script* says, at the times it says; return what was reported and when, and what is left."""
     reports: list[list[Any]] = []
-    pool = rank.endpoint.register(rank.device.allocate(LAYOUT.size), "kv")
     landing = StagingReceiver(
-        rank,
-        LAYOUT,
-        0,
+        KvPool(rank, LAYOUT, 0, 0),
         RankMap(SHAPE, Grid(2), Grid(1)),
-        pool,
         Staging(ring=2 * PAGE, buffer=1, wait=wait, scatter=scatter),
         lambda arrival, reason: reports.append([rank.clock.now, "scattered", arrival.room, reason]),
         lambda message: reports.append([rank.clock.now, "quiet", message.room]),

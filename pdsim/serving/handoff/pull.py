@@ -47,18 +47,9 @@ class PullPrefill(PrefillMover):
     """
 
     def __init__(self, engine: EngineRank) -> None:
-        job, index = engine.job, engine.index
-        source = KvSource(
-            engine.rank,
-            job.prefill_layout(index),
-            index,
-            job.rank_map,
-            engine.tell_leader,
-            job.handoff,
-            job.checked,
-        )
+        source = KvSource(engine.pool(), engine.tell_leader)
         super().__init__(engine, source)
-        self.peers = self.fence = PeerFence(engine, source.pool, job.rank_map.readers(index))
+        self.peers = self.fence = PeerFence(engine, source.pool, engine.job.rank_map.readers(engine.index))
 
 
 class PullPrefillLeader(PrefillLeader):
@@ -192,17 +183,7 @@ class PullDecode(DecodeMover):
     """
 
     def __init__(self, engine: EngineRank) -> None:
-        job, index = engine.job, engine.index
-        self.kv = KvReader(
-            engine.rank,
-            job.decode_layout(index),
-            index,
-            job.rank_map,
-            engine.tell_leader,
-            engine.tell_leader,
-            job.handoff,
-            job.checked,
-        )
+        self.kv = KvReader(engine.pool(), engine.job.rank_map, engine.tell_leader, engine.tell_leader)
         super().__init__(engine, self.kv)
         self.peers = PeerConnector(engine, self.kv.peers)
         engine.handlers[ReadRequest] = self._read

@@ -65,17 +65,8 @@ class PushPrefill(PrefillMover):
     """
 
     def __init__(self, engine: EngineRank) -> None:
-        job, index = engine.job, engine.index
-        self.kv = KvSender(
-            engine.rank,
-            job.prefill_layout(index),
-            index,
-            job.rank_map,
-            engine.tell_leader,
-            job.handoff,
-            job.staging,
-            job.checked,
-        )
+        job = engine.job
+        self.kv = KvSender(engine.pool(), job.rank_map, engine.tell_leader, job.staging)
         super().__init__(engine, self.kv)
         self.peers = PeerConnector(engine, self.kv.peers)
         engine.handlers[StagingReply] = self.kv.grant
@@ -199,17 +190,13 @@ class PushDecode(DecodeMover):
     """
 
     def __init__(self, engine: EngineRank) -> None:
-        job, index = engine.job, engine.index
+        job = engine.job
         self.kv = KvReceiver(
-            engine.rank,
-            job.decode_layout(index),
-            index,
+            engine.pool(),
             job.rank_map,
             lambda message, _: engine.tell_leader(message),
             engine.tell_leader,
-            job.handoff,
             job.staging,
-            job.checked,
         )
         super().__init__(engine, self.kv)
         self.peers = self.fence = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
