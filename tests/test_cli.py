@@ -188,6 +188,7 @@ def test_a_kept_run_is_shown_again_and_two_compared(pdsim_says, tmp_path):
     assert pdsim_says("show", a) == (0, first, "")
     shown = json.loads(pdsim_says("show", "--json", a)[1])
     assert (shown["folder"], shown["experiment"], shown["status"]) == (a, "transfer", "ok")
+    assert set(shown["metrics"]["bw_max_gbs"]) == {"value", "definition", "tabled"}
     _, out, _ = pdsim_says("compare", a, b)
     assert re.search(r"^experiment.repeat +2 +3 *$", out, re.MULTILINE)
     assert re.search(r"^transfers +2 +3 +1.500 ", out, re.MULTILINE)

@@ -1,7 +1,6 @@
 """What people read: every number with its definition and evidence; what machines read: one JSON object."""
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -62,16 +61,6 @@ def test_a_narrow_terminal_gets_the_columns_that_fit(monkeypatch):
     assert "column3: number 3" in file.getvalue()
     assert "column4: " not in file.getvalue()
     assert "columns hidden (narrow terminal): column4, column5" in file.getvalue()
-
-
-def test_the_json_is_one_object_with_metrics_definitions_and_evidence(config):
-    folder = Run(config, command=("pdsim", "run")).finish(make_result())
-    text = report.as_json(folder)
-    document = json.loads(text)
-    assert "\n" not in text
-    assert document["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time", "tabled": False}
-    assert document["evidence"]["weakest"] == "assumed"
-    assert (document["folder"], document["command"]) == (str(folder), ["pdsim", "run"])
 
 
 def test_numbers_are_printed_with_four_digits_and_counts_in_full():

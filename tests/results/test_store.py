@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import OmegaConf
 
-from experiments import transfer
 from pdsim.cli.main import main
-from pdsim.config import as_written, load
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import store
 from pdsim.results.record import Metric
@@ -67,15 +64,6 @@ def test_failures_make_a_run_partial_and_nan_is_null(config):
     assert (about["status"], about["error"]) == ("partial", "rank1: PeerLost: rank0 is gone")
     assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone", "refused": 0}}
     assert about["metrics"]["x"]["value"] is None
-
-
-def test_the_configuration_gives_the_same_configuration_again(tmp_path):
-    first = load(as_written(make_config(tmp_path, experiment=transfer.TransferOptions())))
-    folder = Run(first).finish(make_result())
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    written = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
-    assert load(written) == first
-    assert "rate" not in written["backend"]["intra"]  # infinite, as by default
 
 
 def test_a_changed_file_or_another_version_is_named(config):

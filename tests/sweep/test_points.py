@@ -41,13 +41,6 @@ def test_a_name_is_of_the_content_and_not_of_the_folder():
     assert len(one.name) == 12
 
 
-def test_what_cannot_be_run_is_a_point_with_its_reason():
-    good, bad = swept("hw=8xh20,8xmi300x", "backend=mooncake_nvlink")
-    assert good.config is not None
-    assert bad.config is None
-    assert "backend=mooncake_nvlink runs on nvidia machines" in bad.refusal
-
-
 AXES = {
     "hw": ("8xh20", "8xh200", "4xh200", "loopback"),
     "workload": ("poisson", "bursty"),
