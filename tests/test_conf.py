@@ -168,7 +168,7 @@ def test_every_machine_and_workload_can_be_served(word):
 )
 def test_the_machine_decides_what_is_not_said(words, backend, prefill, decode):
     config = composed(*words)
-    assert (config.backend.name, config.workload.arrivals) == (backend, "embedded")
+    assert config.backend.name == backend
     assert (config.parallel.prefill.gpus, config.parallel.decode.gpus) == (prefill, decode)
 
 

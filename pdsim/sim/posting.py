@@ -28,48 +28,60 @@ if TYPE_CHECKING:
     from pdsim.sim.topology import Route, Site, Topology
 
 
-@dataclass(eq=False, slots=True)
 class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
-    queue: SendQueue
-    wire: WireStage
-    nbytes: int
-    descriptors: int
-    done: Callable[[Posting], None]
-    tag: Any
-    held: float
-    left: float = 0.0  # bytes for the wire
-    posted: float | None = None  # when posting ends or has ended; None while it waits for room
-    least: float = 0.0  # when its bytes are there at the earliest
-    flow: Flow | None = None
-    aborted: bool = False
-    at_once: bool = False  # done in the call that posts it
-    carried: bool = False  # by the wire, while a thread is still posting it
+    # no dataclass: compiled, it would look up the types of modules that are not loaded yet
+    __slots__ = (
+        *("aborted", "at_once", "carried", "descriptors", "done", "flow", "held"),
+        *("least", "left", "nbytes", "posted", "queue", "tag", "wire"),
+    )
 
-    def __post_init__(self) -> None:
-        self.left = self.nbytes + self.descriptors * self.wire.occupancy
+    def __init__(
+        self,
+        queue: SendQueue,
+        wire: WireStage,
+        nbytes: int,
+        descriptors: int,
+        done: Callable[[Posting], None],
+        tag: Any,
+        held: float,
+    ) -> None:
+        self.queue = queue
+        self.wire = wire
+        self.nbytes = nbytes
+        self.descriptors = descriptors
+        self.done = done
+        self.tag = tag
+        self.held = held
+        self.left = nbytes + descriptors * wire.occupancy  # bytes for the wire
+        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
+        self.least = 0.0  # when its bytes are there at the earliest
+        self.flow: Flow | None = None
+        self.aborted = False
+        self.at_once = False  # done in the call that posts it
+        self.carried = False  # by the wire, while a thread is still posting it
 
 
-@dataclass(eq=False, slots=True)
 class WireStage:
     """One direction between two endpoints: what a posting thread writes, or what it reads."""
 
-    path: Path
-    latency: float  # from the end of posting and wire to completion
-    rate: float  # of a transfer that is alone, and no fault on the way
-    occupancy: float  # bytes that each descriptor keeps it from carrying
-    streams: Streams | None = None  # of TCP, where the way takes time
+    def __init__(self, path: Path, latency: float, rate: float, occupancy: float) -> None:
+        self.path = path
+        self.latency = latency  # from the end of posting and wire to completion
+        self.rate = rate  # of a transfer that is alone, and no fault on the way
+        self.occupancy = occupancy  # bytes that each descriptor keeps it from carrying
+        self.streams: Streams | None = None  # of TCP, where the way takes time
 
 
-@dataclass(eq=False, slots=True)
 class PostingThread:
     """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other."""
 
-    threads: PostingThreads | None = None  # that share the work; None: there is this one
-    free: float = 0.0  # when it has done everything that it was given
-    slowness: float = 1.0  # how many times as long as usual its work takes
-    under_way: int = 0  # transfers, but those that are done in the call that posts them
+    def __init__(self, threads: PostingThreads | None = None) -> None:
+        self.threads = threads  # that share the work; None: there is this one
+        self.free = 0.0  # when it has done everything that it was given
+        self.slowness = 1.0  # how many times as long as usual its work takes
+        self.under_way = 0  # transfers, but those that are done in the call that posts them
 
 
 @dataclass(eq=False, slots=True)
