@@ -79,3 +79,9 @@ def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
 )
 def test_a_compute_that_does_not_fit_warns(words, notes):
     assert computing.notes(compose([*PAIR, *words])) == notes
+
+
+def test_weights_of_another_type_were_not_measured():
+    words = ["hw=1xh200", "engine=vllm", "model=qwen3-8b", "experiment.deployment=colocated", "parallel=tp1"]
+    assert compose(words).compute.name == "h200_fa3"
+    assert compose([*words, "model.dtype_bytes=1"]).compute.name == "h200_vllm"

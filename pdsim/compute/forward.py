@@ -427,6 +427,8 @@ class OperatorForward:
             rows = tokens if one.name in _ATTENTION else every
             rows = sequences if one.name == "head" else rows
             total += one.times * self.gemm(rows, one.n, one.k, narrow)
+            if narrow and self._table is not None:
+                total += one.times * self._table.quantize(rows, one.k)
         if absorbed and model.attention == "mla":
             total += model.layers * self._absorb(tokens)
         dense = shape.dense if model.experts else model.layers

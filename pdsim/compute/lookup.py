@@ -78,6 +78,19 @@ class Lookup:
             return self._product("bfloat16", n, k)
         return self._product(self._narrow, n, k)
 
+    def quantize(self, rows: float, width: int) -> float:
+        """Return the seconds of scaling *rows* by *width* activations to 8 bits, where products are without that."""
+        if self._narrow != "fp8" or "quantize" not in self.table:
+            return 0.0
+        name = ("quantize", width, 0, 0)
+        curve = self._curves.get(name)
+        if curve is None:
+            parts = [self.table.curve("quantize", (op, "fp8"), "tokens", width=width) for op in ("scale", "static")]
+            sizes = [2.0**power for power in range(16)]
+            seconds = [sum(part(size) for part in parts) for size in sizes]
+            curve = self._curves[name] = Curve(sizes, seconds, sizes[-1], f"{self.table.name}, quantize")
+        return curve(rows)
+
     @cached_property
     def _narrow(self) -> str:
         # vLLM's block-scaled products were measured with the launches of their quantisation: none takes less than 60

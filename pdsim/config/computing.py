@@ -80,13 +80,20 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
     shipped = [_content(path) for path in sorted((plugins.conf() / "compute").glob(f"{gpu.lower()}_*.yaml"))]
     for content in shipped:
         family = content.get("engine", "generic")  # vllm26 is of the family vllm
-        if _gpu(content) == gpu and engine.startswith(family) and model in content.get("measured_of", ()):
+        measured = model in content.get("measured_of", ()) and _released(config.model)
+        if _gpu(content) == gpu and engine.startswith(family) and measured:
             yield content, f"pdsim's own measurement of {model}, engine={family}, on {gpu}"
     for content in shipped:
         family, table = content.get("engine", ""), content.get("kernels", {}).get("table")
         if _gpu(content) == gpu and table and (engine == "generic" or engine.startswith(family)):
             sealed = hashlib.sha256(tables.path_of(table).read_bytes()).hexdigest()[:12]
             yield content, f"published operators of {family} on {gpu}, table of SHA-256 {sealed}"
+
+
+def _released(model: Any) -> bool:
+    # Whether its weights have the type of its file, which is what was measured.
+    path = plugins.conf() / "model" / f"{model.name}.yaml"
+    return not path.is_file() or _content(path).get("dtype_bytes", 2) == model.dtype_bytes
 
 
 def _laid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,3 +259,11 @@ def test_attention_nobody_measured_at_these_heads_counts_as_its_neighbour():
         assert Lookup(table(prefill=both), replace(DENSE, dtype_bytes=1), 4, 2).prefill([(0, 100)]) == pytest.approx(
             1e-2
         )
+
+
+def test_activations_are_scaled_where_products_of_8_bits_lack_that():
+    narrow = replace(DENSE, dtype_bytes=1)
+    with_launches, without = (Lookup(tables.read(name), narrow, 4, 2) for name in ("h200_vllm", "h200_sglang_table"))
+    curves = [with_launches.table.curve("quantize", (op, "fp8"), "tokens", width=4096) for op in ("scale", "static")]
+    assert with_launches.quantize(1, 4096) == pytest.approx(sum(curve(1) for curve in curves))
+    assert without.quantize(1, 4096) == 0.0
