@@ -208,7 +208,7 @@ def test_a_run_prints_its_table_and_keeps_one_complete_folder(pdsim_says, tmp_pa
 def test_the_default_is_to_serve_a_trace(pdsim_says):
     status, out, _ = pdsim_says("run", "workload.count=3")
     assert status == 0
-    assert "serve on 8xh20 with mooncake_nvlink" in out
+    assert "serve llama-3.1-70b on 8xh20" in out
     _, offered, slo, *rest = out.splitlines()
     assert offered.startswith("load: prefill ")
     assert slo.startswith("SLO: 100.0 % of 3 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); 3 served in ")

@@ -41,9 +41,7 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
     complete run.
     """
     run, screen = store.load(folder), _Screen(file)
-    moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
-    about = f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by})"
-    screen.say(f"{about}, seed {run['seed']}", "bold")
+    screen.say(_headline(run, folder), "bold")
     if not verbose:
         met = run["metrics"].get("slo_attainment", {}).get("value") or 0.0
         styles = {**_STYLES, "SLO": "green" if met >= GOAL else "yellow"}
@@ -333,6 +331,30 @@ _TRUST = {
 }
 _LONGEST = 80  # characters of a source
 _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
+
+
+def _headline(run: Mapping[str, Any], folder: Path) -> str:
+    moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] and run["target"] != "model" else ""
+    where = f"({run['target']}{moved_by}), seed {run['seed']}, pdsim {run['pdsim']}"
+    if "ttft_p50_s" not in run["metrics"]:
+        return f"{run['experiment']} on {run['hw']} with {run['backend']} {where}"
+    config = schema.read_configuration(folder / "config.yaml")
+    trace, arrivals = config.get("workload.trace"), config.get("workload.arrivals")
+    load = (
+        f"trace {Path(trace).name}" if trace else f"{arrivals} {'trace' if arrivals == 'embedded' else 'arrivals'}"
+    )
+    about = f"{run['experiment']} {config.get('model.name')} on {run['hw']}: {load}"
+    if run["target"] != "live":
+        sides = ("decode",) if config.get("experiment.deployment") == "colocated" else ("prefill", "decode")
+        layout = " -> ".join(_divided(config, f"parallel.{side}") for side in sides)
+        about += f", {layout}, {config.get('engine.name')}, {run['backend']}"
+    return f"{about} {where}"
+
+
+def _divided(config: Mapping[str, Any], side: str) -> str:
+    sizes = {key: config.get(f"{side}.{key}", 1) for key in ("tp", "pp", "cp", "dp", "ep")}
+    how = " ".join(f"{key.upper()}{size}" for key, size in sizes.items() if key == "tp" or size != 1)
+    return f"{config.get(f'{side}.instances', 1)} x {how}"
 
 
 def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import pdsim
 from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
@@ -87,7 +88,8 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         make_result(summary=served(offered_load_prefill=2.0), tables=[], notes=notes, outcome=outcome)
     )
     assert printed(folder, verbose=False).splitlines() == [
-        "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
+        "transfer tiny on toy: embedded trace, 1 x TP1 -> 1 x TP1, generic, fast (model), seed 0, pdsim "
+        f"{pdsim.__version__}",
         "load: prefill 200 %, decode 50 % of capacity",
         "SLO: 75.0 % of 4 requests meet TTFT <= 5 s and TPOT <= 50 ms (goal 99 %); "
         "4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
