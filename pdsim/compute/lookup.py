@@ -57,6 +57,7 @@ class Lookup:
     _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
     _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
+    _nearest: dict[str, _Attention] = field(default_factory=dict, repr=False, compare=False)  # by side
 
     @property
     def module(self) -> bool:
@@ -241,6 +242,12 @@ class Lookup:
         )
 
     def _attention(self, side: str) -> _Attention:
+        one = self._nearest.get(side)
+        if one is None:  # once: it looks through all keys and heads of the table
+            one = self._nearest[side] = self._find(side)
+        return one
+
+    def _find(self, side: str) -> _Attention:
         model = self.model
         kv = "fp8" if model.kv_bytes == 1 else "bfloat16"
         if model.attention == "mla":
@@ -285,6 +292,6 @@ class Lookup:
                 f"{kv} count as {heads} of {key[2]}, {key[4] or heads} and {key[1]}, the nearest measured, "
                 f"times {factor:.2f}",
                 RangeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return _Attention(side, key, heads, factor)
