@@ -203,6 +203,12 @@ def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
     assert "decode_batch: 64" in capsys.readouterr().out
 
 
+def test_a_recipe_that_spreads_experts_runs_colocated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "vllm serve Qwen/Qwen3-30B-A3B -tp 4 --enable-expert-parallel"
+    assert main(["recipe", text, "hw=8xh200", "workload=smoke", "workload.count=2", "--run"]) == 0
+
+
 def test_a_recipe_that_does_not_fit_the_machine_is_refused():
     words = translated(servers("vllm serve Qwen/Qwen3-8B -tp 4"), hw="2xh200").words
     with pytest.raises(ConfigError, match="GPUs"):

@@ -266,9 +266,9 @@ def _check_cache(config: Config, job: Deployment) -> None:
 
 def _colocated(config: Config, job: Deployment) -> Deployment:
     side = config.parallel.prefill
-    if side.pp * side.cp * side.dp * side.ep > 1 or config.target != "model":
+    if side.pp * side.cp * side.dp > 1 or config.target != "model":
         raise ValueError(
-            "experiment.deployment=colocated has target=model and tp only; leave pp, cp, dp and ep at 1"
+            "experiment.deployment=colocated has target=model, tp and ep only; leave pp, cp and dp at 1"
         )
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
