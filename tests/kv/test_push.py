@@ -185,8 +185,24 @@ def test_a_pool_of_another_kind_is_refused(change: dict[str, int], words: str):
     assert words in model(programs, {}).ranks["prefill0.0"].value
 
 
+class Broken:
+    """The device of *rank*, but copies fail half a second after they begin."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rank.device, name)
+
+    def copy(self, _: Any) -> Event:
+        failed = self.rank.clock.event()
+        self.rank.clock.call_at(self.rank.clock.now + 0.5, failed.fail, TransferFailed("uncorrectable error"))
+        return failed
+
+
 def staging(rank: Rank) -> Program:
     """Abort a room while its block is gathered, which fails half a second later; return what was reported."""
+    rank = replace(rank, device=Broken(rank))
     reports: Script = []
     sender = KvSender(
         KvPool(rank, LAYOUT, 0, 0, Policy(queues=1)),
@@ -196,12 +212,6 @@ def staging(rank: Rank) -> Program:
     )
     sender.peers.connect(decode((yield rank.channel.receive()).payload))
 
-    def copy(_: Any) -> Event:  # as a device whose memory breaks
-        failed = rank.clock.event()
-        rank.clock.call_at(rank.clock.now + 0.5, failed.fail, TransferFailed("uncorrectable error"))
-        return failed
-
-    rank.device.copy = copy  # type: ignore[method-assign]
     do(rank.clock, sender, [[0.1, "expect", *FIRST], [0.2, "grant", 0], [0.3, "send", *FIRST], [0.4, "abort", 7]])
     yield rank.clock.timeout(2.0)
     return reports, len(sender)
