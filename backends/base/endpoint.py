@@ -117,7 +117,7 @@ class _TransferAccount:
             self.quiesce(transfer)
 
     def give_up(self, transfer: PostedTransfer, error: TransferError) -> None:
-        """Fail *transfer*, of which bytes may move if it was posted."""
+        """Fail *transfer*; if it was posted, its bytes may still move."""
         waiting = transfer.peer.waiting
         posted = transfer not in waiting
         if not posted:

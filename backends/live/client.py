@@ -140,7 +140,7 @@ def _uncollected() -> Iterator[None]:
 
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
-"""Frequent words, most of which are one token to most tokenizers."""
+"""Frequent words; most tokenizers make one token of each."""
 
 
 def token_ids(request: Request, number: int, seed: int, vocabulary: int) -> Ids:

@@ -146,7 +146,7 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[dict[Shape, Capa
 
 
 class Point(NamedTuple):
-    """A probe of a deployment, of which a machine of *gpus* GPUs holds as many copies as fit; others are idle."""
+    """A probe of a deployment: a machine of *gpus* GPUs holds as many copies as fit, and the other GPUs are idle."""
 
     shape: Shape
     capacity: Capacity

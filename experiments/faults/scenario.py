@@ -209,7 +209,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         assert machine.gpu is not None  # it copies within its memory at the rate of a link between two of them
         machine = replace(machine, gpu=replace(machine.gpu, memory_rate=2 * machine.interconnect.rate))
     cancels = _cancels(random("aborts"), count) if "aborts" in kinds else {}
-    span = 50 * gap + 0.5  # whatever the number of requests, so that fewer suffer the same
+    span = 50 * gap + 0.5  # independent of the number of requests: few requests meet as many faults
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     faults = _faults(random, kinds, ranks, span, job.deadline)
     kill, restart = _losses(random, kinds, job, ranks, span, faults)

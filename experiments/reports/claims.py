@@ -3,7 +3,7 @@
 
 A seed runs other experiments as variants (`ReportRun.run`), notes values before and after (`ReportRun.add`), and
 returns the verdicts beside those of the points in ``data/reports/<seed>.csv``.  An *effect* is a factor, above 1
-where the change helps, whatever the unit.
+where the change helps, in any unit.
 """
 
 from __future__ import annotations

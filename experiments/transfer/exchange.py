@@ -58,7 +58,7 @@ def exchange(
     *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent, None if unchecked.
 
     An error ends the list before the point that met it, and is returned: `PeerLost` if a rank is not heard of for
-    *timeout* seconds, and whatever a transfer fails with.
+    *timeout* seconds, and the error of a transfer that fails.
     """
     tasks = [TransferPoint(*point) for point in points]
     barrier = Barrier(rank, timeout)

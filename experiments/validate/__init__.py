@@ -166,7 +166,7 @@ def _compared(
     for wrong in (each for each in classes if each.beyond):
         absolute = wrong.bound is not None and wrong.bound.seconds is not None and wrong.seconds is not None
         error = f"{(wrong.seconds or 0.0) * 1e3:.2f} ms" if absolute else f"{wrong.median:.1%}"
-        left = f", of which jobs that differ make {wrong.floor.median:.1%}" if wrong.floor else ""
+        left = f"; repeated jobs differ by {wrong.floor.median:.1%}" if wrong.floor else ""
         failures.append(f"{wrong.name}: error beyond its bound, median {error}{left}")
     return Result(
         summary=metrics(both, classes),

@@ -145,7 +145,7 @@ def drawn(hosts: Sequence[float], seed: int, count: int) -> list[float]:
 def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:
     """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms.
 
-    Compare the least with `Calibration.turn` of the calibrated host: others are disturbed by whatever else runs.
+    Compare the least with `Calibration.turn` of the calibrated host: longer ones were disturbed by other processes.
     """
     turns = []
     for _ in range(repeats):
