@@ -46,7 +46,7 @@ MODULES = (
     "pdsim/compute/roofline.py",
     "pdsim/serving/block_manager.py",
     "pdsim/serving/decode.py",
-    "pdsim/serving/decode_steps.py",
+    "pdsim/serving/steps.py",
     "pdsim/serving/handoff/pull.py",
     "pdsim/serving/handoff/push.py",
     "pdsim/serving/load.py",
@@ -54,7 +54,6 @@ MODULES = (
     "pdsim/serving/prefill.py",
     "pdsim/serving/rank_process.py",
     "pdsim/serving/router.py",
-    "pdsim/serving/scheduler_host.py",
 )
 """What runs for each event, message or transfer."""
 

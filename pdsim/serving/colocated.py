@@ -3,7 +3,7 @@
 
 The whole job is one rank.  A step of an engine has a budget of tokens: every running request takes one of them, what
 is left goes to prompts in the order of `engine.scheduler`.  Steps without prompts are in closed form, as in
-`pdsim.serving.decode_steps`.
+`pdsim.serving.steps`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pdsim.compute.roofline import ForwardTime
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
 from pdsim.serving.block_manager import BlockManager, page_keys, page_pool
-from pdsim.serving.decode_steps import GrowingMemory, Member, RunningBatch
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import RoutingQuery, route, router_policy, scheduler_of, step_pieces
 from pdsim.serving.rank_process import LinkTraffic, RankProcess
 from pdsim.serving.requests import RequestTable
 from pdsim.serving.router import Arrivals, RoutedRequest
-from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.steps import GrowingMemory, Member, RunningBatch, SchedulerHost
 from pdsim.transfer import Program
 from pdsim.transfer.job import Place, Rank
 
@@ -177,7 +176,7 @@ class ColocatedEngine:
         self._batch = RunningBatch(
             job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, launch=_launch(job)
         )
-        self._memory = GrowingMemory(job, pool, self._batch) if job.engine.memory == "grow" else None
+        self._memory = GrowingMemory(job, pool, self._batch)
         self._arrived: deque[ColocatedRequest] = deque()  # since the scheduler looked
         self._unseen = 0  # decode steps since it did last
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
@@ -198,8 +197,7 @@ class ColocatedEngine:
         """Serve, for ever.  Raise a `ConfigError` if the scheduler gives a piece that does not fit."""
         overlap, idle, prompts = self.job.engine.overlap, True, False
         while True:
-            if self._memory is not None:
-                self._make_room(self._memory)
+            self._make_room()
             if idle or not overlap:
                 self._look(idle or prompts)
             pieces, ends = self._pieces()
@@ -244,7 +242,7 @@ class ColocatedEngine:
     def _decode(self, most: float) -> Program:
         # Steps until a request ends, memory does, or the scheduler sees a new request.
         batch = self._batch
-        most = min(most, batch.least(), math.inf if self._memory is None else self._memory.steps())
+        most = min(most, batch.least(), self._memory.steps())
         end = batch.begin(self.clock.now, most)
         if not self._arrived:
             self._news = self.clock.event()
@@ -283,13 +281,11 @@ class ColocatedEngine:
         request, again = one.request, one.started >= 0
         if not again and (self._retracted or len(self._open) >= self.job.decode_batch):
             return False
-        tokens = one.total
-        if self._memory is None:
-            tokens += request.output
-        elif not self._memory.admits(tokens - self.pages.shared(self._known(one)), self._holders()):
+        known = self._known(one)
+        if not self._memory.admits(one.total - self.pages.shared(known), self._holders()):
             return False
-        count = self.job.page_count(tokens)
-        given = self.pages.allocate(request.room, count, self._known(one))
+        tokens = one.total if self._memory.grows else one.total + request.output
+        given = self.pages.allocate(request.room, self.job.page_count(tokens), known)
         if given is None:
             return False
         one.done = given[1] * self.job.page_size
@@ -319,9 +315,10 @@ class ColocatedEngine:
 
     # --- requests that run out of pages ---
 
-    def _make_room(self, memory: GrowingMemory) -> None:
+    def _make_room(self) -> None:
         # While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
         # go on, first in, first out, while they fit with their reserve.
+        memory = self._memory
         while memory.short():
             self._preempt(memory.victim(self.policy, self._open))
         memory.grow()

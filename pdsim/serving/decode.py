@@ -22,10 +22,10 @@ from pdsim.kv.pull import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.rooms import Timers, out_of_memory
 from pdsim.serving.block_manager import DecodePages
-from pdsim.serving.decode_steps import GrowingMemory, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
+from pdsim.serving.steps import GrowingMemory, RunningBatch
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -446,7 +446,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
             end = self.batch.begin_mixed(start, pieces)
         else:
             most = 1.0 if self._late else math.inf
-            end = self.batch.begin(start, min(most, self.preemption.steps()))
+            end = self.batch.begin(start, min(most, self.preemption.memory.steps()))
         self._set(end)
         if self.job.decode_time.exchange:
             self._route(end, sum(new for _, new in pieces))
@@ -467,35 +467,29 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
     # --- pages ---
 
     def _admit(self) -> None:
-        # If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds
-        # and then fails.
         while self._queue and not self.preemption.waiting:
             index = self.policy.admit(self._queue)
             request = self._queue[index]
-            held, rows = 0, None
+            held, given = 0, None
             if self.handoff.has_slot():
                 held = self.pages.held(request)
                 if self.preemption.admits(request, self.growing()):
-                    rows = self.pages.reserve(request, held)
-            if rows is None:
-                if self.growing():
-                    self.blocked.clear()
-                    return
-                if not self.blocked.too_long():
-                    return
-                del self._queue[index]
+                    given = self.pages.reserve(request, held)
+            if given is None and not self.gives_up(self.growing()):
+                return
+            del self._queue[index]
+            if given is None:
                 count = self.job.page_count(request.input + self.pages.output(request))
                 reason = out_of_memory(self.pages.pool, count, self.handoff.has_slot())
                 self.engine.send(ROUTER, TransferDone(request.room, reason=reason))
                 self.handoff.unadmitted(request.room)
                 continue
-            del self._queue[index]
             self.blocked.clear()
             room = self.rooms[request.room] = DecodeRequest(request, self.clock.now, self.job.decode.size)
             if self.job.cache.decode:
                 self.hits[request.room] = held * self.job.page_size
             self.timers.add(request.room)
-            self.handoff.start(room, *rows, held)
+            self.handoff.start(room, *given, held)
 
     def growing(self) -> int:
         """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""
@@ -526,7 +520,7 @@ class DecodeScheduler(InstanceScheduler[DecodeRequest, DecodePages, DecodeLeader
 
 
 class Preemption:
-    """The requests of *scheduler* that run out of pages as they grow, with ``memory: grow``; otherwise none does.
+    """The requests of *scheduler* that run out of pages as they grow (`GrowingMemory`).
 
     When the batch lacks pages, the policy's victim gives its own up.  It goes on when there are pages for its whole
     context: its KV is computed again in the steps of the others, or comes back from host memory.
@@ -543,7 +537,7 @@ class Preemption:
         self._job = job
         self._batch = scheduler.batch
         self._pages = scheduler.pages
-        self._memory = GrowingMemory(job, self._pages.pool, self._batch) if job.engine.memory == "grow" else None
+        self.memory = GrowingMemory(job, self._pages.pool, self._batch)
         self._again = job.engine.preemption == "recompute"
 
     @property
@@ -553,14 +547,10 @@ class Preemption:
 
     def admits(self, request: Submit, others: int) -> bool:
         """Return whether *request* may have pages for its prompt beside *others* that have some and grow."""
-        return self._memory is None or self._memory.admits(request.input - self._shared(request), others)
+        return self.memory.admits(request.input - self._shared(request), others)
 
     def _shared(self, request: Submit) -> int:
         return self._pages.shared(self._pages.known(request))
-
-    def steps(self) -> float:
-        """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
-        return math.inf if self._memory is None else self._memory.steps()
 
     def make_room(self) -> None:
         """Give every request of the batch the pages of its next step.
@@ -568,26 +558,19 @@ class Preemption:
         What is left over lets preempted ones go on, in their order, while each finds pages for its whole context and
         its reserve beside the others.  One in whose way is nothing but quarantine fails after a while.
         """
-        scheduler, memory = self._scheduler, self._memory
-        if memory is None:
-            return
-        joined, blocked = scheduler.joined, scheduler.blocked
+        scheduler, memory = self._scheduler, self.memory
         while memory.short():
             room = self.preempt(memory.victim(scheduler.policy, scheduler.rooms))
-            if room in joined:
-                joined.remove(room)
+            if room in scheduler.joined:
+                scheduler.joined.remove(room)
         memory.grow()
         while self.waiting and self.has_place:
             room = self.waiting[0]
             others = scheduler.growing() - len(self.waiting)
             if memory.admits(room.context - (self._shared(room.request) if self._again else 0), others):
-                blocked.clear()
-                self.waiting.popleft()
-                self._resume(room)
-            elif others:
-                blocked.clear()
-                return
-            elif blocked.too_long():
+                scheduler.blocked.clear()
+                self._resume(self.waiting.popleft())
+            elif scheduler.gives_up(others):
                 room.reason = out_of_memory(self._pages.pool, self._pages.pool.free + 1)
                 scheduler.reject(self.waiting.popleft())
             else:

@@ -19,8 +19,8 @@ from pdsim.core.errors import ConfigError
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.requests import Request, RequestTable, stream
-from pdsim.serving.scheduler_host import iteration_seconds
 from pdsim.serving.settings import Workload
+from pdsim.serving.steps import iteration_seconds
 
 __all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
 

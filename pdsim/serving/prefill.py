@@ -36,7 +36,7 @@ from pdsim.serving.cp_gather import ForwardGather
 from pdsim.serving.deployment import ROUTER, Deployment, index_of
 from pdsim.serving.policies import handoff_of, step_pieces
 from pdsim.serving.rank_process import EngineRank, HandoffLeader, InstanceScheduler, Mover, Room
-from pdsim.serving.scheduler_host import PostingHost, iteration_seconds
+from pdsim.serving.steps import PostingHost, iteration_seconds
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 
@@ -408,9 +408,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             self.blocked.clear()
             self._held_up += self.host.admit(room.request.input)
             return room
-        if self.pages.running:  # until one of them gives its pages back
-            self.blocked.clear()
-        elif self.blocked.too_long():  # nothing but quarantine is in its way
+        if self.gives_up(self.pages.running):
             count, slot = self.job.page_count(room.request.input), self.handoff.has_slot()
             self.fail(room, out_of_memory(self.pages.pool, count, slot))
         return None

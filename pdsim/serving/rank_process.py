@@ -58,8 +58,8 @@ from pdsim.serving.deployment import (
     rank_name,
 )
 from pdsim.serving.policies import scheduler_of
-from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.settings import HostCosts
+from pdsim.serving.steps import SchedulerHost
 from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Notification, Program
 from pdsim.transfer.job import Rank
@@ -315,6 +315,16 @@ class InstanceScheduler(Generic[AnyRoom, AnyPages, AnyHandoff]):
     def waits(self) -> bool:
         """Return whether it waits for what ends by itself: pages in quarantine come back, or it gives up."""
         return self.blocked.waiting
+
+    def gives_up(self, others: int) -> bool:
+        """Return whether a request that lacks pages must fail: *others* will give none back.
+
+        What is in its way is then in quarantine, which is waited for `Deployment.deadline` seconds.
+        """
+        if others:
+            self.blocked.clear()
+            return False
+        return self.blocked.too_long()
 
     def drop(self, incarnation: str) -> None:
         """Fail the requests that need *incarnation*, of the other side, which is given up."""

@@ -35,8 +35,8 @@ from pdsim.serving.membership import Membership
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.requests import RequestLog, RequestTable
-from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.settings import HostCosts
+from pdsim.serving.steps import SchedulerHost
 from pdsim.transfer import Program
 from pdsim.transfer.job import Rank
 

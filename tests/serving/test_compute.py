@@ -11,7 +11,7 @@ from pdsim.compute.roofline import HOST_FLOPS
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.models.llm import Llm
 from pdsim.models.parallel import Side
-from pdsim.serving.decode_steps import RunningBatch
+from pdsim.serving.steps import RunningBatch
 
 MACHINE = Machine(
     name="round numbers",

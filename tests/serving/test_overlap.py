@@ -11,8 +11,8 @@ from pdsim.compute.forward import Compute, forward_time
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
 from pdsim.models.parallel import Side
-from pdsim.serving.scheduler_host import PostingHost
 from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits, ServingEngine
+from pdsim.serving.steps import PostingHost
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome
 from tests.serving.test_cache import served

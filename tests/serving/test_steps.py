@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.serve import ServeOptions, job
-from pdsim.serving.decode_steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import SchedulerLimits, Workload
+from pdsim.serving.steps import DecodeSpan
 from tests.support.serving import configured, serve
 
 
