@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experiments of several jobs share: starts that fail, outcomes of all of them as one, and tables."""
+"""What experiments share: refusals, starts that fail, outcomes of several jobs as one, and tables."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pdsim.config import Config
-from pdsim.core.errors import BackendUnavailable, TransferError
+from pdsim.core.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.results.record import Metric, Result, Table, percentile
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankResult, RankSpec, Target
 
-__all__ = ["Columns", "attempt", "combined", "ended_by", "microseconds", "tabulated", "unverified"]
+__all__ = ["Columns", "attempt", "combined", "ended_by", "microseconds", "refuse", "tabulated", "unverified"]
 
 Row = TypeVar("Row")
 Columns = Mapping[str, tuple[str, Callable[[Row], Any]]]
 """Definition and value of each heading."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise a `ConfigError` of *problems*, each once and on a line of its own, if there are any."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError("\n".join(lines))
 
 
 def attempt(target: Target, ranks: Sequence[RankSpec], name: str, *, first: bool) -> Outcome:

@@ -70,22 +70,15 @@ class ValidateLiveOptions(ExperimentOptions):
     lengths: tuple[PositiveInt, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
     single_output: PositiveInt = 16  # tokens that a single request generates
     singles: PositiveInt = 5  # requests of each length
-    loads: tuple[Positive, ...] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
+    loads: Annotated[tuple[Positive, ...], "not empty"] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
     runs: PositiveInt = 2  # of every load: their difference is the floor
     # only: nothing is measured; now: what is stored is predicted anew
     predict: Annotated[str, "one of before, only, now"] = "before"
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
     stored: str = ""  # a folder of an earlier run, or of target=live or observe, which is compared instead
     router: str = "least_tokens"  # among servers of one role
-    bounds: Mapping[str, float] = field(default_factory=dict)  # of mean errors by metric, beyond which the run fails
-
-    def __post_init__(self) -> None:
-        if not self.loads:
-            raise ValueError("experiment.loads must have a share of the workload's rate, got none")
-        if unknown := sorted(set(self.bounds) - set(BOUNDS)):
-            raise ValueError(f"experiment.bounds must be of {', '.join(BOUNDS)}, got {unknown[0]!r}")
-        if self.stored and self.expected:
-            raise ValueError(f"experiment.expected must be left out with experiment.stored, got {self.expected!r}")
+    # of mean errors by metric, beyond which the run fails
+    bounds: Mapping[Annotated[str, f"one of {', '.join(BOUNDS)}"], float] = field(default_factory=dict)
 
 
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
@@ -94,6 +87,8 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     Raise a `ConfigError` for nothing to measure with, a file that was changed, or predictions of other requests.
     """
     options = ValidateLiveOptions.of(config)
+    if options.stored and options.expected:
+        raise ConfigError("experiment.expected is of a run that measures; leave it or experiment.stored out")
     if config.target != "live" and options.predict != "only" and not options.stored:
         raise ConfigError(
             "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, "

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, NamedTuple
 
-from experiments.jobs import Columns, combined, ended_by, microseconds, tabulated, unverified
+from experiments.jobs import Columns, combined, ended_by, microseconds, refuse, tabulated, unverified
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core import plugins
-from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Size, format_size
 from pdsim.kv.allgather import MEMORIES, zigzag
@@ -33,25 +32,18 @@ class AllgatherOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured."""
 
     name: str = "allgather"
-    ranks: tuple[PositiveInt, ...] = (2, 4, 8)  # that gather, a GPU each
+    ranks: Annotated[tuple[PositiveInt, ...], "not empty"] = (2, 4, 8)  # that gather, a GPU each
     # bytes of each rank's piece
     size: tuple[Annotated[Size, "> 0"], ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)
     # symmetric: of the output, as SGLang; both: the input's, too
     pools: tuple[Annotated[str, "one of default, symmetric, both"], ...] = ("default", SYMMETRIC)
     # tokens of sequences, split over the ranks in a zigzag and padded
-    batches: tuple[tuple[PositiveInt, ...], ...] = ((9, 9), (8192,), (4096, 77, 1000))
+    batches: tuple[Annotated[tuple[PositiveInt, ...], "not empty"], ...] = ((9, 9), (8192,), (4096, 77, 1000))
     row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     growth: bool = True  # also with a symmetric pool that grows at run time
     repeat: PositiveInt = 20  # measured all-gathers of each point
     warmup: NotNegativeInt = 5  # all-gathers of each point before that
     verify: bool = True  # compare contents, where memory has any
-
-    def __post_init__(self) -> None:
-        for batch in self.batches:
-            if not batch:
-                raise ValueError(f"experiment.batches must have sequences of >= 1 token, got {list(batch)}")
-        if not self.ranks or not self.pools or not (self.size or self.batches):
-            raise ValueError("experiment.ranks must have a value, as must pools, and size or batches; got none")
 
     def jobs(self) -> list[list[GatherPoint]]:
         """Return the points of each job in the order in which they are run."""
@@ -86,7 +78,11 @@ def check(config: Config) -> Iterator[str]:
             f"experiment.ranks={gpus} or less, or take a larger machine"
         )
     room = hw.gpu.memory if hw.gpu is not None else hw.host.memory // most
-    need = max((point.ranks + 1) * point.size for job in options.jobs() for point in job)
+    points = [point for job in options.jobs() for point in job]
+    if not points:
+        yield "nothing is gathered: experiment.pools has no value, or neither size nor batches has; give them one"
+        return
+    need = max((point.ranks + 1) * point.size for point in points)
     if config.collective.pool + 2 * need > room:
         yield (
             f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers "
@@ -96,8 +92,7 @@ def check(config: Config) -> Iterator[str]:
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds something."""
-    if problems := list(check(config)):
-        raise ConfigError("\n".join(problems))
+    refuse(check(config))
     assert config.collective is not None
     options = AllgatherOptions.of(config)
     jobs = options.jobs()

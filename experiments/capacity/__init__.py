@@ -37,14 +37,15 @@ TARGETS = ("model",)
 class CapacityOptions(ExperimentOptions):
     """What is compared and how finely.
 
-    Raise a `ValueError` that names the key for values out of range.  More *requests* narrow the interval of each
-    probe; they should be hundreds.
+    More *requests* narrow the interval of each probe; they should be hundreds.
     """
 
     name: str = "capacity"
-    prefill_tp: tuple[int, ...] = (1, 2, 4, 8)  # tensor parallelism of prefill instances
-    decode_tp: tuple[int, ...] = (1, 2, 4, 8)  # and of decode instances
-    instances: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # of either side, in every combination that fits
+    # tensor parallelism of prefill instances
+    prefill_tp: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 4, 8)
+    decode_tp: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 4, 8)  # and of decode instances
+    # of either side, in every combination that fits
+    instances: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 3, 4, 5, 6, 7)
     attainment: Annotated[float, "> 0 and < 1"] = 0.9  # share of requests that must meet the SLO
     requests: Annotated[int, ">= 100"] = 200  # of a probe
     finalists: PositiveInt = 5  # deployments that are searched again, with more requests and half the tolerance
@@ -54,16 +55,6 @@ class CapacityOptions(ExperimentOptions):
     start: Annotated[float, "> 0 and < 1"] = 0.6  # load of the first probe of each parallelism
     router: str = "least_tokens"  # as `experiment.router` of experiment=serve
     processes: PositiveInt = 2  # that search deployments at the same time
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_tp", "decode_tp", "instances"):
-            if min(getattr(self, name), default=0) < 1:
-                raise ValueError(f"experiment.{name} must have values >= 1, got {list(getattr(self, name))}")
-        self.serving()
-
-    def serving(self) -> ServeOptions:
-        """Return the options of each probe."""
-        return ServeOptions(router=self.router)
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ class _Chain:
         tolerance = options.tolerance / (2 if self.final else 1)
         for shape in self.shapes:
             own, how = configured(self.config, shape), (options.attainment, options.warmup, tolerance, start)
-            answer = capacity(own, self.requests, options.serving(), *how, confident=self.final)
+            answer = capacity(own, self.requests, ServeOptions(router=options.router), *how, confident=self.final)
             capacities[shape] = answer
             start = answer.best.load if answer.best else start
         return capacities

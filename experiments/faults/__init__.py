@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from experiments.faults.scenario import KINDS, Tried
 from experiments.faults.trials import CampaignParts, FaultTrial, shrunk, tries
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
-from pdsim.core.units import not_negative
+from pdsim.core.units import NotNegativeInt, PositiveInt, Share
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
 
@@ -36,25 +37,15 @@ class FaultsOptions(ExperimentOptions):
     """
 
     name: str = "faults"
-    scenarios: int = 200
-    requests: int = 50  # of each scenario
-    first: int = 0  # seed; the others follow
-    seed: int | None = None  # replay this scenario only
-    intensity: float = 0.4  # probability of each kind of fault in a scenario
-    without: tuple[str, ...] = ()  # kinds that do not happen, of `experiments.faults.scenario.KINDS`
-    workers: int = 0  # processes; 0 is one for each core
+    scenarios: PositiveInt = 200
+    requests: PositiveInt = 50  # of each scenario
+    first: NotNegativeInt = 0  # seed; the others follow
+    seed: NotNegativeInt | None = None  # replay this scenario only
+    intensity: Share = 0.4  # probability of each kind of fault in a scenario
+    # kinds that do not happen, of `experiments.faults.scenario.KINDS`
+    without: tuple[Annotated[str, f"one of {', '.join(KINDS)}"], ...] = ()
+    workers: NotNegativeInt = 0  # processes; 0 is one for each core
     parts: str = ""  # file that keeps finished scenarios: those that it has are not run again
-
-    def __post_init__(self) -> None:
-        for name in ("scenarios", "requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
-        not_negative("experiment", first=self.first, seed=self.seed or 0, workers=self.workers)
-        if not 0 <= self.intensity <= 1:
-            raise ValueError(f"experiment.intensity must be >= 0 and <= 1, got {self.intensity}")
-        for kind in self.without:
-            if kind not in KINDS:
-                raise ValueError(f"experiment.without names {kind!r}; there are {', '.join(KINDS)}")
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001

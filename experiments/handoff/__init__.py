@@ -8,13 +8,14 @@ transfer, no batch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 from experiments import serve
-from experiments.jobs import Columns, attempt, combined, microseconds, tabulated, unverified
+from experiments.jobs import Columns, attempt, combined, microseconds, refuse, tabulated, unverified
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
@@ -27,7 +28,7 @@ from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target
 
-__all__ = ["HandoffOptions", "Way", "check", "run"]
+__all__ = ["HandoffOptions", "Way", "check", "run", "sides"]
 
 PATHS = ("sliced", "staged")
 METADATA: dict[str, dict[str, str]] = {
@@ -39,13 +40,20 @@ METADATA: dict[str, dict[str, str]] = {
 host memory, as a message."""
 
 
+def sides(text: object) -> str:
+    """Return *text*, the ranks of prefill and of decode.  Raise a `ValueError` unless it is such as ``1to2``."""
+    if not re.fullmatch(r"[1-9]\d*to[1-9]\d*", str(text)):
+        raise ValueError(f"{text!r} is not a pair of numbers of ranks; write one such as 1to2")
+    return str(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions(ExperimentOptions):
-    """What is handed over and how.  Raise a `ValueError` for a pair of ranks that is not ``NtoM``."""
+    """What is handed over and how."""
 
     name: str = "handoff"
-    tokens: tuple[PositiveInt, ...] = (512, 2048, 8192)  # of a handoff
-    tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
+    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (512, 2048, 8192)  # of a handoff
+    tp: tuple[Annotated[str, sides], ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
     paths: tuple[Annotated[str, "one of sliced, staged"], ...] = (
         PATHS  # between ranks that keep other heads; equal ones have a single path
     )
@@ -57,13 +65,6 @@ class HandoffOptions(ExperimentOptions):
     # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
     placement: Annotated[str, "one of packed, sides"] = "packed"
     deadline: Annotated[Seconds, "> 0"] = 60.0  # assumed: of silence, after which a rank counts as gone
-
-    def __post_init__(self) -> None:
-        for text in self.tp:
-            if [part.isdecimal() and int(part) > 0 for part in text.split("to")] != [True, True]:
-                raise ValueError(f"experiment.tp must be of pairs such as 1to2, got {text!r}")
-        if not self.tokens:
-            raise ValueError("experiment.tokens must have a value, got none")
 
     @property
     def warm(self) -> int:
@@ -123,8 +124,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     Raise a `ConfigError` if `check` finds something, a `BackendUnavailable` if the engine does not work here at all.
     """
-    if problems := list(check(config)):
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    refuse(check(config))
     options = HandoffOptions.of(config)
     rows: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}

@@ -205,8 +205,8 @@ def burst(requests: int, tokens: int, output: int = 1) -> Workload:
 class PromptBurstOptions(ExperimentOptions):
     """Handoffs by themselves, then prompts that arrive at once; a seed says how much of it."""
 
-    tp: tuple[str, ...]  # ranks of prefill, ranks of decode
-    tokens: tuple[PositiveInt, ...]  # of a handoff
+    tp: Annotated[tuple[Annotated[str, handoff.sides], ...], "not empty"]  # ranks of prefill, ranks of decode
+    tokens: Annotated[tuple[PositiveInt, ...], "not empty"]  # of a handoff
     # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
     placement: Annotated[str, "one of packed, sides"] = "packed"
     repeat: PositiveInt = 3  # measured handoffs of each shape
@@ -215,11 +215,6 @@ class PromptBurstOptions(ExperimentOptions):
     prompt_tokens: PositiveInt = 1024  # assumed: the reports name no load
     output_tokens: PositiveInt = 128  # assumed likewise
     deadline: Annotated[Seconds, "> 0"] = 60.0  # assumed: of silence, after which a rank counts as gone
-
-    def __post_init__(self) -> None:
-        self.handoff()  # whose rules these are
-        if not self.tp:
-            raise ValueError("experiment.tp must have a value, got none")
 
     def handoff(self, path: str = "sliced") -> handoff.HandoffOptions:
         """Return the options of `experiments.handoff`; *path* is for ranks that keep other heads."""

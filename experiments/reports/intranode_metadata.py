@@ -9,7 +9,9 @@ short handoffs show most of the difference, and prompts how much of it a user se
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from experiments.handoff import sides
 from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_rows, burst
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
@@ -34,8 +36,9 @@ class IntranodeMetadataOptions(PromptBurstOptions):
     """What is handed over."""
 
     name: str = "seed_intranode_metadata"
-    tp: tuple[str, ...] = ("4to4",)  # ranks of prefill, ranks of decode
-    tokens: tuple[PositiveInt, ...] = (128, 1024, 8192)  # of a handoff
+    # ranks of prefill, ranks of decode
+    tp: Annotated[tuple[Annotated[str, sides], ...], "not empty"] = ("4to4",)
+    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (128, 1024, 8192)  # of a handoff
     repeat: PositiveInt = 10  # measured handoffs of each shape
     warmup: NotNegativeInt = 2  # before them
     prompts: tuple[PositiveInt, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`

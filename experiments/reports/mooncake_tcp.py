@@ -9,7 +9,7 @@ descriptors, and every handoff succeeds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from experiments import handoff, serve
 from experiments.compare_engines import TransferEngine
@@ -31,22 +31,26 @@ TTFT = Claim("ttft", "first tokens of prompts at once come later", "s", "more")
 CLAIMS = (SERVES, BYTES, CALLS, HANDOFF, TTFT)
 
 
+def equal(text: object) -> str:
+    """Return *text*, as `handoff.sides`, if these are equal; raise a `ValueError` otherwise."""
+    if len(set(handoff.sides(text).split("to"))) > 1:
+        raise ValueError(f"{text!r} has unlike sides; write equal ones such as 8to8")
+    return str(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MooncakeTcpOptions(ExperimentOptions):
     """What is handed over."""
 
     name: str = "seed_mooncake_tcp"
     tcp: TransferEngine  # the backend mooncake_tcp
-    tp: tuple[str, ...] = ("1to1", "8to8")  # ranks of prefill, as many of decode, where there are GPUs for both
+    # ranks of prefill, as many of decode, where there are GPUs for both
+    tp: tuple[Annotated[str, equal], ...] = ("1to1", "8to8")
     tokens: tuple[PositiveInt, ...] = (512, 2048, 4096)  # of a handoff
     repeat: PositiveInt = 5  # of each
     requests: PositiveInt = 16  # at once
     prompt: PositiveInt = 2048  # tokens of each of them; assumed: the report has no benchmark
     deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
-
-    def __post_init__(self) -> None:
-        if any(text.partition("to")[0] != text.partition("to")[2] for text in self.tp):
-            raise ValueError(f"experiment.tp must be of equal pairs such as 8to8, got {', '.join(self.tp)}")
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:

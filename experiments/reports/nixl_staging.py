@@ -9,7 +9,9 @@ prompts that arrive at once at prefill of TP 4 and decode of DP4+TP4, with exper
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from experiments.handoff import sides
 from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_rows, burst
 from experiments.reports.figures import UNPREPARED
 from pdsim.compute.roofline import kv_shape
@@ -33,26 +35,29 @@ REQUESTS = Claim("throughput", "TP4 to DP4+TP4+EP4: more requests are done", "1/
 CLAIMS = (HANDOFF, DESCRIPTORS, TTFT, REQUESTS)
 
 
+def unlike(text: object) -> str:
+    """Return *text*, as `sides`, if these differ; raise a `ValueError` otherwise."""
+    if len(set(sides(text).split("to"))) == 1:
+        raise ValueError(f"{text!r} has equal sides; write unlike ones such as 4to1")
+    return str(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NixlStagingOptions(PromptBurstOptions):
-    """What is handed over; the rules for its keys are those of `experiments.handoff`, and sides must differ."""
+    """What is handed over, between sides that differ."""
 
     name: str = "seed_nixl_staging"
-    tp: tuple[str, ...] = (  # what needs more GPUs than there are is left out
+    tp: Annotated[
+        tuple[Annotated[str, unlike], ...], "not empty"
+    ] = (  # what needs more GPUs than there are is left out
         *("1to2", "1to4", "1to8", "2to1", "2to4", "2to8"),
         *("4to1", "4to2", "4to8", "8to1", "8to2", "8to4"),
     )
-    tokens: tuple[PositiveInt, ...] = (512, 8192)  # of a handoff
+    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (512, 8192)  # of a handoff
     prompts: tuple[PositiveInt, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
     experts: Llm  # that prompts are served with at EP 4, on modelled GPUs
     descriptor: Seconds = UNPREPARED  # across nodes, as NIXL prepared none then; 0: as the backend
     depth: NotNegativeInt = 0  # descriptors outstanding to a peer across nodes, more wait; 0: no limit (UCX: 256)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for text in self.tp:
-            if len(set(text.split("to"))) == 1:
-                raise ValueError(f"experiment.tp must be of pairs of unlike sides such as 4to1, got {text!r}")
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:

@@ -79,11 +79,6 @@ class ServeOptions(ExperimentOptions):
         """Whether engines prefill and decode in the same steps."""
         return self.deployment == "colocated"
 
-    def __post_init__(self) -> None:
-        if self.router not in plugins.names(plugins.ROUTERS):
-            known = ", ".join(plugins.names(plugins.ROUTERS))
-            raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
-
 
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.

@@ -14,11 +14,20 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.jobs import attempt, combined, ended_by, unverified
-from experiments.transfer.points import TransferPoint, names, places, read, region_bytes, shortage, shuffled
+from experiments.jobs import attempt, combined, ended_by, refuse, unverified
+from experiments.transfer.points import (
+    SCHEDULES,
+    TransferPoint,
+    names,
+    pattern,
+    places,
+    read,
+    region_bytes,
+    shortage,
+    shuffled,
+)
 from experiments.transfer.rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
-from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds, Size
 from pdsim.results.record import Result
@@ -31,45 +40,34 @@ __all__ = ["TransferOptions", "check", "run"]
 class TransferOptions(ExperimentOptions):
     """The points, all combinations of five lists or the rows of a file, and how each is measured.
 
-    Raise a `ValueError` that names the key for values out of range; a file is read when the points are listed.
+    A file is read when the points are listed.
     """
 
     name: str = "transfer"
-    patterns: tuple[str, ...] = (  # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
-        "pair",
-        "bidirectional",
-        "incast",
-        "fanout",
-        "alltoall",
+    # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
+    patterns: Annotated[tuple[Annotated[str, pattern], ...], "not empty"] = (
+        *("pair", "bidirectional", "incast", "fanout", "alltoall"),
     )
-    blocks: tuple[int, ...] = (1, 16)  # descriptors of a transfer
-    size: tuple[Size, ...] = (4096, 65536, 1048576)  # bytes of a descriptor
-    concurrency: tuple[int, ...] = (1,)  # transfers that an initiator keeps in flight to each of its peers
+    blocks: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 16)  # descriptors of a transfer
+    # bytes of a descriptor
+    size: Annotated[tuple[Annotated[Size, "> 0"], ...], "not empty"] = (4096, 65536, 1048576)
+    # transfers that an initiator keeps in flight to each of its peers
+    concurrency: Annotated[tuple[PositiveInt, ...], "not empty"] = (1,)
     # how an initiator goes on: rounds, serial; -rotated: each from another peer
-    schedule: tuple[str, ...] = ("free",)
+    schedule: Annotated[tuple[Annotated[str, SCHEDULES], ...], "not empty"] = ("free",)
     points: str = ""  # a CSV file of points instead of all combinations of the five above
     ranks: Annotated[int, ">= 2"] = 4  # of a pattern that does not say how many itself
     repeat: PositiveInt = 100  # measured transfers of each flow
     volume: Size = 0  # bytes of a flow after which fewer repeats do, though not less than 3; 0 is no limit
     warmup: NotNegativeInt = 10  # transfers of each flow before that
-    operation: str = "write"  # or "read": who posts, not where the bytes go
-    layout: str = "contiguous"  # or "scattered": every block at a random place of an area twice as large
-    placement: tuple[str, ...] = ("packed",)  # or "spread": one node after the other; or the GPU of each rank
+    operation: Annotated[str, "one of write, read"] = "write"  # who posts, not where the bytes go
+    # scattered: every block at a random place of an area twice as large
+    layout: Annotated[str, "one of contiguous, scattered"] = "contiguous"
+    # or "spread": one node after the other; or the GPU of each rank
+    placement: Annotated[tuple[str, ...], "not empty"] = ("packed",)
     order: Annotated[str, "one of listed, shuffled"] = "listed"  # shuffled: by the seed
     pause: Seconds = 0.0  # of the model: what a program takes from the end of a transfer to its next one
     verify: bool = True  # compare checksums at the receiver, where memory has contents
-
-    def __post_init__(self) -> None:
-        for name in ("patterns", "blocks", "size", "concurrency", "schedule", "placement"):
-            if not getattr(self, name):
-                raise ValueError(f"experiment.{name} must have one value or more, got none")
-        if self.placement not in (("packed",), ("spread",)) and not all(word.isdecimal() for word in self.placement):
-            raise ValueError(
-                f"experiment.placement must be packed, spread or the number of a GPU for each rank, "
-                f"got {list(self.placement)}"
-            )
-        for point in [] if self.points else self._combinations():
-            point.check()
 
     def list_points(self) -> list[TransferPoint]:
         """Return the points, each once and with its repeats; raise a `ValueError` for a file that cannot be read."""
@@ -99,7 +97,9 @@ def check(config: Config) -> Iterator[str]:
         return
     hw, placement = config.hw, options.placement
     ranks, gpus = len(_ranks(options, points)), config.hw.gpus * config.hw.nodes
-    if placement[0].isdecimal():
+    if placement not in (("packed",), ("spread",)) and not all(word.isdecimal() for word in placement):
+        yield f"experiment.placement={list(placement)} must be packed, spread or the number of a GPU for each rank"
+    elif placement[0].isdecimal():
         if len(placement) < ranks:
             yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
         for gpu in [gpu for gpu in placement if int(gpu) >= gpus][:1]:
@@ -137,8 +137,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         ConfigError: `check` finds something.
         BackendUnavailable: The engine does not work here at all.
     """
-    if problems := list(check(config)):
-        raise ConfigError("\n".join(problems))
+    refuse(check(config))
     options = TransferOptions.of(config)
     listed = options.list_points()
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed

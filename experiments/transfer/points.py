@@ -8,19 +8,23 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from pdsim.core.units import format_size, parse_size
+from pdsim.config import convert, hints_of
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import Size, format_size
 from pdsim.hardware.machine import Machine
 from pdsim.transfer.job import Place
 
 __all__ = [
+    "SCHEDULES",
     "Flow",
     "TransferPoint",
     "flows",
     "names",
+    "pattern",
     "places",
     "read",
     "region_bytes",
@@ -30,16 +34,9 @@ __all__ = [
 ]
 
 Flow = tuple[str, str]  # the rank that the bytes come from, the rank that they go to
-SCHEDULES = ("free", "rounds", "serial")
+SCHEDULES = "one of free, rounds, serial, free-rotated, rounds-rotated, serial-rotated"
 """How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
-or one transfer at a time, flow by flow."""
-ROTATED = "-rotated"
-NUMBERS = ("blocks", "size", "concurrency", "repeat")
-CHOICES = {
-    "operation": ("write", "read"),
-    "layout": ("contiguous", "scattered"),
-    "schedule": (*SCHEDULES, *(f"{name}{ROTATED}" for name in SCHEDULES)),
-}
+or one transfer at a time, flow by flow.  Rotated: each initiator begins with another peer."""
 PATTERNS = {
     "pair": "",
     **dict.fromkeys(("pairs", "bidirectional", "incast", "fanout"), r"|[1-9]\d*"),
@@ -51,6 +48,17 @@ both; sources to one sink; one source to so many sinks; ``cross:2x3``, two sourc
 every other."""
 
 
+def pattern(text: object) -> str:
+    """Return *text*, one of `PATTERNS`; raise a `ValueError` for anything else."""
+    name, _, count = str(text).partition(":")
+    if name not in PATTERNS:
+        raise ValueError(f"{text!r} is not a pattern; there are {', '.join(PATTERNS)}")
+    if not re.fullmatch(PATTERNS[name], count) or str(text).endswith(":"):
+        example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
+        raise ValueError(f"{text!r} has a count that it cannot have; write {example}")
+    return str(text)
+
+
 class TransferPoint(NamedTuple):
     """One combination of what is swept over.
 
@@ -58,44 +66,26 @@ class TransferPoint(NamedTuple):
     'pair 64x65536 c1 read'
     """
 
-    pattern: str
-    blocks: int
-    size: int
-    concurrency: int
-    operation: str = "write"
-    layout: str = "contiguous"
-    schedule: str = "free"  # of `SCHEDULES`, perhaps with "-rotated"
-    repeat: int = 0  # 0: as the experiment says
+    pattern: Annotated[str, pattern]
+    blocks: Annotated[Size, "> 0"]
+    size: Annotated[Size, "> 0"]
+    concurrency: Annotated[Size, "> 0"]
+    operation: Annotated[str, "one of write, read"] = "write"
+    layout: Annotated[str, "one of contiguous, scattered"] = "contiguous"
+    schedule: Annotated[str, SCHEDULES] = "free"
+    repeat: Size = 0  # 0: as the experiment says
 
     @property
     def label(self) -> str:
         """Such as ``"pair 64x65536 c1"``, with what is not usual behind it; the label of the point's transfers."""
         usual = TransferPoint._field_defaults
-        words = [getattr(self, name) for name in CHOICES if getattr(self, name) != usual[name]]
+        ways = ("operation", "layout", "schedule")
+        words = [getattr(self, name) for name in ways if getattr(self, name) != usual[name]]
         return " ".join([f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}", *words])
-
-    def check(self) -> None:
-        """Raise a `ValueError` that names the option and the value that cannot be."""
-        name, _, count = self.pattern.partition(":")
-        if name not in PATTERNS:
-            raise ValueError(f"experiment.patterns must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
-        if not re.fullmatch(PATTERNS[name], count) or self.pattern.endswith(":"):
-            example = {"pair": "pair, or pairs:2", "cross": "cross:2 or cross:2x3"}.get(name, f"{name}:2")
-            raise ValueError(
-                f"experiment.patterns: {self.pattern!r} has a count that it cannot have; write {example}"
-            )
-        for option, least in (("blocks", 1), ("size", 1), ("concurrency", 1), ("repeat", 0)):
-            if getattr(self, option) < least:
-                raise ValueError(f"experiment.{option} must be >= {least}, got {getattr(self, option)}")
-        for option, allowed in CHOICES.items():
-            if getattr(self, option) not in allowed:
-                raise ValueError(
-                    f"experiment.{option} must be one of {', '.join(allowed)}, got {getattr(self, option)!r}"
-                )
 
     def flows(self, ranks: int) -> list[Flow]:
         """Return the flows of the point, in the order in which a source posts them."""
-        return flows(self.pattern, ranks, self.schedule.endswith(ROTATED))
+        return flows(self.pattern, ranks, self.schedule.endswith("-rotated"))
 
     @property
     def area(self) -> int:
@@ -120,14 +110,12 @@ def read(path: Path) -> list[TransferPoint]:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except OSError as error:
         raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
-    points = []
+    points, hints = [], hints_of(TransferPoint)
     for number, row in enumerate(rows, 1):
         words = {name: text for name, text in row.items() if name in columns and text}
         try:
-            sizes = {name: parse_size(words[name]) for name in words if name in NUMBERS}
-            points.append(TransferPoint(**words | sizes))  # type: ignore[arg-type]
-            points[-1].check()
-        except (TypeError, ValueError) as error:
+            points.append(TransferPoint(**{name: convert(hints[name], words[name], name) for name in words}))
+        except (TypeError, ValueError, ConfigError) as error:
             raise ValueError(f"experiment.points={path}, row {number}: {error}") from error
     if not points:
         raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(columns)}")

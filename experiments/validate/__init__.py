@@ -8,12 +8,13 @@ folder are ``points.csv``, ``expectations.json`` (on disk before the first byte 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
+from experiments.jobs import refuse
 from experiments.validate.design import Design, parts, problems
 from experiments.validate.steps import adopt, check_same, design_of, expect, measure, take
 from pdsim.config import Config, ExperimentOptions
@@ -33,7 +34,7 @@ from pdsim.validation.verdicts import (
     tables,
 )  # fmt: skip
 
-__all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "run"]
+__all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "check", "run"]
 
 KEEPS_FILES = True
 """`run` takes the folder of the run, and writes files of its own there."""
@@ -64,18 +65,19 @@ class ValidateOptions(Design):
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
     bounds: Bounds = field(default_factory=Bounds)
 
-    def __post_init__(self) -> None:
-        if self.expected and (self.stored or self.predict != "before"):
-            raise ValueError(
-                "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it "
-                f"is of a run that measures, got {self.expected!r}"
-            )
-        if self.stored and self.predict == "only":
-            raise ValueError(
-                f"experiment.predict must be now, not only, with experiment.stored, got stored={self.stored!r}"
-            )
-        if self.ranks < 0 or self.ranks == 1:
-            raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
+
+def check(config: Config) -> Iterator[str]:
+    """Yield which options cannot be together."""
+    options = ValidateOptions.of(config)
+    if options.expected and (options.stored or options.predict != "before"):
+        yield (
+            f"experiment.expected={options.expected} is of a run that measures; leave it out with "
+            "experiment.stored, predict=only and predict=now"
+        )
+    if options.stored and options.predict == "only":
+        yield f"experiment.predict=only with experiment.stored={options.stored}: set predict=now, or leave it out"
+    if options.ranks == 1:
+        yield "experiment.ranks=1: no bytes go from a rank to itself; set 2 or more, or 0 for a rank a GPU"
 
 
 def run(config: Config, target: Target, progress: ShowProgress, folder: Path) -> Result:
@@ -84,6 +86,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     A part that cannot be run here is left out, with a note; a class whose error exceeds its bound is a failure.
     Raise a `ConfigError` for a design that cannot be run, a file that was changed, or nothing to measure with.
     """
+    refuse(check(config))
     options = ValidateOptions.of(config)
     notes: list[str] = []
     only = options.predict == "only"

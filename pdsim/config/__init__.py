@@ -37,7 +37,7 @@ from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngi
 
 __all__ = [
     "ON_THE_COMMAND_LINE", "UNSAID", "Check", "Config", "ExperimentOptions", "Launch", "Simulate", "as_written",
-    "build", "canonical", "config_yaml", "covers", "defaults", "load", "numbers", "plain",
+    "build", "canonical", "config_yaml", "convert", "covers", "defaults", "load", "numbers", "plain",
 ]  # fmt: skip
 
 
@@ -68,9 +68,9 @@ class Check:
 class ExperimentOptions:
     """The options of one experiment, whose module extends it with a frozen dataclass.
 
-    Its fields are the keys below ``experiment``: annotations give type, unit and range, and ``__post_init__`` raises
-    a `ValueError` that begins with ``experiment.KEY`` for what no annotation can say.  The default of ``name`` is
-    the name that the module is registered under.
+    Its fields are the keys below ``experiment``: annotations give type, unit and range; what several keys may not be
+    together, the module's function ``check`` says.  The default of ``name`` is the name that the module is
+    registered under.
     """
 
     name: str  # of the experiment, as it is registered
@@ -166,10 +166,10 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
 
     Annotations are plain types, `Annotated` with a parser and a rule, `Literal`, tuples, mappings, unions with None
-    and dataclasses.  A rule is what a message says after "must be", ``"> 0 and <= 1"`` or ``"one of a, b"``; the
-    last one counts.  A dataclass with a static method ``class_for`` chooses its subclass.  A class with a field
-    ``sources`` may have a ``source`` in any mapping below it.  With *known*, fields that have not changed since the
-    last call are not made again.
+    and dataclasses.  A rule is what a message says after "must be", ``"> 0 and <= 1"``, ``"one of a, b"`` or, of a
+    list, ``"not empty"``; the last one counts.  A dataclass with a static method ``class_for`` chooses its subclass.
+    A class with a field ``sources`` may have a ``source`` in any mapping below it.  With *known*, fields that have
+    not changed since the last call are not made again.
     """
     if not isinstance(values, Mapping):
         names = ", ".join(each.name for each in fields(cls))  # type: ignore[arg-type]  # typing cannot name them
@@ -203,23 +203,26 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
 def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
     if known is None:
-        return _convert(hint, value, at)
+        return convert(hint, value, at)
     try:
         content = marshal.dumps(value, 2)  # which tells 1 from True and from 1.0, as == does not
     except ValueError:
-        return _convert(hint, value, at)
+        return convert(hint, value, at)
     if at not in known or known[at][0] != content:
-        known[at] = content, _convert(hint, value, at)
+        known[at] = content, convert(hint, value, at)
     return known[at][1]
 
 
-def _convert(hint: Any, value: Any, at: str) -> Any:
-    # Of a union only the first member other than None is tried.
+def convert(hint: Any, value: Any, at: str) -> Any:
+    """Return the plain *value* found at the dotted key *at* as the annotation *hint* has it, as `build` does.
+
+    Of a union only the first member other than None is tried.  Raise a `ConfigError` as `build` does.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         parsers, rules = _annotated(hint)
         try:
-            made = parsers[0](value) if parsers else _convert(arguments[0], value, at)
+            made = parsers[0](value) if parsers else convert(arguments[0], value, at)
         except ValueError as error:
             raise ConfigError(f"{at}: {error}") from error
         if rules and not _holds(rules[-1], made):
@@ -229,7 +232,7 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
         return made
     if origin in (types.UnionType, typing.Union):
         inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else _convert(inner[0], value, at)
+        return None if value is None else convert(inner[0], value, at)
     if origin is typing.Literal:
         if value not in arguments:
             raise ConfigError(f"{at} must be one of {', '.join(map(str, arguments))}, got {value!r}")
@@ -237,9 +240,9 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
     if origin is tuple:
         # one value alone is a list of one, so that --multirun can sweep over what is otherwise a list
         values = value if isinstance(value, list | tuple) else [value]
-        return tuple(_convert(arguments[0], item, f"{at}[{index}]") for index, item in enumerate(values))
+        return tuple(convert(arguments[0], item, f"{at}[{index}]") for index, item in enumerate(values))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping(arguments[1], value, at)
+        return _mapping(arguments[0], arguments[1], value, at)
     if is_dataclass(hint):
         class_for = getattr(hint, "class_for", None)  # of a dataclass whose subclass depends on the values
         hint = class_for(value) if class_for and isinstance(value, Mapping) else hint
@@ -257,19 +260,21 @@ _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operat
 
 
 def _holds(rule: str, value: Any) -> bool:
+    if rule == "not empty":
+        return len(value) > 0
     if rule.startswith("one of "):
         return value in rule.removeprefix("one of ").replace("''", "").split(", ")
     bounds = (part.split() for part in rule.split(" and "))
     return all(_COMPARED[sign](value, type(value)(bound)) for sign, bound in bounds)
 
 
-def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
+def _mapping(name: Any, hint: Any, value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
     plain = {
         key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()
     }
-    return {str(key): _convert(hint, item, join(at, str(key))) for key, item in plain.items()}
+    return {convert(name, str(key), at): convert(hint, item, join(at, str(key))) for key, item in plain.items()}
 
 
 def _scalar(hint: type, value: Any, at: str) -> Any:

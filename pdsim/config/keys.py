@@ -83,7 +83,9 @@ def dataclasses_in(kind: Any) -> list[type]:
 
 def type_of(field: Field[Any]) -> str:
     """Return the type of *field* as it is written, without its rule and None."""
-    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(field.type)).removesuffix(" | None")
+    text = str(field.type).removesuffix(" | None")
+    for _ in range(2):  # a list, and what is in it
+        text = re.sub(r"Annotated\[(\w+|tuple\[[\w., ]+\]), [^\]]*\]", r"\1", text)
     text = re.sub(r"\b(Positive|NotNegative)Int\b", "int", text)
     return re.sub(r"\b(Positive|NotNegative|Share)\b", "float", text)
 

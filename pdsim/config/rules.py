@@ -226,6 +226,9 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "model" and config.launch != Launch():
         yield "launch sets options of processes, and target=model starts none; set target=real or leave launch out"
+    router, routers = getattr(config.experiment, "router", ""), plugins.names(plugins.ROUTERS)
+    if router and router not in routers:
+        yield f"experiment.router={router} is provided by no installed package; {instead(router, routers)}"
     if not config.output:
         yield "output must name a folder, got ''"
     if config.target == "live":

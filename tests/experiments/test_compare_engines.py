@@ -79,10 +79,8 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason():
     assert "pulled KV has no staging" in reasons["fast", "pull"]
     with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
         compared(decode=1, colocated=False, staging=(True,))
-    with pytest.raises(
-        ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"
-    ):
-        CompareEnginesOptions(**CHOICES, metadata=("mail",))
+    with pytest.raises(ConfigError, match=r"metadata\[0\] must be one of policy, batch, write, control, got 'mail'"):
+        composed("experiment=compare_engines", "+experiment.metadata=[mail]")
 
 
 def test_the_shipped_choice_has_seven_backends_and_two_engines():

@@ -137,15 +137,15 @@ def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):
 @pytest.mark.parametrize(
     ("experiment", "word", "message"),
     [
-        ("handoff", "tp=[1-2]", "tp must be of pairs such as 1to2, got '1-2'"),
-        ("handoff", "tokens=[]", "tokens must have a value, got none"),
-        ("seed_intranode_metadata", "tp=[]", "tp must have a value, got none"),
-        ("seed_intranode_metadata", "tp=['4']", "tp must be of pairs such as 1to2, got '4'"),
+        ("handoff", "tp=[1-2]", r"tp\[0\]: '1-2' is not a pair of numbers of ranks; write one such as 1to2"),
+        ("handoff", "tokens=[]", "tokens must be not empty"),
+        ("seed_intranode_metadata", "tp=[]", "tp must be not empty"),
+        ("seed_intranode_metadata", "tp=['4']", r"tp\[0\]: '4' is not a pair of numbers of ranks"),
         ("seed_intranode_metadata", "placement=spread", "placement must be one of packed, sides"),
-        ("seed_nixl_staging", "tp=[2to2]", "tp must be of pairs of unlike sides such as 4to1, got '2to2'"),
+        ("seed_nixl_staging", "tp=[2to2]", "tp\\[0\\]: '2to2' has equal sides; write unlike ones such as 4to1"),
         ("seed_nixl_staging", "prompts=[0]", r"prompts\[0\] must be > 0, got 0"),
-        ("seed_mooncake_tcp", "tp=[1to2]", "tp must be of equal pairs such as 8to8, got 1to2"),
-        ("seed_symmetric_allgather", "batches=[[]]", "batches must have sequences of >= 1 token, got"),
+        ("seed_mooncake_tcp", "tp=[1to2]", "tp\\[0\\]: '1to2' has unlike sides; write equal ones such as 8to8"),
+        ("seed_symmetric_allgather", "batches=[[]]", "batches\\[0\\] must be not empty"),
     ],
 )
 def test_an_option_out_of_range_is_refused(experiment: str, word: str, message: str):

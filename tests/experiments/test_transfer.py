@@ -12,7 +12,7 @@ import pytest
 
 from experiments.transfer import TransferOptions, check, run
 from experiments.transfer.points import TransferPoint, flows, shuffled
-from pdsim.config import Config
+from pdsim.config import Config, build
 from pdsim.core.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.core.progress import silent
 from pdsim.hardware.machine import Machine, Nic
@@ -157,7 +157,7 @@ def test_points_come_from_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pattern,blocks,size,concurrency\npair,0,4096,1\n", "row 1: experiment.blocks must be >= 1, got 0"),
+        ("pattern,blocks,size,concurrency\npair,0,4096,1\n", "row 1: blocks must be > 0, got 0"),
         ("pattern,blocks,size\npair,1,4096\n", "row 1: .*concurrency"),
         ("pattern,blocks,size,concurrency\n", "has no points"),
         (None, r"experiment\.points=.*points\.csv: No such file"),
@@ -280,19 +280,18 @@ def test_a_job_that_fails_costs_its_points(error: Any, at: Sequence[float], stat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patterns": ("ring",)}, "experiment.patterns must be one of pair, pairs, bidirectional, .*, got 'ring'"),
-        ({"blocks": (0,)}, "experiment.blocks must be >= 1, got 0"),
-        ({"size": ()}, "experiment.size must have one value or more, got none"),
+        ({"patterns": ("ring",)}, r"experiment.patterns\[0\]: 'ring' is not a pattern; there are pair, pairs, .*"),
+        ({"blocks": (0,)}, r"experiment.blocks\[0\] must be > 0, got 0"),
+        ({"size": ()}, "experiment.size must be not empty, got ()"),
         ({"patterns": ("pair:2",)}, "'pair:2' has a count that it cannot have; write pair, or pairs:2"),
         ({"patterns": ("cross:2x",)}, "'cross:2x' has a count that it cannot have; write cross:2 or cross:2x3"),
-        ({"schedule": ("late",)}, "experiment.schedule must be one of free, .*, got 'late'"),
-        ({"placement": ("0", "packed")}, "experiment.placement must be packed, spread or the number of a GPU"),
+        ({"schedule": ("late",)}, r"experiment.schedule\[0\] must be one of free, .*, got 'late'"),
         ({"operation": "send"}, "experiment.operation must be one of write, read, got 'send'"),
     ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        TransferOptions(**options)
+    with pytest.raises(ConfigError, match=message):
+        build(TransferOptions, options, "experiment")
 
 
 @pytest.mark.parametrize(
@@ -303,6 +302,7 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str
             {"patterns": ("alltoall",), "ranks": 9},
             "experiment.ranks=9: 9 ranks take a GPU each and hw=toy has 8",
         ),
+        (TWO, {"placement": ("0", "packed")}, "must be packed, spread or the number of a GPU for each rank"),
         (TWO, {"patterns": ("cross:2",)}, "or let ranks share GPUs: experiment.placement=[0,1,0,1]"),
         (EIGHT, {"patterns": ("cross:2",), "placement": ("0", "1")}, "lists 2 GPUs for 4 ranks"),
         (

@@ -13,7 +13,7 @@ import pytest
 from experiments import transfer
 from experiments.validate import Bounds, ValidateOptions, run
 from experiments.validate.steps import values
-from pdsim.config import Config, build
+from pdsim.config import Config
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
@@ -196,23 +196,19 @@ def test_predictions_of_another_system_are_refused(tmp_path: Path):
             validate(tmp_path / "b", replace(config, **change))
 
 
-def test_a_model_alone_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"set target=real, or experiment\.stored=FOLDER"):
-        validate(tmp_path, configured("model"))
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("target", "options", "message"),
     [
-        ({"ranks": 1}, "experiment.ranks must be >= 2, or 0 for a rank a GPU, got 1"),
-        ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
-        ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* run that measures"),
-        ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
+        ("model", {}, r"set target=real, or experiment\.stored=FOLDER"),
+        ("real", {"ranks": 1}, "experiment.ranks=1: .*; set 2 or more, or 0 for a rank a GPU"),
+        ("real", {"expected": "a", "stored": "b"}, "expected=a is of a run that measures; leave it out with"),
+        ("real", {"expected": "a", "predict": "only"}, "expected=a is of a run that measures; leave it out with"),
+        ("real", {"predict": "only", "stored": "b"}, "predict=only with experiment.stored=b: set predict=now"),
     ],
 )
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
+def test_options_that_cannot_be_are_refused(tmp_path: Path, target: str, options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        build(ValidateOptions, options, "experiment")
+        validate(tmp_path, configured(target, **options))
 
 
 # --- rates ---------------------------------------------------------------------------------------------------------
