@@ -244,7 +244,7 @@ def _target(
         from backends.live.live_deployment import deployed
 
         assert kept is not None
-        with deployed(config, kept.folder, meter) as deployment:
+        with deployed(config, kept.folder, meter, kept.journal.requests.append) as deployment:
             yield deployment
         return
     from backends.jobs.launcher import SILENCE, Processes

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from backends.live.http import Http, RequestFailed
+from backends.live.http import RequestFailed
 from backends.live.routes import RequestRoute, RequestRow
 from pdsim.serving.workload import HASHED, Request
 
@@ -35,24 +36,24 @@ Ids = npt.NDArray[np.int64]
 async def replay(
     requests: Sequence[Request],
     route: RequestRoute,
-    http: Http,
+    opened: Any,
     prompt: Prompt,
     connections: int,
     timeout: float,
-    progress: Callable[[int], None] = lambda _: None,
+    ended: Callable[[float, int, RequestRow], None] = lambda *_: None,
 ) -> tuple[float, list[RequestRow]]:
     """Send *requests* as they arrive; return the time at which the first could arrive, and a row for each.
 
     A request that finds all *connections* taken waits, and its latencies count from its arrival all the same; one
     that has not ended *timeout* seconds after that has failed.  Prompts are made ahead, by *prompt*, in the pauses.
-    *progress* is called with the number of requests that have ended.
+    *opened* is the session that they are sent in.  *ended* is called with that time, the number of a request and its
+    row as soon as it has ended.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max(1, connections // route.connections))
     rows = [RequestRow() for _ in requests]
     ahead = _Ahead(requests, prompt)
     tasks: list[asyncio.Task[None]] = []
-    ended = itertools.count(1)
     while not ahead.full:
         ahead.make()
     with _uncollected():
@@ -63,19 +64,22 @@ async def replay(
                 await asyncio.sleep(0)
             if (wait := start + request.arrival - loop.time()) > 0:
                 await asyncio.sleep(wait)
-            served = _one(request, rows[number], route, http, ahead.take(), slots, start, timeout)
-            task = loop.create_task(served)
-            task.add_done_callback(lambda _: progress(next(ended)))
-            tasks.append(task)
+            served = _one(request, rows[number], route, opened, ahead.take(), slots, start, timeout)
+            tasks.append(loop.create_task(_then(served, partial(ended, start, number, rows[number]))))
         await asyncio.gather(*tasks)
     return start, rows
+
+
+async def _then(served: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
+    await served
+    ended()
 
 
 async def _one(
     request: Request,
     row: RequestRow,
     route: RequestRoute,
-    http: Http,
+    opened: Any,
     body: bytes,
     slots: asyncio.Semaphore,
     start: float,
@@ -87,7 +91,7 @@ async def _one(
     try:
         async with asyncio.timeout_at(start + request.arrival + (timeout if patience is None else patience)), slots:
             row.sent = loop.time()
-            await route.serve(http, body, request, row)
+            await route.serve(opened, body, request, row)
             row.status = "ok"
     except TimeoutError:
         if patience is not None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 
 from backends.live.formats import reason
 
-__all__ = ["Http", "LiveServer", "RequestFailed", "session"]
+__all__ = ["LiveServer", "RequestFailed", "answer", "events", "session"]
 
 
 class RequestFailed(Exception):
@@ -24,8 +24,10 @@ class RequestFailed(Exception):
 class LiveServer:
     """A server, and the tokens of the requests that it has, by the client's own account."""
 
+    role: str  # "prefill", "decode" or "server"
     name: str  # of its role and number, such as "decode0"
     url: str  # without a path
+    bootstrap: int = 0  # the port of the bootstrap server of an SGLang prefill server
     load: int = 0  # tokens of requests that are there now
     sent: int = 0  # requests so far
 
@@ -48,60 +50,51 @@ async def session(*, key: str, connections: int, connect_timeout: float) -> Asyn
         yield opened
 
 
-class Http:
-    """Posts bodies within a `session`; every failure is a `RequestFailed`: ``HTTP 503: ...``, ``Refused: ...``.
+async def answer(opened: Any, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
+    """Post *body* within the session *opened* and return the whole answer.
 
-    *name*, if there is one, is what the server is to call the request.
+    *name*, if there is one, is what the server is to call the request.  Every failure is a `RequestFailed`, such as
+    ``HTTP 503: ...`` or ``Refused: ...``.
     """
-
-    def __init__(self, opened: Any) -> None:
-        self._session = opened
-
-    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
-        """Return the whole answer."""
-        async with self._post(server, path, body, name) as response:
-            data: bytes = await response.read()
-            return data
-
-    async def events(
-        self, server: LiveServer, path: str, body: bytes, name: str = ""
-    ) -> AsyncIterator[tuple[float, bytes]]:
-        """Yield time and data of each server-sent event up to ``[DONE]``; the time is when it was read."""
-        clock = asyncio.get_running_loop().time
-        async with self._post(server, path, body, name) as response:
-            async for line in response.content:
-                if line.startswith(b"error:"):  # llama.cpp
-                    said = line[6:].decode(errors="replace").strip()[:200]
-                    raise RequestFailed(f"Error: {server.name}: {said}")
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                yield clock(), data
-
-    @asynccontextmanager
-    async def _post(self, server: LiveServer, path: str, body: bytes, name: str) -> AsyncIterator[Any]:
-        headers = {"X-Request-Id": name} if name else None
-        with _failures(server):
-            async with self._session.post(server.url + path, data=body, headers=headers) as response:
-                if response.status != 200:
-                    data = await response.read()
-                    try:
-                        said = msgspec.json.decode(data)
-                    except (msgspec.MsgspecError, ValueError):
-                        said = data.decode(errors="replace")
-                    because = reason(said) or "without a reason"
-                    raise RequestFailed(f"HTTP {response.status}: {server.name}: {because}")
-                yield response
+    async with _post(opened, server, path, body, name) as response:
+        data: bytes = await response.read()
+        return data
 
 
-@contextmanager
-def _failures(server: LiveServer) -> Iterator[None]:
+async def events(
+    opened: Any, server: LiveServer, path: str, body: bytes, name: str = ""
+) -> AsyncIterator[tuple[float, bytes]]:
+    """Post like `answer`; yield time and data of each server-sent event up to ``[DONE]``, timed as it is read."""
+    clock = asyncio.get_running_loop().time
+    async with _post(opened, server, path, body, name) as response:
+        async for line in response.content:
+            if line.startswith(b"error:"):  # llama.cpp
+                said = line[6:].decode(errors="replace").strip()[:200]
+                raise RequestFailed(f"Error: {server.name}: {said}")
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield clock(), data
+
+
+@asynccontextmanager
+async def _post(opened: Any, server: LiveServer, path: str, body: bytes, name: str) -> AsyncIterator[Any]:
     import aiohttp
 
+    headers = {"X-Request-Id": name} if name else None
     try:
-        yield
+        async with opened.post(server.url + path, data=body, headers=headers) as response:
+            if response.status != 200:
+                data = await response.read()
+                try:
+                    said = msgspec.json.decode(data)
+                except (msgspec.MsgspecError, ValueError):
+                    said = data.decode(errors="replace")
+                because = reason(said) or "without a reason"
+                raise RequestFailed(f"HTTP {response.status}: {server.name}: {because}")
+            yield response
     except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):

@@ -8,20 +8,23 @@ Everything is measured at the client, over HTTP, as a user would; what servers r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import msgspec
+
 from backends.live import model_folder
 from backends.live.commands import MODULES, gpus_needed, launches, refusals
-from backends.live.http import Http, LiveServer, session
+from backends.live.http import LiveServer, session
 from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
@@ -29,10 +32,21 @@ from pdsim.core.errors import BackendUnavailable, ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.serving.workload import Request
 
-__all__ = ["LiveDeployment", "Served", "deployed", "engine_of", "problems"]
+__all__ = ["Ended", "LiveDeployment", "Served", "deployed", "engine_of", "problems"]
 
 METRICS = "metrics.parquet"
 """The file, beside those of every run, with what the servers reported while they were measured."""
+
+
+Keep = Callable[[bytes], object]
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """An entry of the journal of a live run: request *number* has ended as *row* says."""
+
+    start: float  # as `Served` has it
+    number: int
+    row: RequestRow
 
 
 @dataclass(frozen=True)
@@ -114,14 +128,17 @@ def installed(engine: str, python: str = "") -> str:
 
 
 @contextmanager
-def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[LiveDeployment]:
+def deployed(
+    config: Config, folder: Path, progress: ShowProgress, journal: Keep = lambda _: None
+) -> Iterator[LiveDeployment]:
     """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards.
 
-    Raise a `BackendUnavailable` if a launched server does not come up.
+    *journal* keeps an encoded `Ended` for each request as soon as it has ended.  Raise a `BackendUnavailable` if a
+    launched server does not come up.
     """
     live, engine = config.live, engine_of(config)
     if not live.launch:
-        yield LiveDeployment(config, engine, _named(config), folder)
+        yield LiveDeployment(config, engine, _named(config), folder, journal)
         return
     from backends.live.launch import started
 
@@ -129,18 +146,17 @@ def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[L
     planned = launches(config, engine, model, installed(engine, live.python).rpartition(" ")[2])
     try:
         with started(planned, folder, live.ready, lambda text: progress(0.0, text)):
-            servers = [(one.role, LiveServer(one.name, one.url)) for one in planned]
-            ports = {one.name: one.bootstrap_port for one in planned}
-            yield LiveDeployment(config, engine, servers, folder, ports)
+            servers = [LiveServer(one.role, one.name, one.url, one.bootstrap_port) for one in planned]
+            yield LiveDeployment(config, engine, servers, folder, journal)
     finally:
         (model / "tokenizer.json").unlink(missing_ok=True)  # megabytes that say nothing
 
 
-def _named(config: Config) -> list[tuple[str, LiveServer]]:
+def _named(config: Config) -> list[LiveServer]:
     live = config.live
-    roles = (("server", live.url), ("prefill", live.prefill), ("decode", live.decode))
+    roles, ports = (("server", live.url), ("prefill", live.prefill), ("decode", live.decode)), live.bootstrap_port
     return [
-        (role, LiveServer(f"{role}{number}", url.rstrip("/").removesuffix("/v1")))
+        LiveServer(role, f"{role}{number}", url.rstrip("/").removesuffix("/v1"), ports[number % len(ports)])
         for role, urls in roles
         for number, url in enumerate(urls)
     ]
@@ -148,13 +164,13 @@ def _named(config: Config) -> list[tuple[str, LiveServer]]:
 
 @dataclass
 class LiveDeployment:
-    """Servers, each with its role, and how to measure them; made by `deployed`."""
+    """Servers, and how to measure them; made by `deployed`."""
 
     config: Config
     engine: str  # "vllm", "sglang", or "" for any server with OpenAI's API
-    servers: Sequence[tuple[str, LiveServer]]  # with roles "prefill", "decode" or "server"
+    servers: Sequence[LiveServer]
     folder: Path  # of the run, which gets the servers' metrics
-    bootstrap: Mapping[str, int] = field(default_factory=dict)  # ports of launched SGLang prefill servers, by name
+    journal: Keep
 
     def serve(self, requests: Sequence[Request], progress: ShowProgress, *, policy: str = "least_tokens") -> Served:
         """Send *requests*, in order of arrival, and return what became of each; one that fails has a status.
@@ -166,7 +182,7 @@ class LiveDeployment:
         return asyncio.run(self._serve(requests, progress, policy))
 
     def role(self, role: str) -> list[LiveServer]:
-        return [server for name, server in self.servers if name == role]
+        return [server for server in self.servers if server.role == role]
 
     async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
         from backends.live.client import encoded, replay
@@ -180,22 +196,24 @@ class LiveDeployment:
         def prompt(number: int, request: Request) -> bytes:
             return encoded(request, number, seed, vocabulary, live.prompts)
 
-        def count(ended: int) -> None:
-            progress(ended / len(requests), f"{ended} of {len(requests)} requests have ended")
+        so_far = itertools.count(1)
+
+        def ended(start: float, number: int, row: RequestRow) -> None:
+            self.journal(msgspec.msgpack.encode(Ended(start, number, row)))
+            count = next(so_far)
+            progress(count / len(requests), f"{count} of {len(requests)} requests have ended")
 
         async with session(key=key, connections=live.connections, connect_timeout=live.connect_timeout) as opened:
-            names = {server.name: await _version(opened, server) for _, server in self.servers}
+            names = {server.name: await _version(opened, server) for server in self.servers}
             route = self._route(await self._model(opened), policy)
-            http = Http(opened)
             notes = []
             if warm := _warmup(requests, live.warmup):
                 progress(0.0, "warming up")
-                _, rows = await replay(warm, route, http, lambda n, one: prompt(-1 - n, one), *limits)
+                _, rows = await replay(warm, route, opened, lambda n, one: prompt(-1 - n, one), *limits)
                 bad = [row.status for row in rows if row.status != "ok"]
                 notes += [f"{len(bad)} of {len(warm)} requests before the workload failed: {bad[0]}"] if bad else []
-            sampler = Sampler(opened, [server for _, server in self.servers], live.sample_every)
-            async with sampler:
-                start, rows = await replay(requests, route, http, prompt, *limits, count)
+            async with Sampler(opened, self.servers, live.sample_every) as sampler:
+                start, rows = await replay(requests, route, opened, prompt, *limits, ended)
         samples = [replace(sample, time=sample.time - start) for sample in sampler.samples]
         _write_samples(self.folder / METRICS, samples)
         notes += [f"{name} was started again while it was measured" for name in sampler.restarted]
@@ -216,10 +234,7 @@ class LiveDeployment:
             return Direct(form, policy, exact, self.role("server"))
         if engine == "vllm":
             return VllmPair(form, policy, exact, prefills, self.role("decode"))
-        given = live.bootstrap_port
-        named = {one.name: given[number % len(given)] for number, one in enumerate(prefills)}
-        ports = {**named, **self.bootstrap}
-        return SglangPair(form, policy, exact, prefills, self.role("decode"), ports)
+        return SglangPair(form, policy, exact, prefills, self.role("decode"))
 
     async def _model(self, opened: Any) -> str:
         live = self.config.live
@@ -227,7 +242,7 @@ class LiveDeployment:
             return live.model or self.config.model.name
         if self.engine == "sglang":
             return ""  # /generate asks for none
-        server = self.servers[-1][1]
+        server = self.servers[-1]
         answer = await _json(opened, server, "/v1/models")
         models = answer.get("data") if isinstance(answer, Mapping) else None
         if not models:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from uuid import uuid4
 import msgspec
 
 from backends.live.formats import Format, StreamChunk, reason
-from backends.live.http import Http, LiveServer, RequestFailed
+from backends.live.http import LiveServer, RequestFailed, answer, events
 from pdsim.serving.workload import Request
 
 __all__ = ["Direct", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
@@ -55,8 +55,8 @@ class RequestRoute(ABC):
     connections = 1  # that a request holds at a time
 
     @abstractmethod
-    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Have *request* served and fill in *row*; *prompt* is encoded JSON.
+    async def serve(self, opened: Any, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Have *request* served within the session *opened* and fill in *row*; *prompt* is encoded JSON.
 
         What was seen before a failure stays in *row*.  Raise a `RequestFailed` if it does not get all its tokens.
         """
@@ -73,13 +73,13 @@ class RequestRoute(ABC):
             raise _malformed(server, data, error) from None
 
     async def _stream(
-        self, http: Http, server: LiveServer, body: bytes, row: RequestRow, output: int, name: str = ""
+        self, opened: Any, server: LiveServer, body: bytes, row: RequestRow, output: int, name: str = ""
     ) -> None:
         # A server that counts in its first chunk counts in all; of another one a final count corrects how many there
         # were, not when they came.
         counts: bool | None = None
         now = 0.0
-        async for now, data in http.events(server, self.form.path, body, name):
+        async for now, data in events(opened, server, self.form.path, body, name):
             chunk = self._chunk(server, data)
             if chunk.error:
                 raise RequestFailed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
@@ -130,11 +130,11 @@ class Direct(RequestRoute):
 
     servers: Sequence[LiveServer]
 
-    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+    async def serve(self, opened: Any, prompt: bytes, request: Request, row: RequestRow) -> None:
         with _visit(self._choose(self.servers), request.input + request.output) as server:
             row.prefill = row.decode = server.name
             body = self.form.body(prompt, request.output, stream=True)
-            await self._stream(http, server, body, row, request.output)
+            await self._stream(opened, server, body, row, request.output)
 
 
 class _Answer(msgspec.Struct):
@@ -166,32 +166,32 @@ class VllmPair(RequestRoute):
     prefills: Sequence[LiveServer]
     decodes: Sequence[LiveServer]
 
-    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+    async def serve(self, opened: Any, prompt: bytes, request: Request, row: RequestRow) -> None:
         form, name = self.form, uuid4().hex
         with _visit(self._choose(self.prefills), request.input) as server:
             row.prefill = server.name
             body = form.body(prompt, 1, stream=False, extra={"kv_transfer_params": _NEW})
-            data = await http.answer(server, form.path, body, name)
+            data = await answer(opened, server, form.path, body, name)
             row.prefilled = asyncio.get_running_loop().time()
         params = _params(server, data)
         with _visit(self._choose(self.decodes), request.input + request.output) as server:
             row.decode = server.name
             body = form.body(prompt, request.output, stream=True, extra={"kv_transfer_params": params})
-            await self._stream(http, server, body, row, request.output, name)
+            await self._stream(opened, server, body, row, request.output, name)
 
 
 def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
     try:
-        answer = msgspec.json.decode(data, type=_Answer)
+        answered = msgspec.json.decode(data, type=_Answer)
     except (msgspec.MsgspecError, ValueError) as error:
         raise _malformed(server, data, error) from None
-    if answer.error:
-        raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")
-    if not answer.kv_transfer_params:
+    if answered.error:
+        raise RequestFailed(f"Error: {server.name}: {reason(answered.error)}")
+    if not answered.kv_transfer_params:
         raise RequestFailed(
             f"Error: {server.name} answered without kv_transfer_params; start it with --kv-transfer-config"
         )
-    return answer.kv_transfer_params
+    return answered.kv_transfer_params
 
 
 @dataclass
@@ -200,21 +200,20 @@ class SglangPair(RequestRoute):
 
     prefills: Sequence[LiveServer]
     decodes: Sequence[LiveServer]
-    bootstrap: Mapping[str, int]  # the port of each prefill server's bootstrap, by the server's name
     connections = 2
 
-    async def serve(self, http: Http, prompt: bytes, request: Request, row: RequestRow) -> None:
+    async def serve(self, opened: Any, prompt: bytes, request: Request, row: RequestRow) -> None:
         prefill, decode = self._choose(self.prefills), self._choose(self.decodes)
         row.prefill, row.decode = prefill.name, decode.name
         room = {
             "bootstrap_host": urlsplit(prefill.url).hostname,
-            "bootstrap_port": self.bootstrap[prefill.name],
+            "bootstrap_port": prefill.bootstrap,
             "bootstrap_room": random.SystemRandom().getrandbits(62),  # not used before on these servers
         }
         asked, streamed = (self.form.body(prompt, request.output, stream=s, extra=room) for s in (False, True))
         sides = (
-            asyncio.ensure_future(self._prefill(http, prefill, asked, request, row)),
-            asyncio.ensure_future(self._decode(http, decode, streamed, request, row)),
+            asyncio.ensure_future(self._prefill(opened, prefill, asked, request.input, row)),
+            asyncio.ensure_future(self._decode(opened, decode, streamed, request, row)),
         )
         try:
             done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
@@ -225,15 +224,15 @@ class SglangPair(RequestRoute):
                 side.cancel()
             await asyncio.gather(*sides, return_exceptions=True)
 
-    async def _prefill(self, http: Http, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
-        with _visit(server, request.input):
-            data = await http.answer(server, self.form.path, body)
+    async def _prefill(self, opened: Any, server: LiveServer, body: bytes, tokens: int, row: RequestRow) -> None:
+        with _visit(server, tokens):
+            data = await answer(opened, server, self.form.path, body)
             row.prefilled = asyncio.get_running_loop().time()
             chunk = self._chunk(server, data)
             if chunk.error:
                 raise RequestFailed(f"Error: {server.name}: {chunk.error}")
             row.reported |= {f"prefill_{name}": value for name, value in chunk.reported.items()}
 
-    async def _decode(self, http: Http, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
+    async def _decode(self, opened: Any, server: LiveServer, body: bytes, request: Request, row: RequestRow) -> None:
         with _visit(server, request.input + request.output):
-            await self._stream(http, server, body, row, request.output)
+            await self._stream(opened, server, body, row, request.output)

@@ -92,11 +92,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
             raise ConfigError("workload.arrivals=sessions has target=model or real only; choose other arrivals")
         from experiments.serve import live_run
 
-        # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
-        requests = drawn.requests
-        if config.workload.load:
-            requests = scaled(config.workload, job(config, options), requests, config.seed)
-        served = live_run.run(config, target, requests, options.router, progress)
+        served = live_run.run(config, target, _live(config, drawn.requests), options.router, progress)
         return replace(served, notes=[*drawn.notes, *served.notes])
     what = job(config, options)
     requests = scaled(config.workload, what, drawn.requests, config.seed)
@@ -120,20 +116,38 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
     """Return what is known of a run of *config* that was killed, from its journals; None if nothing is."""
-    log = RequestLog.read(ended)
-    drawn = draw(config.workload, config.seed, config.model.context)
+    requests = draw(config.workload, config.seed, config.model.context).requests
+    if config.target == "live":
+        from experiments.serve import live_run
+
+        requests = _live(config, requests)
+        served = live_run.partial(config, requests, ended)
+    else:
+        served = _partial(config, requests, RequestLog.read(ended), transfers)
+    if served is None:
+        return None
+    count = len(served.requests["id"])
+    failure = f"the run ended early: these are {count} of {len(requests)} requests, which had ended by then"
+    return replace(served, failures=[failure, *served.failures])
+
+
+def _live(config: Config, requests: RequestTable) -> RequestTable:
+    # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
+    if not config.workload.load:
+        return requests
+    return scaled(config.workload, job(config, ServeOptions.of(config)), requests, config.seed)
+
+
+def _partial(config: Config, requests: RequestTable, log: RequestLog, transfers: Iterable[bytes]) -> Result | None:
     if not len(log):
         return None
     what = job(config, ServeOptions.of(config))
-    requests = scaled(config.workload, what, drawn.requests, config.seed)
+    requests = scaled(config.workload, what, requests, config.seed)
     value = {"start": log.start, "rows": log}
     ranks = {name: RankResult(name, transfers=own) for name, own in TransferLog.by_rank(transfers).items()}
     seconds = float(np.nanmax(np.append(log.column("finished").values, 0.0)))
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value)} | ranks, seconds)
-    served = result(config, what, requests, outcome, ended=True)
-    count = len(served.requests["id"])
-    failure = f"the run ended early: these are {count} of {len(requests)} requests, which had ended by then"
-    return replace(served, failures=[failure, *served.failures])
+    return result(config, what, requests, outcome, ended=True)
 
 
 def observed(config: Config, table: Any, source: str) -> Result:

@@ -7,9 +7,10 @@ All latencies count from the arrival that the workload asked for, so that a clie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from experiments.serve import tables as report
@@ -19,12 +20,13 @@ from pdsim.core.units import format_time
 from pdsim.results.record import Metric, Result, Table, distribution, percentile
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome, RankResult
+from pdsim.transfer.log import rows as rows_of
 
 if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
     from backends.live.routes import RequestRow
 
-__all__ = ["result", "run"]
+__all__ = ["partial", "result", "run"]
 
 LATENCIES = {
     "ttft": "from arrival to the client having the first token",
@@ -59,9 +61,24 @@ def run(
     return result(config, requests, deployment.serve(requests, progress, policy=policy))
 
 
+def partial(config: Config, requests: Sequence[Request], journal: Iterable[bytes]) -> Result | None:
+    """Return what the *journal* of a run that was killed says of *requests*; None if it is empty."""
+    from backends.live.live_deployment import Ended, Served
+    from backends.live.routes import RequestRow
+
+    start, rows = None, [RequestRow() for _ in requests]
+    for ended in map(msgspec.msgpack.Decoder(Ended).decode, journal):
+        start, rows[ended.number] = ended.start, ended.row
+    return None if start is None else result(config, requests, Served(start, rows, {}, {}))
+
+
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
-    """Return what *served* says of *requests*, one row each in the same order."""
+    """Return what *served* says of *requests*, one row each in the same order.
+
+    A request whose row has no status has not ended, and is left out.
+    """
     columns = _columns(requests, served)
+    columns = rows_of(columns, report.with_status(columns, bool))
     ends = [row.last for row in served.rows if row.last is not None]
     outcome = Outcome(
         {name: RankResult(name, engine=engine) for name, engine in served.servers.items()},
@@ -82,7 +99,7 @@ def result(config: Config, requests: Sequence[Request], served: Served) -> Resul
     )
 
 
-def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]]:
+def _columns(requests: Sequence[Request], served: Served) -> dict[str, Sequence[Any]]:
     # Times of a failed request are None but what was seen before it failed.
     rows: list[dict[str, Any]] = [
         {"id": number, "arrival": request.arrival, "input": request.input, "output": request.output}

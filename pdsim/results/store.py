@@ -8,7 +8,7 @@
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
 ``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
-``*.journal``          while a modelled run goes on: what it need not keep in memory
+``*.journal``          while a run goes on, on the model or on live servers: what has ended
 =====================  ====================================================================================
 
 The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from backends.live.client import encoded, token_ids
 from backends.live.formats import OpenAiChat, OpenAiCompletions, SglangGenerate, reason
-from backends.live.http import Http, LiveServer, session
+from backends.live.http import LiveServer, session
 from backends.live.metrics import Histogram, Page, difference, parse
 from backends.live.routes import RequestRow, VllmPair
 from pdsim.serving.workload import Request
@@ -128,11 +128,11 @@ async def exchange(count: int) -> list[tuple[str, dict, str]]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     (port,) = {address[1] for address in runner.addresses}
-    servers = [LiveServer(name, f"http://127.0.0.1:{port}") for name in ("prefill0", "decode0")]
+    servers = [LiveServer(role, f"{role}0", f"http://127.0.0.1:{port}") for role in ("prefill", "decode")]
     pair = VllmPair(VLLM, "round_robin", False, servers[:1], servers[1:])
     async with session(key="", connections=4, connect_timeout=10.0) as opened:
         for _ in range(count):
-            await pair.serve(Http(opened), b"[1,2,3]", Request(0.0, 3, 2), RequestRow())
+            await pair.serve(opened, b"[1,2,3]", Request(0.0, 3, 2), RequestRow())
     await runner.cleanup()
     return seen
 
