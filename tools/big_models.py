@@ -29,7 +29,7 @@ from pdsim.compute.forward import forward_time
 from pdsim.compute.roofline import ForwardTime
 from pdsim.config.compose import compose
 from pdsim.core.repository import data
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 
 __all__ = ["CASES", "CAUSES", "Case", "main", "rows"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.settings import Kv
 
 __all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches", "refusals"]

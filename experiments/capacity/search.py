@@ -18,7 +18,7 @@ import numpy.typing as npt
 from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
-from pdsim.models.parallel import Parallel
+from pdsim.models.llm import Parallel
 from pdsim.results.record import half_width, percentile
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, scaled

@@ -24,8 +24,7 @@ from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy, Staging
-from pdsim.models.llm import Hybrid, Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
 from pdsim.serving.settings import HostCosts, Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream

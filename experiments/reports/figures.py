@@ -26,8 +26,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress, silent
 from pdsim.core.repository import data
 from pdsim.hardware.machine import Machine
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Kv, SchedulerLimits, ServingEngine, Workload
 from pdsim.sim.model import Model

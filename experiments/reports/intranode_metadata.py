@@ -16,7 +16,7 @@ from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 

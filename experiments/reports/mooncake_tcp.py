@@ -17,7 +17,7 @@ from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import PositiveInt, Seconds
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 

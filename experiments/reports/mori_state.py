@@ -18,8 +18,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import PositiveInt, Seconds
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Hybrid, Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.results.record import Result, Table
 from pdsim.transfer.job import Target
 

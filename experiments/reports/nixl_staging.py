@@ -19,8 +19,7 @@ from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Seconds
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Result
 from pdsim.transfer.job import Target
 

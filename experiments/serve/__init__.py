@@ -25,7 +25,7 @@ from pdsim.core.units import NotNegativeInt, Seconds, format_size
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvShape
 from pdsim.kv.policy import Staging
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.deployment import (
     ROUTER,

@@ -44,8 +44,7 @@ from pdsim.compute.tiles import (
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import NotNegative, NotNegativeInt, Positive, Rate, Seconds, Share
 from pdsim.hardware.machine import Machine
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 
 __all__ = [
     "Compute",

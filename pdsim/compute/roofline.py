@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdsim.kv.layout import KvShape, StateShape, Tensor
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 
 __all__ = ["HOST_FLOPS", "Exchange", "ForwardTime", "expert_parameters", "kv_shape", "weight_bytes"]
 

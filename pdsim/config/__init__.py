@@ -31,8 +31,7 @@ from pdsim.core.units import Seconds, is_number, parse_time
 from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, OptionCosts
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel
+from pdsim.models.llm import Llm, Parallel
 from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngine, Slo, Workload
 
 __all__ = [

@@ -176,8 +176,9 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
         key, _, name = word.partition("=")
         if key == "calibration" and not values.get(key):
             raise ConfigError(_missing(f"calibration/{name.strip(chr(39) + chr(34))}", None))
-    if isinstance(values.get("model"), Mapping):
-        values = {**values, "model": huggingface.expanded(values["model"])}
+    model = values.get("model")
+    if isinstance(model, Mapping) and {"id", "path"} & set(model):
+        values = {**values, "model": huggingface.expanded(model)}
     config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
     rules.check_quantities(config, values, leaves(ready(words)))
     rules.check(config)

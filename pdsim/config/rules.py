@@ -26,8 +26,7 @@ from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
 from pdsim.hardware.machine import VENDORS, Machine, NetworkLink
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import DTYPES, Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import DTYPES, Llm, Parallel, Side
 from pdsim.serving.deployment import colocated_places, places, staging_problems
 from pdsim.serving.policies import handoff_of
 from pdsim.serving.settings import Live, Workload

@@ -54,12 +54,10 @@ READ = re.compile(
 
 
 def expanded(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return *values*, those of ``model`` as composed, with what ``model.path`` or ``model.id`` names.
+    """Return *values*, those of ``model`` as composed, with what their ``path`` or ``id`` names.
 
     Other keys in *values* win.  Raise a `ConfigError` if there is no such file or the model cannot be read.
     """
-    if not {"id", "path"} & set(values):
-        return values
     own = {key: value for key, value in values.items() if key not in ("id", "path")}
     where = str(values.get("path") or values.get("id") or "")
     if not where:

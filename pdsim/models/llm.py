@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model: what its layers keep, compute and weigh."""
+"""The shape of a model: what its layers keep, compute and weigh, and how it is divided among ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pdsim.core.units import Count, NotNegativeInt, PositiveInt
 
-__all__ = ["DTYPES", "Hybrid", "Llm"]
+__all__ = ["DTYPES", "Hybrid", "Llm", "Parallel", "Side"]
 
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
@@ -76,3 +76,41 @@ class Llm:
     def kv_bytes(self) -> int:
         """The bytes of a KV element."""
         return DTYPES.get(self.kv_dtype, self.dtype_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The prefill or the decode side: *instances* engines of ``tp * pp * cp`` ranks, one GPU each.
+
+    *tp* is the tensor parallelism of the whole engine.  With data-parallel attention, *dp* > 1, its ranks form *dp*
+    attention groups of ``tp // dp`` ranks a stage, each with requests, pages and a scheduler of its own, as in
+    SGLang: dp=4 with tp=4 is four groups of attention tp 1.
+
+    With expert parallelism, *ep* equal to *tp*, each rank has whole experts and tokens travel to them
+    (`pdsim.compute.forward`); with 1, the experts are divided as other weights are.
+    """
+
+    tp: PositiveInt
+    instances: PositiveInt = 1
+    pp: PositiveInt = 1  # pipeline stages
+    cp: PositiveInt = 1  # context-parallel ranks
+    dp: PositiveInt = 1  # attention groups
+    ep: int = 1  # ranks that the experts are spread over
+
+    @property
+    def attention_tp(self) -> int:
+        """Tensor-parallel ranks of an attention group."""
+        return self.tp // self.dp
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.tp * self.pp * self.cp * self.instances
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How the GPUs are divided: prefill instances take the first, decode instances the next."""
+
+    prefill: Side
+    decode: Side

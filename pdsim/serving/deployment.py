@@ -20,8 +20,7 @@ from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import Grid, KvLayout, KvShape, RankMap
 from pdsim.kv.pages import StatePool
 from pdsim.kv.policy import Policy, Staging
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine
 from pdsim.transfer.job import Place
 

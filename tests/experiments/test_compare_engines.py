@@ -12,7 +12,7 @@ from experiments.serve import ServeOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, ServingEngine
 from pdsim.sim.model import Model

@@ -11,7 +11,7 @@ from experiments.serve import ServeOptions, job, run
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.settings import Kv, Workload

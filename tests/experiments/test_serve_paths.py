@@ -10,8 +10,7 @@ import pytest
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Hybrid, Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Hybrid, Llm, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from tests.support.configs import EIGHT, ENGINE, LLM

@@ -10,8 +10,7 @@ from experiments.serve import run
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import SchedulerLimits, ServingEngine
 from tests.experiments.test_serve_paths import HYBRID, HYBRID_MLA

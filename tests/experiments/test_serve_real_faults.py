@@ -12,7 +12,7 @@ import pytest
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.compute.forward import Compute
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.settings import Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model

@@ -14,7 +14,7 @@ from experiments.serve import ServeOptions, run
 from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Parallel, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.transfer.job import Outcome, Place, RankSpec, Target

@@ -33,7 +33,7 @@ from pdsim.kv.pull import KvReader
 from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.kv.rooms import Status
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of

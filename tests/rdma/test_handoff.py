@@ -13,8 +13,7 @@ from experiments.serve import ServeOptions, run
 from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.serving.settings import Kv, SchedulerLimits, Workload
 from pdsim.testing.cases import guest_target as target
 from tests.experiments.test_serve_paths import STATE

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.serve import ServeOptions, job
 from pdsim.core.errors import ConfigError
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load
 from pdsim.serving.settings import Cache, HostCosts, Kv, ServingEngine

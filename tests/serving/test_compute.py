@@ -9,8 +9,7 @@ import pytest
 from pdsim.compute.forward import Compute, forward_time
 from pdsim.compute.roofline import HOST_FLOPS
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 from pdsim.serving.steps import RunningBatch
 
 MACHINE = Machine(

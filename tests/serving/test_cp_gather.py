@@ -9,8 +9,7 @@ import pytest
 
 from experiments.serve import ServeOptions, job, run
 from pdsim.core.progress import silent
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 from pdsim.results.record import Result
 from pdsim.serving.settings import Workload
 from pdsim.sim.model import Model

@@ -9,7 +9,7 @@ import pytest
 from experiments.serve import run
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.settings import SchedulerLimits, Workload
 from pdsim.sim.model import Model
 from tests.support.configs import ENGINE

@@ -14,7 +14,7 @@ from pdsim.config.compose import compose
 from pdsim.core.clock import Clock
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Nic
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Workload
 from pdsim.sim.network import Network
 from pdsim.sim.topology import RATES, SideTraffic

@@ -12,7 +12,7 @@ import pytest
 from experiments.serve import ServeOptions, job
 from pdsim.core.errors import MessageError
 from pdsim.kv.messages import VERSION, KvSpec, RegisterRank, Stop, TransferDone, encode
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.membership import InstanceRegistry
 from pdsim.serving.settings import ServingEngine

@@ -10,7 +10,7 @@ import pytest
 from pdsim.compute.forward import Compute, forward_time
 from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits, ServingEngine
 from pdsim.serving.steps import PostingHost
 from pdsim.serving.workload import Request

@@ -9,7 +9,7 @@ import pytest
 from pdsim.compute.roofline import kv_shape
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Parallel, Side
 from pdsim.serving.deployment import pages_per_rank, places
 from pdsim.serving.settings import Kv, SchedulerLimits
 from pdsim.transfer.job import Place

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.serve import ServeOptions, job
 from pdsim.core.errors import ConfigError
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving import rank_process
 from pdsim.serving.policies import (
     FirstCome,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdsim.kv.layout import AUX_BYTES
-from pdsim.models.llm import Hybrid
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Hybrid, Side
 from pdsim.serving.block_manager import DecodePages
 from pdsim.serving.settings import SchedulerLimits
 from pdsim.serving.workload import Request

@@ -10,8 +10,7 @@ import pytest
 
 from experiments.faults.scenario import attempt, draw
 from pdsim.kv.messages import Abort, Renew, TransferDone
-from pdsim.models.llm import Hybrid, Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Hybrid, Llm, Side
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import HostCosts, ServingEngine
 from pdsim.serving.workload import Request

@@ -9,7 +9,7 @@ import pytest
 
 from pdsim.core.clock import Clock
 from pdsim.kv.messages import Submit
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.handoff.push import PATIENCE, RETRY, RoomLookup
 from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 

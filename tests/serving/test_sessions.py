@@ -11,7 +11,7 @@ import pytest
 from experiments.serve import run
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.block_manager import hit_share
 from pdsim.serving.requests import Request
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Workload

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from experiments.serve import ServeOptions, job, specs
 from pdsim.kv.messages import Arrival, Destination, Dropped, Forward, encode
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill import prefill_rank
 from pdsim.serving.rank_process import EngineRank

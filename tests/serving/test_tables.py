@@ -17,8 +17,7 @@ from pdsim.compute.lookup import Lookup
 from pdsim.compute.tables import Curve, Grid, RangeWarning, Table
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import Machine
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Side
+from pdsim.models.llm import Llm, Side
 from tests.support.composed import composed
 
 DENSE = Llm(

@@ -10,8 +10,7 @@ from experiments import transfer
 from pdsim.config import Config
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.job import Outcome, RankResult

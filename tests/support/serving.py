@@ -12,8 +12,7 @@ from pdsim.compute.forward import Compute
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
-from pdsim.models.llm import Llm
-from pdsim.models.parallel import Parallel, Side
+from pdsim.models.llm import Llm, Parallel, Side
 from pdsim.results.record import Result
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.requests import STAMPS, Request
