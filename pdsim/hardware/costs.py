@@ -8,7 +8,7 @@ transfer crosses, and with whom it shares them, is the fabric's business and not
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
@@ -272,6 +272,17 @@ class Engine:
     options: Mapping[str, str] = field(default_factory=dict)
     modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def limits(self, nbytes: int, intra: float, inter: float) -> Iterator[tuple[str, float]]:
+        """Yield the name and the rate of each model that is slower for *nbytes* than its link and than posting.
+
+        *intra* and *inter* are the rates of the links in bytes/s: NVLink's, and the NIC's.
+        """
+        for name, model, line in (("intra", self.intra, intra), ("inter", self.inter, inter)):
+            if model is None or model.path not in ("nvlink", "rdma"):
+                continue
+            if model.rate < line and nbytes / model.rate > model.posting(1):
+                yield name, model.rate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,19 +127,15 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    # A borrowed rate is a share of the line rate that was measured on other hardware.  It limits a transfer if it is
-    # below the line's own rate and the bytes take longer than posting one descriptor.
+    # A borrowed rate is a share of the line rate that was measured on other hardware.
     largest = max((shape.nbytes for shape in _moves(transfers)), default=0)
-    for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
-        model = getattr(config.backend, name)
-        named = ((key.strip(), text) for keys, text in config.backend.sources.items() for key in keys.split(","))
+    named = [(key.strip(), text) for keys, text in config.backend.sources.items() for key in keys.split(",")]
+    for name, rate in config.backend.limits(largest, config.hw.interconnect.rate, config.hw.nic.rate):
         source = next((text for key, text in named if f"{name}.rate.".startswith(f"{key}.")), "")
-        if model is None or model.path not in ("nvlink", "rdma") or not source.startswith("assumed: measured on "):
-            continue
-        if model.rate < line and largest / model.rate > model.posting(1):
+        if source.startswith("assumed: measured on "):
             where = source.removeprefix("assumed: measured on ").partition(",")[0]
             yield (
-                f"warning: backend.{name}.rate={format_rate(model.rate)} limits large transfers on "
+                f"warning: backend.{name}.rate={format_rate(rate)} limits large transfers on "
                 f"hw={config.hw.name}, and its share of the line rate was measured on {where}; "
                 "pdsim calibrate measures it on your hardware"
             )
@@ -205,26 +201,23 @@ class HostSpread:
 
 def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpread | None:
     """Return by how much other hosts move the times of modelled *transfers*."""
-    calibration, model = config.calibration, config.backend.intra
-    if config.target != "model" or not transfers or calibration is None or model is None:
-        return None
-    if calibration.host or len(set(calibration.hosts)) < 2:
+    calibration, engine = config.calibration, config.backend
+    if config.target != "model" or calibration is None or engine.intra is None:
         return None
     moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in _moves(transfers)}
-    if not moves:
+    if calibration.host or len(set(calibration.hosts)) < 2 or not moves:
         return None
     factors, line = sorted(drawn(calibration.hosts, config.seed, DRAWS)), config.hw.interconnect.rate
-    spans = []
-    for quantile in (0.025, 0.975):  # times grow with the factor, so do quantiles
-        moved = on_host(config.backend, factors[int(DRAWS * quantile)]).intra
-        assert moved is not None
-        spans.append(
-            median(
-                moved.isolated_time(count, size, line, read=read) / model.isolated_time(count, size, line, read=read)
-                for count, size, read in moves
-            )
+    low, high = (  # times grow with the factor, so do quantiles
+        median(
+            slow.intra.isolated_time(count, size, line, read=read)
+            / engine.intra.isolated_time(count, size, line, read=read)
+            for count, size, read in moves
         )
-    return HostSpread(spans[0], spans[1], DRAWS, calibration.hosts)
+        for slow in (on_host(engine, factors[int(DRAWS * quantile)]) for quantile in (0.025, 0.975))
+        if slow.intra
+    )
+    return HostSpread(low, high, DRAWS, calibration.hosts)
 
 
 def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
