@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.tables import markdown
+
 __all__ = ["table"]
 
 STORED = Path(__file__).resolve().parent.parent / "data" / "benchmarks" / "faults_model"
@@ -26,8 +28,7 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
     stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(STORED.glob("*.json"))]
     for part in (*stored, *map(_read, files)):
         parts.setdefault((part["code"], part["requests"], part["intensity"]), []).append(part)
-    yield "| code | seeds | scenarios | requests | of them served | CPU hours | scenarios with violations |"
-    yield "|---|---|---|---|---|---|---|"
+    rows = []
     for (sha, _, _), group in parts.items():
         seeds = _joined([span for part in group for span in part["seeds"]])
         ends = sum((Counter(part["statuses"]) for part in group), Counter[str]())
@@ -37,7 +38,9 @@ def table(files: Sequence[Path] = ()) -> Iterator[str]:
         known = all("cpu_seconds" in part for part in group)
         hours = f"{sum(part['cpu_seconds'] for part in group) / 3600:.2f}" if known else "-"
         named = f"{len(bad)}: {', '.join(map(str, bad))}" if bad else "0"
-        yield f"| {sha[:8]} | {spans} | {total:,} | {ends.total():,} | {ends['ok']:,} | {hours} | {named} |"
+        rows.append((sha[:8], spans, *(f"{count:,}" for count in (total, ends.total(), ends["ok"])), hours, named))
+    heads = ("code", "seeds", "scenarios", "requests", "of them served", "CPU hours", "scenarios with violations")
+    yield from markdown(heads, rows)
 
 
 def _read(path: Path) -> dict[str, Any]:

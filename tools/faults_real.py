@@ -15,11 +15,12 @@ import argparse
 import csv
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pdsim.core.units import format_size
 from tools.faults_trial import CHECKS, KINDS, JobReport, Plan, attempt, draw
+from tools.tables import markdown
 
 __all__ = ["COLUMNS", "NUMBERS", "STORED", "main", "read", "run", "table"]
 
@@ -90,24 +91,22 @@ def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
             sums[each["engine_name"]][key] += int(each[key])
         sums[each["engine_name"]]["jobs"] += 1
         sums[each["engine_name"]]["seconds"] += round(float(each["seconds"]))
-    yield "| | " + " | ".join(f"`{name}`" for name in engines) + " | all |"
-    yield "|---|" + "---|" * (len(engines) + 1)
     columns = [*sums.values(), sum(sums.values(), Counter[str]())]
-    yield _line("jobs", [each["jobs"] for each in columns])
-    yield _line("hours", [f"{each['seconds'] / 3600:.2f}" for each in columns])
-    yield _line("**faults injected**", [sum(each[kind] for kind in KINDS) for each in columns])
-    yield _line("requests", [each["requests"] for each in columns])
-    yield _line("requests served", [each["ok"] for each in columns])
-    yield _line("requests failed, explained by a fault", [each["failed"] - each["suspected"] for each in columns])
-    yield _line("KV compared", [format_size(each["nbytes"]) for each in columns])
-    yield _line("probes served", [each["probes"] for each in columns])
-    yield _line("pages in quarantine at the end", [each["quarantined"] for each in columns])
     checks = ", ".join(check.replace("_", " ") for check in CHECKS)
-    yield _line(f"**{checks}**", [sum(each[check] for check in CHECKS) for each in columns])
-
-
-def _line(name: str, values: Sequence[object]) -> str:
-    return f"| {name} | " + " | ".join(map(str, values)) + " |"
+    lines: dict[str, Callable[[Counter[str]], object]] = {
+        "jobs": lambda of: of["jobs"],
+        "hours": lambda of: f"{of['seconds'] / 3600:.2f}",
+        "**faults injected**": lambda of: sum(of[kind] for kind in KINDS),
+        "requests": lambda of: of["requests"],
+        "requests served": lambda of: of["ok"],
+        "requests failed, explained by a fault": lambda of: of["failed"] - of["suspected"],
+        "KV compared": lambda of: format_size(of["nbytes"]),
+        "probes served": lambda of: of["probes"],
+        "pages in quarantine at the end": lambda of: of["quarantined"],
+        f"**{checks}**": lambda of: sum(of[check] for check in CHECKS),
+    }
+    rows = [[name, *map(of, columns)] for name, of in lines.items()]
+    yield from markdown(["", *(f"`{name}`" for name in engines), "all"], rows)
 
 
 def main(arguments: Sequence[str]) -> int:

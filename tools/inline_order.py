@@ -22,6 +22,7 @@ from pdsim.config.compose import compose
 from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.sim.model import Model
+from tools.tables import rows
 
 COMMAND = (
     "experiment=seed_mori_state hw=loopback backend={backend} experiment.handover=0.35ms "
@@ -63,9 +64,8 @@ def measured(folders: Sequence[Path]) -> dict[tuple[str, str, str], list[float]]
 def main(folders: Sequence[str]) -> None:
     """Write the file."""
     lines = PATH.read_text(encoding="utf-8").splitlines()
-    kept = csv.DictReader(line for line in lines if not line.startswith("#"))
     cells: dict[tuple[str, str, str], list[Any]] = {
-        (row["backend"], row["scale"], row["requests"]): [row[name] for name in MEASURED] for row in kept
+        (row["backend"], row["scale"], row["requests"]): [row[name] for name in MEASURED] for row in rows(PATH)
     }
     for key, values in measured([Path(folder) for folder in folders]).items():
         cells[key] = [f"{value:.4g}" for value in values]

@@ -13,7 +13,6 @@ that are not counted; those after a long gap begin with the window to which TCP 
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 import sys
@@ -33,6 +32,7 @@ from pdsim.results.terminal import show_table
 from pdsim.sim.model import Model
 from pdsim.transfer import Batch, Program
 from pdsim.transfer.job import Place, Rank, RankSpec
+from tools.tables import rows as rows_of
 
 BACKENDS = ("mooncake_tcp", "nixl_tcp")
 LONG = 1.5  # seconds between transfers that begin with a shrunk window
@@ -98,13 +98,6 @@ def _modelled(backend: str, link: str) -> Config:
     return compose(["target=model", f"backend={backend}", "hw=link", *(f"hw.link.{word}" for word in link.split())])
 
 
-def read(path: Path) -> Rows:
-    """Return the rows of *path* without comments; none if it is not there."""
-    if not path.exists():
-        return []
-    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
-
-
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +124,7 @@ def fit(path: Path) -> None:
     Intervals are those of linear least squares at the solution: 1.96 standard errors of the logarithms.
     """
     for backend in BACKENDS:
-        own = [row for row in read(path) if row["backend"] == backend]
+        own = [row for row in rows_of(path) if row["backend"] == backend]
         if not own:
             continue
 
@@ -155,7 +148,7 @@ def _changed(config: Config, latency: float, descriptor: float) -> Config:
 
 def validated(path: Path) -> None:
     """Print the errors of the predictions that were written before *path* was measured, and of today's model."""
-    rows = [{"blocks": "1", "gap": "0", **row} for row in read(path)]
+    rows = [{"blocks": "1", "gap": "0", **row} for row in rows_of(path)]
     links = [(key, pairs(own)) for key, own in _by_link(rows)]
     for backend in BACKENDS:
         links.append(((backend, "all"), [pair for key, own in links if key[0] == backend for pair in own]))

@@ -17,7 +17,6 @@ The bytes are the model's; what the sources call MB and GB is decimal in the fir
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +31,7 @@ from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.results.record import Result
 from pdsim.sim.model import Model
+from tools.tables import rows
 
 TABLES = data("kv_tables")
 H20: tuple[str, tuple[str, ...]] = (
@@ -48,9 +48,8 @@ Floats = npt.NDArray[np.float64]
 
 def table(name: str) -> tuple[list[int], Floats]:
     """Return the tokens of each row of a table, and the seconds of its transfer."""
-    lines = (TABLES / name).read_text().splitlines()
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    return [int(row["tokens"]) for row in rows], np.array([float(row["transfer_ms"]) * 1e-3 for row in rows])
+    every = rows(TABLES / name)
+    return [int(row["tokens"]) for row in every], np.array([float(row["transfer_ms"]) * 1e-3 for row in every])
 
 
 def configuration(words: Sequence[str], tokens: Sequence[int], folder: Path) -> Config:

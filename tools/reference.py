@@ -11,6 +11,7 @@ The other parts stand each between two HTML comments of their page:
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
+- docs/validation.md and data/validation/README.md: what `tools.validation` says.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
@@ -42,8 +43,9 @@ from pdsim.kv.policy import Policy
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
-from tools import faults_model, faults_real
+from tools import faults_model, faults_real, validation
 from tools.big_models import CAUSES
+from tools.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("time", "size", "rate")
@@ -106,8 +108,7 @@ def output() -> Iterator[str]:
 
 def claims() -> Iterator[str]:
     """Yield the table of docs/reports.md of what the five seeds claim, by the runs that data/reports keeps."""
-    yield "| report | claim | hw backend: simulated; measured |"
-    yield "|---|---|---|"
+    rows = []
     for seed in SEEDS:
         name = seed.__name__.rpartition(".")[2]
         points = committed(f"seed_{name}")
@@ -121,7 +122,8 @@ def claims() -> Iterator[str]:
                 cells = [f"{machine}: {_factors(claim, those)}" for machine, those in grouped.items()]
             cells = [cell for cell in cells if not cell.endswith(": -; -")]
             if cells:
-                yield f"| {name} | {claim.name} | {'<br>'.join(cells)} |"
+                rows.append((name, claim.name, "<br>".join(cells)))
+    yield from markdown(("report", "claim", "hw backend: simulated; measured"), rows)
 
 
 def _factors(claim: Claim, points: Sequence[ReportPoint]) -> str:
@@ -132,8 +134,7 @@ def _factors(claim: Claim, points: Sequence[ReportPoint]) -> str:
 def inline() -> Iterator[str]:
     """Yield the table of docs/reports.md of inline against queued posting over loopback, predicted and measured."""
     heads = {mori_state.STARTS: "forwards start", mori_state.TTFT: "TTFT", mori_state.SEEN: "completion seen"}
-    yield f"| backend, requests | {' | '.join(heads.values())} |"
-    yield "|---|---|---|---|"
+    rows = []
     points = [point for point in committed("seed_mori_state") if point.machine.startswith("loopback ")]
     by = {(point.machine, point.at, point.claim, point.target): point for point in points}
     for machine, at in dict.fromkeys((one.machine, one.at) for one in points if one.claim == mori_state.SEEN.name):
@@ -142,13 +143,13 @@ def inline() -> Iterator[str]:
             model, real = (by.get((machine, at, claim.name, target)) for target in ("model", "real"))
             measured = f"{claim.effect(real):.3g} ({real.low:.3g}-{real.high:.3g})" if real else "-"
             cells.append(f"{claim.effect(model):.3g}; {measured}" if model else "-")
-        yield f"| {' | '.join(cells)} |"
+        rows.append(cells)
+    yield from markdown(["backend, requests", *heads.values()], rows)
 
 
 def figures() -> Iterator[str]:
     """Yield the lines of the table of docs/reports.md; figures of several numbers of prompts are one line."""
-    yield "| figure, a factor | reported | simulated (interval) verdict |"
-    yield "|---|---|---|"
+    lines = []
     words = {"reached": "reached", "within what is open": "open", "not reached": "missed"}
     groups: dict[str, list[FigureRow]] = {}
     for row in kept():
@@ -157,53 +158,39 @@ def figures() -> Iterator[str]:
         counts = [match[1] for row in rows if (match := re.search(r"TTFT of (\d+) prompt", row.figure))]
         of = f"; {', '.join(counts)} prompts" if counts else ""
         model = [f"{r.simulated:.3g} ({r.lowest:.3g}-{r.highest:.3g}) {words[r.verdict]}" for r in rows]
-        yield f"| {figure}{of} | {', '.join(f'{row.reported:.3g}' for row in rows)} | {'; '.join(model)} |"
+        lines.append((f"{figure}{of}", ", ".join(f"{row.reported:.3g}" for row in rows), "; ".join(model)))
+    yield from markdown(("figure, a factor", "reported", "simulated (interval) verdict"), lines)
 
 
 def big_models() -> Iterator[str]:
     """Yield the table of docs/reports.md on models whose experts lie on many nodes."""
-    yield "| deployment | side | published, tokens/s a node | modelled | error | all of the exchange hidden |"
-    yield "|---|---|---|---|---|---|"
+    rows = []
     with data("reports", "big_models.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             told, modelled, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
-            numbers = f"{told:,.0f} | {modelled:,.0f} | {modelled / told - 1:+.0%} | {hidden:,.0f}"
-            yield f"| {row['source']} | {row['side']} | {numbers} |"
+            numbers = f"{told:,.0f}", f"{modelled:,.0f}", f"{modelled / told - 1:+.0%}", f"{hidden:,.0f}"
+            rows.append((row["source"], row["side"], *numbers))
+    heads = ("deployment", "side", "published, tokens/s a node", "modelled", "error", "all of the exchange hidden")
+    yield from markdown(heads, rows)
     yield ""
     for name, cause in CAUSES.items():
         yield from textwrap.wrap(f"- {name}: {cause}", 116, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def kinds() -> Iterator[str]:
-    """Yield the table of what a scenario of `experiment=faults` may have."""
-    yield from (
-        "| kind | effect |",
-        "|---|---|",
-        *(f"| {name} | {effect} |" for name, effect in KINDS_OF_FAULTS.items()),
-    )
-
-
-def invariants() -> Iterator[str]:
-    """Yield the table of the invariants of the protocol."""
-    yield from ("| invariant | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in INVARIANTS.items()))
-
-
-def laws() -> Iterator[str]:
-    """Yield the table of the laws of simulation."""
-    yield from ("| law | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in LAWS.items()))
-
-
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "faults-real": ("docs/reliability.md", faults_real.table),
     "faults-model": ("docs/reliability.md", faults_model.table),
-    "kinds": ("docs/faults.md", kinds),
-    "invariants": ("docs/faults.md", invariants),
-    "laws": ("docs/reliability.md", laws),
+    "kinds": ("docs/faults.md", lambda: markdown(("kind", "effect"), KINDS_OF_FAULTS.items())),
+    "invariants": ("docs/faults.md", lambda: markdown(("invariant", "rule"), INVARIANTS.items())),
+    "laws": ("docs/reliability.md", lambda: markdown(("law", "rule"), LAWS.items())),
     "columns": ("docs/results.md", columns),
     "claims": ("docs/reports.md", claims),
     "inline": ("docs/reports.md", inline),
     "figures": ("docs/reports.md", figures),
     "big models": ("docs/reports.md", big_models),
+    "transfers": ("docs/validation.md", validation.transfers),
+    "serving engines": ("docs/validation.md", validation.serving),
+    "list": ("data/validation/README.md", validation.provenance),
     "output": ("README.md", output),
 }
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the tables of `data/`: CSV with comments, or Parquet, whose schema keeps the comments."""
+"""Read the tables of `data/`, CSV with comments or Parquet, whose schema keeps the comments; write Markdown."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["comments", "rows"]
+__all__ = ["comments", "markdown", "rows"]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -25,3 +27,12 @@ def comments(path: Path) -> list[str]:
 
     lines = (pq.read_schema(path).metadata or {}).get(b"comments", b"").decode().splitlines()
     return [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
+
+
+def markdown(heads: Sequence[str], body: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown; None is ``-``, and a float has one digit after the point."""
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in body:
+        cells = ("-" if cell is None else f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row)
+        yield f"| {' | '.join(cells)} |"

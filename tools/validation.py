@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated parts of docs/validation.md and of its data, and both figures.
+"""What predictions and measurements amount to: parts of docs/validation.md and of its data, and both figures.
 
-    python -m tools.validation                 # writes them, docs/accuracy.svg and docs/live.svg
+    python -m tools.validation                 # data/live/campaigns.csv, docs/accuracy.svg and docs/live.svg
     python -m tools.validation predictions     # prints what is predicted for machines not yet measured
 
-A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a run of
-``pdsim validate``; loads of real servers are in `data/live`.  Nothing is measured or predicted here: the two are
-compared as they were kept.  Figures need matplotlib, the extra ``report``.
+`tools.reference` writes the parts.  A validation is a folder of `data/validation` with the ``expectations.json`` and
+``measurements.json`` of a run of ``pdsim validate``; loads of real servers are in `data/live`.  Nothing is measured
+or predicted here: the two are compared as they were kept.  Figures need matplotlib, the extra ``report``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,16 @@ from typing import Any
 from experiments.validate import ValidateOptions, bounds
 from pdsim.results import drawing
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
-from pdsim.results.record import Table
 from pdsim.validation.agreement import agreement
 from pdsim.validation.sealed import EXPECTED, MEASURED, read
 from pdsim.validation.verdicts import Class, Compared, Value, by_class, compare, prediction_table
 from tools import live_data
 from tools.live_data import DATA, METRICS
+from tools.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"
-PAGE = ROOT / "docs" / "validation.md"
 CAMPAIGNS = DATA / "campaigns.csv"
-LIST = STORED / "README.md"
 CHANGES = (("sliced", "staged"), ("metadata control", "metadata data"), ("default", "symmetric"))
 """Words of labels: what is before a change of the reports, and what is after it."""
 
@@ -51,7 +49,8 @@ LENGTHS = ("128", "512", "2048", "8192", "32768")
 ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
 KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
 
-NAMES = {name: name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT") for name in METRICS}
+NAMES = [name[:-2].replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT") for name in METRICS]
+COUNTED = (*NAMES, "within bound", "within repeats", "missed")
 
 
 # --- transfers -----------------------------------------------------------------------------------------------------
@@ -62,27 +61,38 @@ def _both(folder: Path) -> list[Compared]:
     return compare([Value(**row) for row in expected], [Value(**row) for row in measured])
 
 
-def reached(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines of the errors of every class in *folders*, a column each, and whose predictions they are."""
+def _stored(measured: bool) -> list[Path]:
+    every = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}"))
+    return [folder for folder in every if (folder / MEASURED).is_file() == measured]
+
+
+def transfers() -> Iterator[str]:
+    """Yield the lines about all transfers that were measured: errors of every class, then gains."""
+    folders = _stored(measured=True)
+    yield from _reached(folders)
+    yield ""
+    yield from _gains(folders)
+
+
+def _reached(folders: Sequence[Path]) -> Iterator[str]:
     made = [read(folder / EXPECTED) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
     for number, folder in enumerate(folders):
         for each in by_class(_both(folder), bounds(ValidateOptions()), made[number]["seed"]):
             rows.setdefault(each.name, {})[number] = each
     names = [f"`{expected['backend']}` on {expected['hw']}" for expected in made]
-    columns = {"class": "", "bound %": ""} | dict.fromkeys(names, "")
     cells = [
         [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(made)))]
         for name, of in rows.items()
     ]
     yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
     yield ""
-    yield from _markdown(Table("Errors", columns, cells))
+    yield from markdown(["class", "bound %", *names], cells)
 
 
-def provenance(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each validation in *folders*: its calibration and engine, and when it was predicted."""
-    for folder in folders:
+def provenance() -> Iterator[str]:
+    """Yield a line for each validation: its calibration and engine, and when it was predicted."""
+    for folder in sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}")):
         expected = read(folder / EXPECTED)
         about = f"- `{folder.name}`: calibration {expected['calibration']}, {expected['system']['model']['name']}, "
         measured = read(folder / MEASURED) if (folder / MEASURED).is_file() else None
@@ -108,8 +118,8 @@ def _bound(each: Class) -> str:
     return f"{limit.median * 100:g}" + ("" if limit.p95 is None else f" ({limit.p95 * 100:g})")
 
 
-def gains(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines about how many times longer what is before each of `CHANGES` takes, in *folders*."""
+def _gains(folders: Sequence[Path]) -> Iterator[str]:
+    # how many times longer what is before each of `CHANGES` takes
     factors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     order = [f"{before} → {after}" for before, after in CHANGES]
     for folder in folders:
@@ -121,14 +131,13 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
                 if other is not one:
                     both = one.predicted.value / other.predicted.value, one.measured / other.measured
                     factors.setdefault((change, expected["backend"], expected["hw"]), []).append(both)
-    columns = dict.fromkeys(("change", "backend", "hw", "points", "predicted", "measured"), "")
     rows = [
         [*key, len(of_key), *(_range(values) for values in zip(*of_key, strict=True))]
         for key, of_key in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
     ]
     yield "How many times less time, lowest to highest of all points."
     yield ""
-    yield from _markdown(Table("Gains", columns, rows))
+    yield from markdown(("change", "backend", "hw", "points", "predicted", "measured"), rows)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -151,24 +160,15 @@ def medians(folders: Sequence[Path]) -> Iterator[str]:
             told = [_median(values[name]) if name in values else "-" for name in names]
             unit = "µs" if quantity == "time" else "GB/s"
             cells.append([group, unit, max(row[2] for row in values.values()), *told])
-        columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
         yield f"### {hw}"
         yield ""
-        yield from _markdown(Table("Predicted", columns, cells))
+        yield from markdown(["class", "median", "points", *(f"`{name}`" for name in names)], cells)
+        yield ""
 
 
 def _median(row: Sequence[Any]) -> str:
     value = f"{row[4]:,.0f}" if row[4] >= 1000.0 else f"{row[4]:.4g}"
     return value + (f" ± {row[6]:.1f} %" if row[6] else "")
-
-
-def _markdown(table: Table) -> Iterator[str]:
-    yield f"| {' | '.join(table.columns)} |"
-    yield f"|{'---|' * len(table.columns)}"
-    for row in table.rows:
-        cells = ("-" if cell is None else f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row)
-        yield f"| {' | '.join(cells)} |"
-    yield ""
 
 
 # --- serving engines -----------------------------------------------------------------------------------------------
@@ -177,60 +177,50 @@ def _markdown(table: Table) -> Iterator[str]:
 def serving() -> Iterator[str]:
     """Yield the lines about vLLM and SGLang: mean errors, what repeats differ by, points within, and handoffs."""
     every = live_data.blind()
-    yield from _header(
-        ["mean absolute error, %", "loads", *NAMES.values(), "within bound", "within repeats", "missed"]
-    )
-    yield _row("asked", "", {name: 100 * bound for name, bound in METRICS.items()})
+    rows = [_row("asked", "", {name: 100 * bound for name, bound in METRICS.items()})]
     for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
         measured = live_data.loads(DATA / f"{engine}-2xh200")
         fitted = live_data.sealed(DATA / f"fitted-{engine}-2xh200.json")
         held = [load for load in measured if load not in fitted["fitted"]]
-        yield _pool(f"{label}, loads held out of the fit", engine, [live_data.errors(fitted, measured, held)])
+        rows.append(_pool(f"{label}, loads held out of the fit", engine, [live_data.errors(fitted, measured, held)]))
         for title, names in POOLS.items():
             if label in title.partition(",")[0]:
-                yield _pool(title, engine, [_errors(*every[name]) for name in names])
+                rows.append(_pool(title, engine, [_errors(*every[name]) for name in names]))
         repeats = {name: 100 * value for name, value in live_data.floors(engine).items()}
-        yield _row(f"{label}, loads measured twice", str(len(live_data.REPEATS[engine])), repeats)
+        rows.append(_row(f"{label}, loads measured twice", len(live_data.REPEATS[engine]), repeats))
+    yield from markdown(["mean absolute error, %", "loads", *COUNTED], rows)
     yield ""
-    yield from _header(["first token after prefill's end, ms, predicted / measured", *LENGTHS])
+    handoffs = []
     for name in HANDOFFS:
         made = live_data.sealed(DATA / "fourth" / f"expected-{name}.json")["singles"]
         seen = live_data.singles(DATA / "fourth" / name)
-        cells = [
-            f"{made[n]['handoff'] * 1e3:.0f} / {seen[n]['handoff'] * 1e3:.0f}" if n in made and n in seen else "-"
-            for n in LENGTHS
-        ]
-        yield f"| `{name}` | " + " | ".join(cells) + " |"
+        both = [(made[n]["handoff"], seen[n]["handoff"]) if n in made and n in seen else None for n in LENGTHS]
+        cells = [f"{each[0] * 1e3:.0f} / {each[1] * 1e3:.0f}" if each else None for each in both]
+        handoffs.append([f"`{name}`", *cells])
+    yield from markdown(["first token after prefill's end, ms, predicted / measured", *LENGTHS], handoffs)
 
 
 def campaigns() -> str:
     """Return the text of `CAMPAIGNS`: a row for every blind prediction, with the columns of the page's table."""
-    lines = [",".join(["prediction", "loads", *NAMES.values(), "within bound", "within repeats", "missed"])]
+    rows: list[list[Any]] = [["prediction", "loads", *COUNTED]]
     for name, (path, folder) in live_data.blind().items():
-        row = _pool(name, "sglang" if "sglang" in folder.name else "vllm", [_errors(path, folder)])
-        lines.append(row.strip("| ").replace(" | ", ","))
-    return "\n".join(lines) + "\n"
+        rows.append(_pool(name, "sglang" if "sglang" in folder.name else "vllm", [_errors(path, folder)]))
+    return "".join(f"{','.join('-' if cell is None else str(cell) for cell in row)}\n" for row in rows)
 
 
 def _errors(path: Path, folder: Path) -> dict[str, list[tuple[str, float]]]:
     return live_data.errors(live_data.sealed(path), live_data.loads(folder))
 
 
-def _pool(label: str, engine: str, every: Sequence[Mapping[str, Sequence[tuple[str, float]]]]) -> str:
+def _pool(label: str, engine: str, every: Sequence[Mapping[str, Sequence[tuple[str, float]]]]) -> list[Any]:
     floor = live_data.floors(engine)
     counted = [sum(some) for some in zip(*(live_data.counts(each, floor) for each in every), strict=True)]
     count = sum(len({load for rows in each.values() for load, _ in rows}) for each in every)
-    return _row(label, str(count), live_data.means(every), " | ".join(map(str, counted)))
+    return _row(label, count, live_data.means(every), counted)
 
 
-def _row(label: str, count: str, values: Mapping[str, float], counted: str = "- | - | -") -> str:
-    cells = (f"{values[name]:.0f}" if name in values else "-" for name in METRICS)
-    return f"| {label} | {count} | {' | '.join(cells)} | {counted} |"
-
-
-def _header(heads: Sequence[str]) -> Iterator[str]:
-    yield "| " + " | ".join(heads) + " |"
-    yield "|---" * len(heads) + "|"
+def _row(label: str, count: object, values: Mapping[str, float], counted: Sequence[Any] = (None,) * 3) -> list[Any]:
+    return [label, count, *(f"{values[name]:.0f}" if name in values else None for name in METRICS), *counted]
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
@@ -276,38 +266,14 @@ def live() -> Figure:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def blocks() -> Iterator[tuple[Path, str, Iterable[str]]]:
-    """Yield each file with generated lines, the name of its block, and the lines."""
-    stored = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}"))
-    done = [folder for folder in stored if (folder / MEASURED).is_file()]
-    yield PAGE, "transfers", [*reached(done), *gains(done)]
-    yield PAGE, "serving engines", serving()
-    yield LIST, "list", provenance(stored)
-
-
-def rewritten(path: Path, block: str, lines: Iterable[str]) -> str:
-    """Return the text of *path* with *lines* as its generated *block*; a `ValueError` if it has no such block."""
-    begin, end = f"<!-- generated, {block}: python -m tools.validation -->", f"<!-- end of {block} -->"
-    before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not opened or not closed:
-        raise ValueError(f"{path.name} lacks the comments {begin} and {end}; put them where the lines are to be")
-    return f"{before}{begin}\n\n" + "\n".join(lines).strip() + f"\n\n{end}{after}"
-
-
 def main(words: Sequence[str]) -> None:
-    """Rewrite the pages and figures, or print the predictions."""
+    """Write the campaigns and the figures, or print the predictions."""
     if list(words) == ["predictions"]:
-        ahead = sorted(
-            path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file()
-        )
-        print("\n".join(medians(ahead)))
+        print("\n".join(medians(_stored(measured=False))))
         return
-    for path, block, lines in blocks():
-        path.write_text(rewritten(path, block, lines), encoding="utf-8")
     CAMPAIGNS.write_text(campaigns(), encoding="utf-8")
     for figure in (accuracy(), live()):
-        (PAGE.parent / f"{figure.name}.svg").write_bytes(drawing.image(figure, "svg", titled=False))
+        (ROOT / "docs" / f"{figure.name}.svg").write_bytes(drawing.image(figure, "svg", titled=False))
 
 
 if __name__ == "__main__":

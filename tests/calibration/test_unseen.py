@@ -10,22 +10,23 @@ from pdsim.config.compose import compose
 from pdsim.core.repository import data
 from tools import known_link as link
 from tools.kv_tables import H20, H800, PAGE, calls, configuration, phases, served, table
+from tools.tables import rows
 
-RESULTS = link.read(data("benchmarks", "known_link_validate.csv"))
+RESULTS = rows(data("benchmarks", "known_link_validate.csv"))
 
 
 def link_samples(backend):
-    return link.read(data("calibration", f"{backend}-link.csv"))
+    return rows(data("calibration", f"{backend}-link.csv"))
 
 
 def fitted(backend):
-    rows = [row for row in link_samples(backend) if float(row["gap"]) < link.LONG]
-    return [(row, seconds, float(row["seconds"])) for row, seconds in link.pairs(rows) if row["blocks"] == "1"]
+    short = [row for row in link_samples(backend) if float(row["gap"]) < link.LONG]
+    return [(row, seconds, float(row["seconds"])) for row, seconds in link.pairs(short) if row["blocks"] == "1"]
 
 
 def unseen(backend):
-    rows = [{"blocks": "1", "gap": "0", **row} for row in RESULTS if row["backend"] == backend]
-    return [(row, seconds, float(row["measured"])) for row, seconds in link.pairs(rows)]
+    own = [{"blocks": "1", "gap": "0", **row} for row in RESULTS if row["backend"] == backend]
+    return [(row, seconds, float(row["measured"])) for row, seconds in link.pairs(own)]
 
 
 @pytest.mark.parametrize("backend", link.BACKENDS)
@@ -56,9 +57,9 @@ def test_published_kv_transfers_are_met(of, measured, longer, tmp_path):
 
 @pytest.mark.parametrize(("backend", "middle", "p95"), [("mooncake_nvlink", 0.025, 0.05), ("nixl", 0.06, 0.13)])
 def test_calibrations_meet_a_host_that_they_have_not_seen(backend, middle, p95):
-    rows = samples.read(data("calibration", f"{backend}-2xh200-host2.csv")).rows
+    every = samples.read(data("calibration", f"{backend}-2xh200-host2.csv")).rows
     model = compose(["hw=2xh200", f"backend={backend}", "experiment=transfer", "experiment.ranks=2"]).backend.intra
-    alone = [row for row in rows if row.concurrency == 1]
+    alone = [row for row in every if row.concurrency == 1]
     times = [model.isolated_time(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in alone]
     errors = np.abs(np.array(times) / [row.seconds for row in alone] - 1.0)
     assert len(errors) > 100
