@@ -53,14 +53,14 @@ def explain_one(folder: Path, *, request: int | None = None, fast: bool = False,
 
 def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = False) -> None:
     """Print which cause makes the runs in two *folders* differ; raise as `explain_one`."""
-    sentences = explain.difference(folders)
+    sentences, tables = explain.difference(folders)
     tried = {} if fast else _simulated(folders[0], lambda bar: try_exchanges(list(map(_config, folders)), bar))
     if json:
         about = {"folders": [str(folder) for folder in folders], "difference": sentences}
         terminal.show_lines(dumps(about | {"exchanges": _plain(tried)}))
         return
     terminal.show_lines(*sentences)
-    for table in (*explain.tables(folders), *([_exchanges(tried)] if len(tried) > 2 else [])):
+    for table in (*tables, *([_exchanges(tried)] if len(tried) > 2 else [])):
         terminal.show_table(table, definitions=False)
 
 

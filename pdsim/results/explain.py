@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_time
-from pdsim.results import schema, store
+from pdsim.results import store
+from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.terminal import share
 
-__all__ = ["accounts", "causes", "difference", "tables"]
+__all__ = ["accounts", "causes", "difference"]
 
 PHASES = {
     "queueing": "waiting for pages, for an engine, for a place in a batch",
@@ -41,24 +41,22 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     """
     import pyarrow.compute as pc
 
-    store.load(folder)
+    run = KeptRun(folder)
     means: dict[str, dict[str, float]] = {}
-    requests = schema.read_table(folder / "requests.parquet")
-    if requests.num_rows:
-        done = requests.filter(pc.is_valid(requests["e2e"]))
-        if request is not None:
-            done = done.filter(pc.equal(done["id"], request))
-        if done.num_rows:
-            means["request"] = {name: pc.mean(done[name]).as_py() or 0.0 for name in PHASES}
-    if request is not None and "request" not in means:
-        known = f"0 to {requests.num_rows - 1}" if requests.num_rows else "none"
-        raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
-    transfers = schema.read_table(folder / "transfers.parquet")
-    done = transfers.filter(pc.equal(transfers["status"], "ok")) if transfers.num_rows else transfers
+    done = run.requests.filter(pc.is_valid(run.requests["e2e"]))
+    if request is not None:
+        done = done.filter(pc.equal(done["id"], request))
     if done.num_rows:
-        means["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}
+        means["request"] = {name: pc.mean(done[name]).as_py() or 0.0 for name in PHASES}
+    elif request is not None:
+        known = f"0 to {run.requests.num_rows - 1}" if run.requests.num_rows else "none"
+        raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
+    done = run.transfers.filter(pc.equal(run.transfers["status"], "ok"))
+    if done.num_rows:
+        stages = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in (*STAGES, "poll")}
         means["size"] = {name: pc.mean(done[name]).as_py() for name in ("nbytes", "batch_size")}
-        means["size"]["poll"] = (pc.mean(done["poll_us"]).as_py() or 0.0) * 1e-6
+        means["size"]["poll"] = stages.pop("poll")
+        means["transfer"] = stages
     if not means:
         raise ConfigError(f"{folder} kept no requests and no transfers that ended, so nothing can be explained")
     return means
@@ -87,26 +85,29 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
     }
 
 
-def tables(folders: Sequence[Path]) -> list[Table]:
-    """Return a table of phases and one of stages of the runs in two *folders*, with the part in their difference.
+def difference(folders: Sequence[Path]) -> tuple[list[str], list[Table]]:
+    """Return what makes the runs in two *folders* differ: a sentence about requests and one about transfers.
 
-    A table that one of them has no rows for is left out.
+    Beside them, a table of phases and one of stages, with the part in the difference.  What one of the runs has no
+    rows for is left out.
     """
-    both = [causes(folder) for folder in folders]
+    runs = [store.load(folder) for folder in folders]
+    name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
+    first, second = (causes(folder) for folder in folders)
     parts = (("request", "requests", PHASES), ("transfer", "transfers", STAGES))
-    return [
-        _table(title, both[0][part], both[1][part], what)
+    tables = [
+        _table(title, first[part], second[part], what)
         for part, title, what in parts
-        if all(part in one for one in both)
+        if part in first and part in second
     ]
+    return list(_sentences(name, first, second)), tables
 
 
 def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], what: Mapping[str, str]) -> Table:
     # The part is left out for a phase that changed in the other direction than the whole.
     change = {name: second[name] - first[name] for name in what}
-    total = sum(second.values()) - sum(first.values())
-    order = sorted(change, key=lambda name: -abs(change[name]))
-    rows: list[list[Any]] = [
+    total = sum(change.values())
+    rows = [
         [
             name,
             format_time(first[name]),
@@ -115,19 +116,10 @@ def _table(title: str, first: Mapping[str, float], second: Mapping[str, float], 
             share(change[name] / total) if total and change[name] * total > 0 else "-",
             what[name],
         ]
-        for name in order
+        for name in sorted(change, key=lambda name: -abs(change[name]))
     ]
-    slower = "slower" if total > 0 else "faster"
-    verdict = f"B is {format_time(abs(total))} {slower}, most of it by {order[0]}" if total else "no difference"
     columns = dict.fromkeys(("phase", "A", "B", "B / A", "of the difference", "what"), "")
-    return Table(f"Mean of {title}: {verdict}", columns, rows)
-
-
-def difference(folders: Sequence[Path]) -> list[str]:
-    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
-    runs = [store.load(folder) for folder in folders]
-    name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
-    return list(_sentences(name, *(causes(folder) for folder in folders)))
+    return Table(f"Mean of {title}", columns, rows)
 
 
 _Means = Mapping[str, Mapping[str, float]]
