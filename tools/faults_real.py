@@ -105,8 +105,8 @@ def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
         "pages in quarantine at the end": lambda of: of["quarantined"],
         f"**{checks}**": lambda of: sum(of[check] for check in CHECKS),
     }
-    rows = [[name, *map(of, columns)] for name, of in lines.items()]
-    yield from markdown(["", *(f"`{name}`" for name in engines), "all"], rows)
+    body = [[name, *map(of, columns)] for name, of in lines.items()]
+    yield from markdown(["", *(f"`{name}`" for name in engines), "all"], body)
 
 
 def main(arguments: Sequence[str]) -> int:
