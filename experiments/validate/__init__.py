@@ -33,6 +33,9 @@ from pdsim.validation.verdicts import (
     prediction_table,
     tables,
 )  # fmt: skip
+from pdsim.validation.verdicts import (
+    failures as beyond,
+)
 
 __all__ = ["KEEPS_FILES", "Bounds", "ValidateOptions", "bounds", "check", "run"]
 
@@ -166,15 +169,10 @@ def _compared(
     missing = len(expected["expected"]) - len(both)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
     pq.write_table(pa.Table.from_pylist([each.row() for each in both]), folder / TABLE, compression="zstd")
-    for wrong in (each for each in classes if each.beyond):
-        absolute = wrong.bound is not None and wrong.bound.seconds is not None and wrong.seconds is not None
-        error = f"{(wrong.seconds or 0.0) * 1e3:.2f} ms" if absolute else f"{wrong.median:.1%}"
-        left = f"; repeated jobs differ by {wrong.floor.median:.1%}" if wrong.floor else ""
-        failures.append(f"{wrong.name}: error beyond its bound, median {error}{left}")
     return Result(
         summary=metrics(both, classes),
         tables=shown,
-        failures=failures,
+        failures=[*failures, *beyond(classes)],
         notes=[*notes, f"pictures and every point: pdsim report; predictions: {_named(expected)}"],
     )
 

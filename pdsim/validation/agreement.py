@@ -14,13 +14,12 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results import terminal
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
-from pdsim.results.record import Table
 from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
 from pdsim.validation import loads
 from pdsim.validation.sealed import EXPECTED, MEASURED, read, values_in
-from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, grouped, tables
+from pdsim.validation.verdicts import Compared, by_class, by_decade, compare, grouped, points, tables
 
 __all__ = ["EXPECTED", "MEASURED", "agreement", "compared_in", "content", "figures"]
 
@@ -85,9 +84,10 @@ def content(folder: Path) -> Content:
             over="", title=title, facts=facts, tiles=tiles, warnings=lines, figures=figures(compared), tables=shown
         )
         page = replace(page, provenance=kept)
+    every = [table for table in page.tables if table.title != "Every point"]
     return replace(
         page, over="pdsim report of a validation", title=title, facts=facts, tiles=tiles, shown=1,
-        tables=[*page.tables, _points(compared)],
+        tables=[*every, points(compared)],
     )  # fmt: skip
 
 
@@ -168,16 +168,3 @@ def _hover(each: Compared) -> str:
         f"{value.group}: {value.label}{size}<br>predicted {text(value.value)}, measured {text(each.measured)}, "
         f"{100 * each.error:+.1f} %"
     )
-
-
-def _points(compared: Sequence[Compared]) -> Table:
-    columns = {"point": "and flow", "class": "", "quantity": "time in us, rate in GB/s"}
-    columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
-    rows = []
-    for each in compared:
-        value = each.predicted
-        scale = 1e6 if value.quantity == "time" else 1e-9
-        numbers = (value.value, value.low, value.high, each.measured)
-        scaled = [None if number is None else number * scale for number in numbers]
-        rows.append([value.label, value.group, value.quantity, *scaled, each.error * 100])
-    return Table("Every point", columns, rows)

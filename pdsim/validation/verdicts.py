@@ -3,7 +3,8 @@
 
 An error is (predicted - measured) / measured; median and 95th percentile of its absolute value come with 95 %
 intervals from a bootstrap over the points.  A class is what one error is stated for, such as pairs of ranks; its
-points are of all sizes, so that a model which fails at one end of them cannot hide.
+points are of all sizes, so that a model which fails at one end of them cannot hide.  Transfers, collectives and live
+servers are judged alike; of servers a class is a metric, whose points are loads.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pdsim.core.errors import ConfigError
 from pdsim.results.record import Metric, Table, percentile
 
 __all__ = [
-    "Bound", "Class", "Compared", "Value", "by_class", "by_decade", "compare", "grouped", "mean", "metrics",
-    "prediction_table", "tables",
+    "Bound", "Class", "Compared", "Value", "by_class", "by_decade", "compare", "failures", "grouped", "mean",
+    "metrics", "points", "prediction_table", "tables",
 ]  # fmt: skip
 
 RESAMPLES = 1000
@@ -77,6 +78,10 @@ class Compared:
             return None
         return max(abs(each / self.measured - 1.0) for each in self.per_job)
 
+    def within(self, bound: float) -> bool:
+        """Return whether the error is at most *bound*, or twice `spread` where that is more."""
+        return abs(self.error) <= max(bound, 2.0 * (self.spread or 0.0))
+
     def row(self) -> dict[str, Any]:
         """Return the row of ``validation.parquet``."""
         judged = {"measured": self.measured, "error": self.error, "covered": self.covered}
@@ -90,6 +95,8 @@ class Bound:
     median: float = math.inf
     p95: float | None = None
     seconds: float | None = None  # of the median error of times, not relative
+    mean: float | None = None
+    each: float | None = None  # of a single point, or twice what its jobs differ by; a class of such is not beyond
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class Class:
     name: str
     points: int
     bias: float  # median of the signed error
+    mean: float  # of the absolute error
     median: float  # of the absolute error
     median_interval: tuple[float, float]
     p95: float | None  # needs 20 points
@@ -107,13 +115,15 @@ class Class:
     bound: Bound | None = None
     floor: Floor | None = None  # what jobs that differ leave of the error; None if there was one job
     seconds: float | None = None  # median of the absolute error of times, not relative
+    within: int | None = None  # points within `Bound.each`, if there is one
 
     @property
     def beyond(self) -> bool:
         """Whether it exceeds its bound; a quantity that was not computed exceeds nothing."""
         bound = self.bound or Bound()
-        limits = (self.median, bound.median), (self.p95, bound.p95), (self.seconds, bound.seconds)
-        return any(value is not None and limit is not None and value > limit for value, limit in limits)
+        pairs = ((getattr(self, name), getattr(bound, name)) for name in ("median", "p95", "seconds", "mean"))
+        exceeded = any(value is not None and limit is not None and value > limit for value, limit in pairs)
+        return exceeded and self.within != self.points
 
 
 def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
@@ -181,11 +191,13 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
     resampled = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
     p95 = percentile(errors, 95.0)
-    times = [abs(each.predicted.value - each.measured) for each in both if each.predicted.quantity == "time"]
+    times = [abs(one.predicted.value - one.measured) for one in both if one.predicted.quantity == "time"]
+    each = bound.each if bound else None
     return Class(
         name=name,
         points=len(both),
         bias=float(np.median(signed)),
+        mean=float(np.mean(errors)),
         median=float(np.median(errors)),
         median_interval=_interval(np.median(resampled, axis=1)),
         p95=p95,
@@ -194,6 +206,7 @@ def _class(name: str, both: Sequence[Compared], bound: Bound | None, seed: int) 
         bound=bound,
         floor=samples.floor(each.per_job for each in both),
         seconds=float(np.median(times)) if times else None,
+        within=None if each is None else sum(one.within(each) for one in both),
     )
 
 
@@ -206,11 +219,12 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 
 def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
-    """Return the table of classes and that of size decades; errors in per cent."""
+    """Return the table of classes and, if there are any, that of size decades; errors in per cent."""
     columns = {
         "points": "that were predicted and measured",
         "bias %": "median of the signed error, (predicted - measured) / measured",
-        "median %": "of the absolute error",
+        "mean %": "of the absolute error",
+        "median %": "likewise",
         "95 % CI": "of that: bootstrap over the points",
         "p95 %": "95th percentile of the absolute error; needs 20 points",
         "CI": "of that",
@@ -221,18 +235,51 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
             "floor %": "median error left to a model that knows what every point takes: its jobs differ so much",
             "floor p95 %": "95th percentile of that",
         }
-    judged = columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
+    judged = columns | {"bound %": "of median and p95, or of each point", "verdict": "ok, or beyond the bound"}
     whole = [[*_cells(each, floors), _limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
     if any(each.bound is not None and each.bound.seconds is not None for each in classes):
         judged |= {"median ms": "of the absolute error of times, not relative", "bound ms": "of that"}
         for row, each in zip(whole, classes, strict=True):
             pair = each.seconds, each.bound.seconds if each.bound else None
             row += ["-" if seconds is None else seconds * 1e3 for seconds in pair]
-    parts = [_cells(each, floors) for each in decades]
-    return [
-        Table("Error of each class", {"class": "of points"} | judged, whole),
-        Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts),
-    ]
+    if any(each.within is not None for each in classes):
+        judged |= {"within": "points within their bound, or within twice what repeats differ by"}
+        whole = [[*row, each.within] for row, each in zip(whole, classes, strict=True)]
+    made = [Table("Error of each class", {"class": "of points"} | judged, whole)]
+    if decades:
+        parts = [_cells(each, floors) for each in decades]
+        made.append(Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts))
+    return made
+
+
+def points(both: Sequence[Compared]) -> Table:
+    """Return the table of every point; times are in ms if all take that long, otherwise in us."""
+    unit, scale = ("ms", 1e3) if all(one.measured >= 1e-3 for one in both) else ("us", 1e6)
+    columns = {"point": "and flow", "class": "", "quantity": f"time in {unit}, rate in GB/s"}
+    columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
+    columns |= {"floor %": "how far repeated jobs are from what was measured, at most"}
+    rows = []
+    for each in both:
+        value, spread = each.predicted, each.spread
+        numbers = (value.value, value.low, value.high, each.measured)
+        by = scale if value.quantity == "time" else 1e-9
+        scaled = [None if number is None else number * by for number in numbers]
+        error = [each.error * 100, None if spread is None else spread * 100]
+        rows.append([value.label, value.group, value.quantity, *scaled, *error])
+    return Table("Every point", columns, rows)
+
+
+def failures(classes: Sequence[Class]) -> list[str]:
+    """Return a line for each class beyond its bound."""
+    lines = []
+    for wrong in (each for each in classes if each.beyond):
+        bound = wrong.bound or Bound()
+        error = f"median {wrong.median:.1%}" if bound.mean is None else f"mean {wrong.mean:.1%}"
+        if bound.seconds is not None and wrong.seconds is not None:
+            error = f"median {wrong.seconds * 1e3:.2f} ms"
+        left = f"; repeated jobs differ by {wrong.floor.median:.1%}" if wrong.floor else ""
+        lines.append(f"{wrong.name}: error beyond its bound, {error}{left}")
+    return lines
 
 
 def _cells(each: Class, floors: bool) -> list[Any]:
@@ -240,13 +287,15 @@ def _cells(each: Class, floors: bool) -> list[Any]:
         return f"{interval[0] * 100:.1f} to {interval[1] * 100:.1f}"
 
     p95 = None if each.p95 is None else each.p95 * 100
-    median = [each.bias * 100, each.median * 100, ends(each.median_interval)]
+    median = [each.bias * 100, each.mean * 100, each.median * 100, ends(each.median_interval)]
     left = [each.floor.median * 100, each.floor.p95 * 100] if each.floor else [None, None]
     spread = ends(each.p95_interval) if each.p95_interval else "-"
     return [each.name, each.points, *median, p95, spread, each.worst, *(left if floors else [])]
 
 
 def _limits(bound: Bound | None) -> str:
+    if bound is not None and bound.each is not None:
+        return f"{bound.each * 100:g}"
     if bound is None or bound.median == math.inf:
         return "-"
     return f"{bound.median * 100:g}" + (f" and {bound.p95 * 100:g}" if bound.p95 is not None else "")

@@ -65,7 +65,7 @@ def test_sizes_are_put_into_decades():
 
 def test_what_jobs_differ_by_stands_beside_the_error():
     measured = [replace(value(2.0, "a"), per_job=(1.0, 4.0)), replace(value(3.0, "b"), per_job=(3.0, 3.0))]
-    (table, _) = tables(by_class(compare([value(2.0, "a"), value(3.0, "b")], measured), {}, 0), [])
+    (table,) = tables(by_class(compare([value(2.0, "a"), value(3.0, "b")], measured), {}, 0), [])
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["floor %"] == pytest.approx(34.66, rel=1e-3)  # ln 2 of one point, 0 of the other
     assert "floor %" not in tables(by_class(errors([1]), {}, 0), [])[0].columns

@@ -12,7 +12,8 @@ from pdsim.cli.main import main
 from pdsim.config import build
 from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
-from pdsim.validation.loads import compare, errors, quantiles, tables, within
+from pdsim.validation.loads import BOUNDS, SINGLE, compare_files, quantiles
+from pdsim.validation.verdicts import Bound, Class, Compared, by_class, failures, points, tables
 from tests.backends.live.conftest import llama  # noqa: F401 a fixture
 
 WORDS = [
@@ -30,25 +31,44 @@ def test_quantiles_leave_out_what_too_few_requests_cannot_give():
     assert quantiles(rows) == pytest.approx({"ttft_p50": 0.06, "ttft_p90": 0.1, "e2e_p50": 1.0})
 
 
+def compared(predicted: dict[str, dict[str, float]], *runs: dict[str, dict[str, float]]) -> list[Compared]:
+    """Return what the files of one request a part say of the latencies *predicted*, and of those of each run."""
+    seen = [
+        {part: [{"status": "ok"} | of, {"status": "lost", "e2e": 9.0}] for part, of in run.items()} for run in runs
+    ]
+    made = {part: {f"{name}_p50": value for name, value in of.items()} for part, of in predicted.items()}
+    return compare_files({"predicted": made}, {"runs": seen})
+
+
+def judged(both: list[Compared], most: float) -> Class:
+    (one,) = by_class(both, {name: Bound(mean=most, each=each) for name, each in BOUNDS.items()}, 0)
+    return one
+
+
 def test_an_error_is_judged_by_its_bound_or_twice_the_floor():
-    runs = [{"noisy": {"e2e_p50": each}} for each in (1.0, 0.96, 1.04)]
-    runs[0] |= {"near": {"e2e_p50": 1.0}, "far": {"e2e_p50": 1.0}}
-    predicted = {"near": {"e2e_p50": 1.04}, "far": {"e2e_p50": 1.07}, "noisy": {"e2e_p50": 1.07}}
-    near, far, noisy = compare(predicted, runs)
-    assert [within(one) for one in (near, far, noisy)] == [True, False, True]
+    runs = [{"noisy": {"e2e": each}} for each in (1.0, 0.96, 1.04)]
+    runs[0] |= {"near": {"e2e": 1.0}, "far": {"e2e": 1.0}}
+    both = compared({"near": {"e2e": 1.04}, "far": {"e2e": 1.07}, "noisy": {"e2e": 1.07}}, *runs)
+    near, _, noisy = both
+    assert [one.within(BOUNDS["e2e_p50"]) for one in both] == [True, False, True]
     assert (near.spread, noisy.spread, noisy.error) == (None, pytest.approx(0.04), pytest.approx(0.07))
+    wrong, met = judged(both, 0.05), judged([near, noisy], 0.05)  # means of 6 and of 5.5 %
+    assert (wrong.within, met.within, judged(both, 0.061).beyond) == (2, 2, False)
+    assert failures([wrong, met]) == ["e2e_p50: error beyond its bound, mean 6.0%; repeated jobs differ by 2.8%"]
 
 
-def test_mean_errors_are_of_loads_alone():
-    predicted = {"load-1": {"ttft_p50": 1.2, "e2e_p50": 2.0}, "single-128": {"ttft_p50": 9.0}, "load-2": {}}
-    runs = [{"load-1": {"ttft_p50": 1.0}, "single-128": {"ttft_p50": 1.0}}, {"load-1": {"ttft_p50": 1.1}}]
-    both = compare(predicted, runs)
+def test_all_parts_are_points_with_the_median_of_their_runs():
+    predicted = {"load-1": {"ttft": 1.2, "e2e": 2.0}, f"{SINGLE}128": {"ttft": 9.0}, "load-2": {}}
+    both = compared(predicted, {"load-1": {"ttft": 1.0}, f"{SINGLE}128": {"ttft": 1.0}}, {"load-1": {"ttft": 1.1}})
     assert [(one.predicted.label, one.predicted.group, one.per_job) for one in both] == [
         ("load-1", "ttft_p50", (1.0, 1.1)),
         ("single-128", "ttft_p50", (1.0,)),
     ]
-    assert errors(both) == {"ttft_p50": pytest.approx(1.2 / 1.05 - 1)}
-    assert [len(table.rows) for table in tables(both)] == [2, 1]
+    assert both[0].error == pytest.approx(1.2 / 1.05 - 1)
+    assert judged(both[:1], 1.0).mean == pytest.approx(1.2 / 1.05 - 1)
+    ((load, *_, error, floor), _), (summary,) = points(both).rows, tables([judged(both[:1], 1.0)], [])
+    assert (load, error, floor) == ("load-1", pytest.approx(14.29, rel=1e-3), pytest.approx(4.762, rel=1e-3))
+    assert summary.rows[0][-3:] == ["10", "ok", 0]
 
 
 def test_parts_follow_one_another_on_one_deployment():
