@@ -80,9 +80,12 @@ class HandoffOptions(ExperimentOptions):
         return list(ways)
 
     def requests(self) -> list[Request]:
-        """Return one job's requests: first those that are compared, then those that are measured, by shape."""
+        """Return one job's requests: first those that are compared, then those that are measured, by shape.
+
+        Each comes when the one before is over, so one is under way at a time.
+        """
         counts = [*self.tokens * self.warmup, *(tokens for tokens in self.tokens for _ in range(self.repeat))]
-        return [Request(0.0, tokens, 1) for tokens in counts]
+        return [Request(0.0, tokens, 1, after=number - 1) for number, tokens in enumerate(counts)]
 
 
 class Way(NamedTuple):
@@ -146,7 +149,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
-    """Return the ranks that hand over as *way* says, with a router that waits for each request before the next.
+    """Return the ranks that hand over as *way* says.
 
     Raise a `ConfigError` or a `ValueError` if there can be none.
     """
@@ -154,13 +157,11 @@ def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
     what = serve.job(own, serve.ServeOptions(deadline=options.deadline))
     serve.check_fits(what, options.requests())
     if options.placement == "packed":
-        ranks = serve.specs(own, what, options.requests())
-    else:  # on hosts, which any number of ranks fits, and then moved
-        hosts = replace(own, hw=replace(own.hw, gpus=0, gpu=None))
-        ranks = serve.specs(hosts, what, options.requests())
-        ranks = [replace(rank, place=_side(rank.name, config.hw.gpus)) for rank in ranks]
-    router, *others = ranks
-    return [replace(router, program="experiments.handoff.one_by_one:program"), *others]
+        return serve.specs(own, what, options.requests())
+    # on hosts, which any number of ranks fits, and then moved
+    hosts = replace(own, hw=replace(own.hw, gpus=0, gpu=None))
+    ranks = serve.specs(hosts, what, options.requests())
+    return [replace(rank, place=_side(rank.name, config.hw.gpus)) for rank in ranks]
 
 
 def _side(rank: str, gpus: int) -> Place:

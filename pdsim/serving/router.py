@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -78,7 +78,6 @@ class RoutedRequest:
         return Submit(self.room, self.input, self.output, self.prefill, self.decode, hints)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals:
     """Calls *arrive* with each request of *table* when it arrives, and *idle* whenever no further one is scheduled.
 
@@ -210,11 +209,7 @@ class Router(RankProcess):
 
     A user who leaves, a failure that an instance reports and a loss close a request early; both instances are then
     told to abort it.
-
-    A subclass may choose another *arrivals_type*.
     """
-
-    arrivals_type: ClassVar[type[Arrivals]] = Arrivals
 
     def __init__(
         self,
@@ -234,7 +229,7 @@ class Router(RankProcess):
         self.membership = Membership(self, job, self.begin, self.instance_lost)
         self.registry = self.membership.registry
         self.log = RequestLog(self.count, rank.recorder.spill)
-        self.arrivals = self.arrivals_type(self, table, job.hashed, self._arrive, self._stop_if_done)
+        self.arrivals = Arrivals(self, table, job.hashed, self._arrive, self._stop_if_done)
         self.generated = 0, 0  # requests that have all their tokens, and how many those were
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
