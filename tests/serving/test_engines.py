@@ -17,6 +17,7 @@ from pdsim.serving.settings import HostCosts, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.sim.model import Model
 from tests.support.composed import composed
+from tests.support.configs import EIGHT
 from tests.support.serving import QUIET, Served, configured, simulate
 
 VLLM = ServingEngine(
@@ -277,6 +278,17 @@ def test_retraction_takes_as_long_as_links_to_host_memory_allow():
     move = 64 * fast.job.shape.token_bytes(1) / BARE.retract_rate
     for one, other, moves in zip(fast.rows, late.rows, (1, 2), strict=True):
         assert other["finished"] - one["finished"] == pytest.approx(3 * move * moves)
+
+
+def test_a_retraction_longer_than_the_stall_limit_is_waited_for():
+    slow = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=BARE.retract_rate / 3e7))
+    served = run(BARE, [Request(0.0, 48, 40)] * 2, kv=pool(8), hw=slow, options={"deadline": 0.05})
+    assert served.outcome.ranks["decode0.0"].value["preemptions"] == 1
+
+
+def test_one_row_of_metadata_serves_one_request_after_the_other():
+    one = dict.fromkeys(("prefill0.0", "decode0.0"), {"slots": 1})
+    run(ServingEngine(), [Request(0.0, 100, 4)] * 3, change=one)
 
 
 def test_a_polling_scheduler_sees_a_write_when_its_forward_ends():

@@ -134,6 +134,24 @@ def test_a_preempted_request_does_not_wait_for_quarantine_for_ever():
     assert outcome.account("decode0.0") == (1, 0, 7)  # the slow write is still under way
 
 
+def test_a_request_waits_for_quarantine_as_long_as_the_one_before_it():
+    # the second and the third find 1 of 8 pages free, 0.15 s each: both together are longer than the deadline
+    requests = [LONG, Request(0.15, 100, 4), Request(0.45, 100, 4)]
+    small = {"hw": CRAWLING, "kv": replace(POOL, pool=8 * PAGE), "options": {"deadline": 0.2}}
+    outcome = serve(requests, leaves=[(0, 0.1), (1, 0.2)], **small)
+    assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "Aborted", "ok"]
+
+
+def test_a_request_that_is_preempted_twice_waits_for_quarantine_twice():
+    # the pages of the second come back after 8, those of the third after 14 times what a page takes
+    link = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=PAGE / 0.0625))
+    small = {"hw": link, "kv": replace(POOL, pool=16 * PAGE), "engine": ServingEngine(name="growing", memory="grow")}
+    requests = [Request(0.0, 16, 110), Request(0.07, 64, 4), Request(0.07, 160, 4)]
+    outcome = serve(requests, leaves=[(1, 0.01), (2, 0.01)], **small)
+    assert outcome.statuses[0] == "ok"
+    assert outcome.outcome.ranks["decode0.0"].value["preemptions"] == 2
+
+
 def test_a_user_who_leaves_while_tokens_come_makes_room_for_others():
     outcome = serve([Request(0.0, 100, 900), Request(0.0, 900, 4)], leaves=[(0, 0.05)])
     assert outcome.statuses == ["Aborted: the user left after 0.05 s", "ok"]
