@@ -86,7 +86,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     Raise a `ConfigError` before anything starts if it cannot be, and a `TransferError` if the job cannot be started.
     """
     options = ServeOptions.of(config)
-    drawn = draw(config.workload, config.seed, config.model.context, progress)
+    drawn = draw(config.workload, config.seed, config.model.context)
     if config.target == "live":
         if drawn.requests.after is not None:
             raise ConfigError("workload.arrivals=sessions has target=model or real only; choose other arrivals")

@@ -7,7 +7,7 @@ epoch, which counts how often all of its ranks had enrolled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,12 +83,8 @@ class InstanceRegistry:
 
     def alive(self, incarnation: str) -> bool:
         """Return whether *incarnation* is formed, and neither lost nor replaced."""
-        instance = instance_of(incarnation)
-        return (
-            instance in self._instances
-            and self._instances[instance].formed
-            and self.current(instance) == incarnation
-        )
+        known = self._instances.get(instance_of(incarnation))
+        return known is not None and known.formed and incarnation == self.current(instance_of(incarnation))
 
     def side(self, instance: str) -> _Side:
         """Return the side that *instance* is on."""
@@ -137,12 +133,11 @@ class InstanceRegistry:
         side.load[instance] = 0
         self.awaited.discard(instance)
         pairs = [pair for peer in other.load for pair in ((instance, peer), (peer, instance))]
-        return [message for pair in pairs for message in self._connections(*pair)]
-
-    def _connections(self, instance: str, peer: str) -> Iterator[tuple[str, ConnectPeer]]:
-        known, mine, theirs = self._instances[instance], self.current(instance), self.current(peer)
-        for index in range(known.size):
-            yield rank_name(instance, index), ConnectPeer(mine, theirs, known.places[index])
+        return [
+            (rank_name(one, index), ConnectPeer(self.current(one), self.current(peer), start))
+            for one, peer in pairs
+            for index, start in sorted(self._instances[one].places.items())
+        ]
 
     def link(self, prefill: str, decode: str) -> bool:
         """Record that these two incarnations are connected; return False if either is over."""

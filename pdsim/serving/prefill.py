@@ -108,7 +108,7 @@ class PrefillRequest(Room):
         Submit                        pages                 every rank has computed it, and moved what it moves
           |                             |                     |
         waiting --queue--> queued --start--> running ----complete----> push: over
-          |                  |                  |                      pull: lent --collect--> over
+          |                  |                  |                      pull: kept --read--> over
           +------ fail ------+------ fail ------+                              |                 |
                              v                                               revoke -> revoked --+
                           failed --quiet (nothing of it moves on any rank)--> over

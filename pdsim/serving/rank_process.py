@@ -607,7 +607,7 @@ class PeerFence:
     prefill pushes, on prefill where decode pulls.  There is no proof about an incarnation that is alive; one about
     epoch *n* holds for all earlier ones.
 
-    *peers* are the ranks by index that move bytes there, which need to know *pool*.  *severed*, if given, is called
+    *peers* are the ranks by index that move bytes there, which need to know *pool*.  *quiesced*, if given, is called
     with the name of each rank of an instance for which a new proof has come.  The leader sets *free*, called with
     each room of a fence once every rank has answered it.
     """
@@ -617,13 +617,13 @@ class PeerFence:
         engine: EngineRank,
         pool: KvPool,
         peers: Iterable[int],
-        severed: Callable[[str], None] | None = None,
+        quiesced: Callable[[str], None] | None = None,
     ) -> None:
         self.free: Callable[[int], None] = engine.ignore
         self._engine = engine
         self._pool = pool
         self._peers = tuple(peers)
-        self._severed = severed
+        self._quiesced = quiesced
         self._proven: dict[str, int] = {}  # by instance: up to which epoch nothing of it moves here
         self._number = engine.started  # so an answer to an earlier process of the leader is none to this one
         self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
@@ -631,7 +631,8 @@ class PeerFence:
 
     def connect_peer(self, incarnation: str) -> None:
         """Make the pool known to the ranks of *incarnation*, once nothing of an earlier one moves here."""
-        self._after_proof(incarnation, epoch_of(incarnation) - 1, lambda: self._register(incarnation))
+        before = epoch_of(incarnation) - 1
+        self._engine.clock.process(self._proof(incarnation, before, lambda: self._register(incarnation)))
 
     def drop(self, incarnation: str) -> None:
         """Do nothing: proofs about *incarnation* hold."""
@@ -650,21 +651,20 @@ class PeerFence:
 
     def _prove(self, fence: Fence) -> None:
         answer = Fenced(fence.number)
-        self._after_proof(fence.peer, epoch_of(fence.peer), lambda: self._engine.tell_leader(answer))
+        proof = self._proof(fence.peer, epoch_of(fence.peer), lambda: self._engine.tell_leader(answer))
+        self._engine.clock.process(proof)
 
-    def _after_proof(self, peer: str, epoch: int, then: Callable[[], None]) -> None:
-        self._engine.clock.process(self._proof(instance_of(peer), epoch, then))
-
-    def _proof(self, instance: str, epoch: int, then: Callable[[], None]) -> Program:
+    def _proof(self, peer: str, epoch: int, then: Callable[[], None]) -> Program:
+        instance = instance_of(peer)
         for index in self._peers:
             if self._proven.get(instance, 0) >= epoch:
                 break
             yield self._engine.rank.endpoint.quiesced(rank_name(instance, index))
         if self._proven.get(instance, 0) < epoch:
             self._proven[instance] = epoch
-            if self._severed is not None:
+            if self._quiesced is not None:
                 for index in self._peers:
-                    self._severed(rank_name(instance, index))
+                    self._quiesced(rank_name(instance, index))
         if not self._engine.has_ended:
             then()
 

@@ -103,7 +103,7 @@ class Arrivals:
         self._idle = idle
         self._next = 0  # the request that arrives next
         self._waiting: dict[int, list[int]] = {}  # by the number of the one whose end they come after
-        self._open: list[int] | None = None  # those that wait for no other; None: all
+        self._open: Sequence[int] = range(len(table))  # those that wait for no other
         self.times: list[float] | None = None
         """Seconds after `start` at which each has arrived, where users wait; until then its think time."""
         if table.after is not None and (table.after >= 0).any():
@@ -112,13 +112,12 @@ class Arrivals:
                     self._waiting.setdefault(earlier, []).append(number)
             self._open = np.flatnonzero(table.after < 0).tolist()
             self.times = table.arrival.tolist()
-        self._count = len(table) if self._open is None else len(self._open)
-        self._later = len(table) - self._count  # requests whose users wait for an answer, or think
+        self._later = len(table) - len(self._open)  # requests whose users wait for an answer, or think
 
     @property
     def over(self) -> bool:
         """Whether no further request can arrive: all that come by themselves have, and nobody waits or thinks."""
-        return self._next == self._count and not self._later
+        return self._next == len(self._open) and not self._later
 
     def begin(self, start: float) -> None:
         """Let requests arrive, whose times count from *start*, which is now."""
@@ -152,8 +151,8 @@ class Arrivals:
 
     def _advance(self, _: Event | None) -> None:
         clock = self._process.clock
-        while self._next < self._count and not self._process.has_ended:
-            request = self.request(self._next if self._open is None else self._open[self._next])
+        while self._next < len(self._open) and not self._process.has_ended:
+            request = self.request(self._open[self._next])
             arrival = self.start + request.arrival
             if arrival > clock.now:
                 event = clock.at(arrival)
@@ -243,8 +242,8 @@ class Router(RankProcess):
         self._born = self.clock.now
         self.handlers |= {
             Pong: self._pong,
-            RoomLocations: self._took,
-            PrefillDone: self._lent,
+            RoomLocations: self._located,
+            PrefillDone: self._answered,
             Finished: self._finished,
             TransferDone: self._transferred,
             Dropped: self._dropped,
@@ -346,14 +345,14 @@ class Router(RankProcess):
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
-    def _took(self, _: str, message: RoomLocations) -> None:
+    def _located(self, _: str, message: RoomLocations) -> None:
         for room, incarnation in message.instances.items():
             if room in self._rooms:
                 self.membership.directory.set(room, incarnation)
             else:
                 self.ignore()
 
-    def _lent(self, _: str, message: PrefillDone) -> None:
+    def _answered(self, _: str, message: PrefillDone) -> None:
         request = self._find(message.room)
         if request is None or request.lost or request.answered:
             return

@@ -41,8 +41,7 @@ __all__ = [
 
 BUSY = 0.25
 """Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
-_DRAWS = 1024  # at a time
-_AHEAD = 64  # at a time, of the others
+_DRAWS = 1024  # of steps, at a time
 
 
 def iteration_seconds(forward: float, launch: float, step: float, overlap: bool) -> float:
@@ -65,7 +64,6 @@ class SchedulerHost:
         self.steps = StepVariation(costs.step, variation, seed, name) if variation and costs.step else None
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")
-        self._draws: list[float] = []  # ahead, the next one last
         self._reading = 0.0  # until when requests are read that have come, on the clock
         self.pace = 1.0
         """Times as long as its mean each cost is now, steps excepted."""
@@ -97,9 +95,7 @@ class SchedulerHost:
         mean *= self.pace
         if not (mean and self._shape):
             return mean
-        if not self._draws:  # many at a time are the same numbers as one after the other
-            self._draws = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1]
-        return mean * self._draws.pop() / self._shape
+        return mean * self._random.gamma(self._shape) / self._shape
 
 
 class PostingHost(SchedulerHost):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
-from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.progress import ShowProgress
 from pdsim.core.units import format_time
 from pdsim.serving.requests import HASHED, Request, RequestTable, stream
 from pdsim.serving.settings import Workload
@@ -57,22 +55,19 @@ def load(workload: Workload, seed: int, context: int) -> RequestTable:
     return draw(workload, seed, context).requests
 
 
-def draw(workload: Workload, seed: int, context: int, progress: ShowProgress = lambda *_: None) -> GeneratedRequests:
+def draw(workload: Workload, seed: int, context: int) -> GeneratedRequests:
     """Return the requests of *workload*, but for `Workload.load`: see `pdsim.serving.load.scaled`.
 
     Equal arguments give equal requests on any machine.  Raise a `ConfigError` for a file that cannot be read, for a
     malformed line, for a request of more than *context* tokens, and if no request is left.
     """
-    requests, notes = _all(workload, seed, context, progress)
-    if isinstance(requests, RequestTable):
-        table = _cut(requests, workload)
-    else:
-        if workload.skip:
-            later = dropwhile(lambda request: request.arrival < workload.skip, requests)
-            requests = (request._replace(arrival=request.arrival - workload.skip) for request in later)
-        if workload.seconds:
-            requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
-        table = RequestTable.of(islice(requests, workload.count))
+    table, notes = _all(workload, seed, context)
+    if workload.skip:
+        table = table.taken(np.logical_or.accumulate(~(table.arrival < workload.skip)))
+        table = table.but(arrival=table.arrival - workload.skip)
+    if workload.seconds:
+        table = table.taken(np.logical_and.accumulate(table.arrival < workload.seconds))
+    table = table[: workload.count]
     if workload.trace is not None or workload.arrivals == "embedded":
         table = table.but(arrival=table.arrival / workload.speed)
     if workload.aborts:
@@ -88,30 +83,32 @@ def draw(workload: Workload, seed: int, context: int, progress: ShowProgress = l
     return GeneratedRequests(table, notes)
 
 
-def _all(
-    workload: Workload, seed: int, context: int, progress: ShowProgress
-) -> tuple[Iterator[Request] | RequestTable, tuple[str, ...]]:
-    # A trace is read as its requests are needed; what is drawn is a table.
+def _all(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tuple[str, ...]]:
     if workload.trace is None and workload.arrivals == "sessions":
         users = workload.users
         starts = (
             [workload.ramp * user / users for user in range(users)] if users else _arrivals(workload, seed).tolist()
         )
-        return iter(sessions(workload, starts, seed, context)), ()
+        return RequestTable.of(sessions(workload, starts, seed, context)), ()
     if workload.trace is None and workload.arrivals != "embedded":
-        return _generate(workload, seed, context, progress), ()
+        return _generate(workload, seed, context), ()
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
     requests = read_trace(path, context)
-    return _spread(RequestTable.of(requests), seed) if workload.jitter == "auto" else (requests, ())
+    if workload.jitter == "auto":
+        return _spread(RequestTable.of(requests), seed)
+    return RequestTable.of(_needed(requests, workload)), ()
 
 
-def _cut(requests: RequestTable, workload: Workload) -> RequestTable:
-    if workload.skip:
-        requests = requests.taken(np.logical_or.accumulate(~(requests.arrival < workload.skip)))
-        requests = requests.but(arrival=requests.arrival - workload.skip)
-    if workload.seconds:
-        requests = requests.taken(np.logical_and.accumulate(requests.arrival < workload.seconds))
-    return requests[: workload.count]
+def _needed(requests: Iterable[Request], workload: Workload) -> Iterator[Request]:
+    # Lines after the last that is asked for are not read.
+    count, seconds = 0, workload.seconds or math.inf
+    for request in requests:
+        if request.arrival - workload.skip >= seconds:
+            return
+        yield request
+        count += request.arrival >= workload.skip
+        if count == workload.count:
+            return
 
 
 # --- traces --------------------------------------------------------------------------------------------------------
@@ -248,23 +245,14 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
 # --- generated -----------------------------------------------------------------------------------------------------
 
 
-def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> RequestTable:
-    # Outputs are drawn first and kept; what exceeds the context is taken from the input.
+def _generate(workload: Workload, seed: int, context: int) -> RequestTable:
+    # The tail of a log-normal has no end, the model's context has: what exceeds it is taken from the input.
     arrivals = _arrivals(workload, seed)
-    count = len(arrivals)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
-    wanted, given = np.empty(count, np.int64), np.empty(count, np.int64)
-    start = 0
-    for size in _blocks(count):
-        output = lengths(outputs, size, workload.output_mean, workload.output_cv)
-        prompt = lengths(inputs, size, workload.input_mean, workload.input_cv)
-        output = np.minimum(output, context - 1)
-        progress(0.0, f"drawing request {start} of {count}")
-        wanted[start : start + size] = output
-        # the tail of a log-normal has no end, the model's context has
-        given[start : start + size] = np.minimum(prompt, context - output)
-        start += size
-    return RequestTable(arrivals, given, wanted)
+    wanted = lengths(outputs, len(arrivals), workload.output_mean, workload.output_cv)
+    given = lengths(inputs, len(arrivals), workload.input_mean, workload.input_cv)
+    wanted = np.minimum(wanted, context - 1)
+    return RequestTable(arrivals, np.minimum(given, context - wanted), wanted)
 
 
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
@@ -274,7 +262,8 @@ def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> 
     [100, 100, 100]
     """
     variance = math.log1p(cv * cv)
-    drawn = random.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
+    mu, sigma = math.log(mean) - variance / 2, math.sqrt(variance)
+    drawn = _drawn(lambda size: random.lognormal(mu, sigma, size), count)
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
@@ -300,21 +289,11 @@ def _ramped(arrivals: Floats, ramp: float) -> Floats:
 
 
 _BLOCK = 1 << 20
-"""Requests drawn at a time: a signal waits until NumPy is done with as many."""
-
-
-def _blocks(count: int) -> Iterator[int]:
-    for start in range(0, count, _BLOCK):
-        yield min(_BLOCK, count - start)
+"""Numbers drawn at a time: a signal waits until NumPy is done with as many."""
 
 
 def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
-    values = np.empty(count)
-    start = 0
-    for size in _blocks(count):
-        values[start : start + size] = draw(size)
-        start += size
-    return values
+    return np.concatenate([draw(min(_BLOCK, count - start)) for start in range(0, count, _BLOCK)])
 
 
 def _gaps(workload: Workload, seed: int, count: int) -> Floats:

@@ -236,7 +236,7 @@ SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
 
 def gives_back_with_the_lease(original: Any, self: PullPrefillLeader, number: int) -> None:
     original(self, number)
-    if number in self._lent:
+    if number in self._kept:
         self._return(number)
 
 

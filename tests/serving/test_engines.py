@@ -287,7 +287,7 @@ def test_a_retraction_longer_than_the_stall_limit_is_waited_for():
 
 
 def test_one_row_of_metadata_serves_one_request_after_the_other():
-    one = dict.fromkeys(("prefill0.0", "decode0.0"), {"slots": 1})
+    one = {name: {"slots": 1} for name in ("prefill0.0", "decode0.0")}
     run(ServingEngine(), [Request(0.0, 100, 4)] * 3, change=one)
 
 

@@ -53,7 +53,7 @@ class PullPrefill(PrefillMover):
 
 
 class PullPrefillLeader(PrefillLeader):
-    """Lets a request run as soon as it has pages, and lends what it computed to decode.
+    """Lets a request run as soon as it has pages, and keeps what it computed for decode to read.
 
     When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease`
     seconds since the answer or the last `Renew`; then the request fails.  The pages of a room that is revoked, by
@@ -64,7 +64,7 @@ class PullPrefillLeader(PrefillLeader):
     def __init__(self, scheduler: PrefillScheduler, mover: PullPrefill) -> None:
         super().__init__(scheduler)
         engine = scheduler.engine
-        self._lent: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
+        self._kept: dict[int, PrefillRequest] = {}  # in order, those included that are revoked
         self._moved: list[ReadDone] = []  # what decode hears with the next look
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
         self._fence = mover.fence
@@ -72,7 +72,7 @@ class PullPrefillLeader(PrefillLeader):
         engine.handlers |= {ReadDone: self._collected, Renew: engine.current(self._renew)}
 
     def drop(self, incarnation: str) -> None:
-        rooms = [number for number, room in self._lent.items() if room.request.decode == incarnation]
+        rooms = [number for number, room in self._kept.items() if room.request.decode == incarnation]
         for number in rooms:
             self._end_lease(number)
         self._fence.begin(incarnation, rooms)
@@ -80,7 +80,7 @@ class PullPrefillLeader(PrefillLeader):
 
     def stop(self) -> None:
         # The reader of a revoked room may end before it answers.
-        revoked = {number: room.request.decode for number, room in self._lent.items() if room.state == "revoked"}
+        revoked = {number: room.request.decode for number, room in self._kept.items() if room.state == "revoked"}
         for incarnation in dict.fromkeys(revoked.values()):
             self._fence.begin(incarnation, [number for number, decode in revoked.items() if decode == incarnation])
 
@@ -110,8 +110,8 @@ class PullPrefillLeader(PrefillLeader):
 
     def complete(self, room: PrefillRequest) -> None:
         # The router is told, and the lease begins, once the host has answered.
-        room.state = "lent"
-        self._lent[room.request.room] = room
+        room.state = "kept"
+        self._kept[room.request.room] = room
         clock, seconds = self._scheduler.clock, self._scheduler.host.answer()
         if seconds:
             clock.call_at(clock.now + seconds, self._answer, room)
@@ -119,12 +119,12 @@ class PullPrefillLeader(PrefillLeader):
             self._answer(room)
 
     def abort(self, sender: str, number: int, room: PrefillRequest | None) -> None:
-        if number in self._lent:
+        if number in self._kept:
             self._revoke(number)
 
     def _answer(self, room: PrefillRequest) -> None:
         number, destination = room.request.room, room.destination
-        if self._lent.get(number) is not room or room.state == "revoked":
+        if self._kept.get(number) is not room or room.state == "revoked":
             return
         assert destination is not None
         self._leases.add(number)
@@ -139,7 +139,7 @@ class PullPrefillLeader(PrefillLeader):
         self._revoke(number)
 
     def _revoke(self, number: int) -> None:
-        room = self._lent[number]
+        room = self._kept[number]
         if room.state != "revoked":
             self._end_lease(number)
             decode = room.request.decode
@@ -147,18 +147,18 @@ class PullPrefillLeader(PrefillLeader):
             self._scheduler.wake()  # pages in quarantine may be in the way
 
     def _end_lease(self, number: int) -> None:
-        self._lent[number].state = "revoked"
+        self._kept[number].state = "revoked"
         self._scheduler.pages.quarantined.add(number)
         self._leases.drop(number)
 
     def _renew(self, _: str, message: Renew) -> None:
         for number in message.rooms:
-            if number in self._lent and self._lent[number].state != "revoked":
+            if number in self._kept and self._kept[number].state != "revoked":
                 self._leases.drop(number)
                 self._leases.add(number)
 
     def _collected(self, _: str, message: ReadDone) -> None:
-        room = self._lent.get(message.room)
+        room = self._kept.get(message.room)
         if room is None or message.incarnation != self._engine.incarnation:
             self._engine.ignore()
             return
@@ -170,7 +170,7 @@ class PullPrefillLeader(PrefillLeader):
         self._return(message.room)
 
     def _return(self, number: int) -> None:
-        room = self._lent.pop(number, None)
+        room = self._kept.pop(number, None)
         if room is not None:
             self._leases.drop(number)
             self._scheduler.forget(number)
@@ -186,14 +186,10 @@ class PullDecode(DecodeMover):
         self.kv = KvReader(engine.pool(), engine.job.rank_map, engine.tell_leader, engine.tell_leader)
         super().__init__(engine, self.kv)
         self.peers = PeerConnector(engine, self.kv.peers)
-        engine.handlers[ReadRequest] = self._read
+        engine.handlers[ReadRequest] = engine.current(lambda _, message: self.kv.read(message))
 
     def progressed(self) -> bool:
         return self.kv.progressed()
-
-    def _read(self, _: str, message: ReadRequest) -> None:
-        if message.incarnation == self.engine.incarnation:
-            self.kv.read(message)
 
 
 class PullDecodeLeader(DecodeLeader):
@@ -247,14 +243,14 @@ class PullDecodeLeader(DecodeLeader):
 
     def start(self, room: DecodeRequest, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
         request, engine = room.request, self._engine
-        number, lent = request.room, self._sources[request.room]
+        number, done = request.room, self._sources[request.room]
         room.asked = self._asked.pop(number)
-        room.stamps = Arrival(engine.incarnation, number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
+        room.stamps = Arrival(engine.incarnation, number, 0, 0, 0, done.noticed, done.started, done.ended)
         self._nbytes[number] = 0
-        source = after(lent.pages, held)
+        source = after(done.pages, held)
         into = first(pages, source)
         read = ReadRequest(
-            engine.incarnation, number, request.input, request.prefill, source, into, lent.state, state
+            engine.incarnation, number, request.input, request.prefill, source, into, done.state, state
         )
         engine.send(engine.followers, read)
         self._reader.read(read)
@@ -269,9 +265,9 @@ class PullDecodeLeader(DecodeLeader):
     def unadmitted(self, number: int) -> None:
         self._over.set(number, None)
         self._asked.pop(number, None)
-        lent = self._sources.pop(number, None)
-        if lent is not None:
-            self._give_back(lent, 0)
+        done = self._sources.pop(number, None)
+        if done is not None:
+            self._give_back(done, 0)
 
     def failed(self, room: DecodeRequest) -> None:
         number = room.request.room
@@ -319,8 +315,8 @@ class PullDecodeLeader(DecodeLeader):
         else:
             self._scheduler.arrived(room)
 
-    def _give_back(self, lent: PrefillDone, nbytes: int) -> None:
-        self._engine.send(leader(lent.instance), ReadDone(lent.instance, lent.room, nbytes))
+    def _give_back(self, done: PrefillDone, nbytes: int) -> None:
+        self._engine.send(leader(done.instance), ReadDone(done.instance, done.room, nbytes))
 
     def _beat(self) -> None:
         engine = self._scheduler.job.engine
@@ -334,8 +330,8 @@ class PullDecodeLeader(DecodeLeader):
         if not self._sources or self._engine.has_ended:
             return
         rooms: dict[str, list[int]] = {}
-        for number, lent in self._sources.items():
-            rooms.setdefault(lent.instance, []).append(number)
+        for number, done in self._sources.items():
+            rooms.setdefault(done.instance, []).append(number)
         for incarnation, numbers in rooms.items():
             self._engine.send(leader(incarnation), Renew(incarnation, tuple(numbers)))
         self._beat()

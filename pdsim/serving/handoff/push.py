@@ -204,7 +204,7 @@ class PushDecode(DecodeMover):
         landing = self.kv.landing
         if landing is not None:
             engine.handlers |= {
-                StagingRequest: self._ask,
+                StagingRequest: engine.current(self.kv.ask),
                 StagingRelease: lambda _, message: landing.give_back(message),
             }
 
@@ -224,10 +224,6 @@ class PushDecode(DecodeMover):
         # One on the way to an incarnation that is over is left out: nobody would end its rooms here.
         if message.incarnation == self.engine.incarnation:
             self.kv.arrive(message)
-
-    def _ask(self, sender: str, message: StagingRequest) -> None:
-        if message.incarnation == self.engine.incarnation:
-            self.kv.ask(sender, message)
 
 
 class PushDecodeLeader(DecodeLeader):
