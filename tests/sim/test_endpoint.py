@@ -240,6 +240,14 @@ def test_closing_fails_and_settles_what_is_under_way_and_ends_all_use(bench):
         bench.write()
 
 
+def test_a_killed_endpoint_never_reports_what_it_posted():
+    bench = Bench(timeout=2.0)
+    bench.write()
+    bench.at(0.5, bench.a.endpoint.kill).at(1.0, bench.b.endpoint.kill)
+    assert bench.run() == []
+    assert (list(bench.a.records), bench.a.endpoint.quarantined) == ([], 0)
+
+
 # --- regions and peers ---------------------------------------------------------------------------------------------
 
 
