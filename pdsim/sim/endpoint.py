@@ -28,8 +28,8 @@ from pdsim.core.errors import (
     TransferTimeout,
 )
 from pdsim.sim.hosts import Inbox
-from pdsim.sim.memory import RegionTable, copy_bytes, part_of, read_pieces, write_pieces
-from pdsim.sim.posting import Fabric, PostingThread
+from pdsim.sim.memory import SimBuffer, copy_bytes, part_of, read_pieces, write_pieces
+from pdsim.sim.posting import Fabric
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
 from pdsim.transfer import Notification, Peer, Transfer, TransferRecord, WriteSequence, check_sides
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdsim.sim.faults import Chance, Observer
-    from pdsim.sim.memory import Bytes, Registration, SimBuffer, SimDevice
+    from pdsim.sim.memory import Bytes, SimDevice
     from pdsim.sim.network import Flow
     from pdsim.sim.posting import Posting, SendQueue
     from pdsim.sim.sequence import Stages, Times
@@ -85,8 +85,8 @@ class SimEndpoint:
         self.inbox = Inbox(fabric.clock, clock, device.host_latency)
         self.notifications = self.inbox.mailbox
         self.inbound: dict[str, list[SimEndpoint]] = {}  # by rank: incarnations that connected; until noticed to end
-        self.regions = RegionTable(name, device)
-        self.poster = PostingThread(fabric.threads(site))
+        self.regions: dict[str, Registration] = {}  # by name
+        self.poster = fabric.poster(site)
         self.series: Series | None = None  # writes that are foreseen
         self.moving: dict[int, SimTransfer] = {}  # that are not quiesced, by number
         self.quarantined = 0  # how many of them have failed
@@ -107,15 +107,48 @@ class SimEndpoint:
     def register(self, buffer: Buffer, name: str) -> Region:
         if self.ended is not None:
             raise RegistrationError(f"{self.name} has closed its endpoint; register before close()")
-        return self.regions.add(buffer, name)
+        if name in self.regions:
+            raise RegistrationError(f"{self.name} has a region {name!r} already; take another name")
+        if not isinstance(buffer, SimBuffer) or not self._device.owns(buffer):
+            raise RegistrationError(
+                f"{buffer!r} is not allocated on {self._device.name}; register what allocate returns"
+            )
+        if buffer.registered:
+            raise RegistrationError(f"{buffer!r} is registered already, as {buffer.registered!r}")
+        region = Region(self.name, name, buffer.size, buffer.address, self._device.name)
+        self.regions[name] = Registration(region, buffer)
+        buffer.registered = name
+        return region
 
     def deregister(self, region: Region) -> None:
-        self.regions.remove(region, self._cut_series)
+        registration = self._registered(region)
+        if registration.unsettled:
+            raise RegistrationError(
+                f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them"
+            )
+        self._cut_series()
+        registration.buffer.registered = ""
+        del self.regions[region.name]
+
+    def find(self, region: Region) -> Registration | None:
+        """Return what is registered here as *region*; None if nothing is, or another region of that name."""
+        known = self.regions.get(region.name)
+        return known if known is not None and (known.region is region or known.region == region) else None
+
+    def _registered(self, region: Region) -> Registration:
+        registration = self.find(region)
+        if registration is None:
+            raise RegistrationError(
+                f"region {region.owner}/{region.name} is not registered; register it and try again"
+            )
+        return registration
 
     def address(self) -> bytes:
         """Return JSON: this rank's name, its engine and the regions registered so far."""
         self._check_open()
-        return msgspec.json.encode(EndpointAddress(self.name, self.engine, list(self.regions), self.born))
+        return msgspec.json.encode(
+            EndpointAddress(self.name, self.engine, [known.region for known in self.regions.values()], self.born)
+        )
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
@@ -138,7 +171,7 @@ class SimEndpoint:
             connection = self._connections[there.rank] = Connection(self, remote, queue)
             remote.inbound.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
-        known = [(remote.regions.find(region), region) for region in there.regions]
+        known = [(remote.find(region), region) for region in there.regions]
         regions = {region.name: region if mine is None else mine.region for mine, region in known}
         return Peer(there.rank, regions, connection)
 
@@ -217,6 +250,8 @@ class SimEndpoint:
             posted.release()
         for other in self._fabric.endpoints.values():
             other.disconnect(self)
+        for registration in self.regions.values():
+            registration.buffer.registered = ""
         self.regions.clear()
         self._connections.clear()
         return dropped
@@ -246,7 +281,7 @@ class SimEndpoint:
             self.series.cut()
         connection = self._connection(peer)
         own, remote = check_sides(self.name, peer, batch, write=write)
-        local = self.regions.local(own)
+        local = self._registered(own)
         limit = self._timeout if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"timeout={limit} must be > 0")
@@ -390,7 +425,7 @@ class SimEndpoint:
         """
         connection = self._connection(peer)
         own, remote = check_sides(self.name, peer, batch, write=True)
-        local, there = self.regions.local(own), connection.remote
+        local, there = self._registered(own), connection.remote
         watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
         if watched or self._device.holds_bytes or self.moving or self.series or there.ended is not None:
             return None
@@ -428,6 +463,15 @@ class Connection:
 
 
 @dataclass(eq=False, slots=True)
+class Registration:
+    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
+
+    region: Region
+    buffer: SimBuffer
+    unsettled: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class SimTransfer:
     """One transfer from its call until it is quiesced.  Until then it holds the memory on both sides."""
 
@@ -444,7 +488,7 @@ class SimTransfer:
     held: SimBuffer | None = None
 
     def __post_init__(self) -> None:
-        there = self.connection.remote.regions.find(self.remote)
+        there = self.connection.remote.find(self.remote)
         if there is not None:
             self.held = there.buffer
             self.held.hold()
@@ -453,7 +497,7 @@ class SimTransfer:
 
     def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
         """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
-        there = self.connection.remote.regions.find(self.remote)
+        there = self.connection.remote.find(self.remote)
         if there is None:
             return None
         return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)

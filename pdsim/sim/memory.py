@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from pdsim.sim.network import Link, Network
 
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
-    from collections.abc import Iterator
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -255,6 +253,7 @@ class SimDevice:
         traffic: SideTraffic | None = None,
     ) -> None:
         self.memory = memory
+        self.name, self.capacity = memory.name, memory.capacity
         self.symmetric = SymmetricPool(memory)
         self.holds_bytes = memory.tracked
         self._clock = clock
@@ -268,14 +267,6 @@ class SimDevice:
         self.slowness = 1.0  # how many times as long as usual computation takes
         self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
         self._buffers: dict[SimBuffer, None] = {}
-
-    @property
-    def name(self) -> str:
-        return self.memory.name
-
-    @property
-    def capacity(self) -> int:
-        return self.memory.capacity
 
     @property
     def used(self) -> int:
@@ -415,72 +406,3 @@ def _zeros(size: int) -> npt.NDArray[np.uint8]:
         return np.zeros(size, np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
-
-
-@dataclass(eq=False, slots=True)
-class Registration:
-    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
-
-    region: Region
-    buffer: SimBuffer
-    unsettled: int = 0
-
-
-class RegionTable:
-    """The regions of the endpoint of rank *owner*, by name, all of them in the memory of *device*."""
-
-    def __init__(self, owner: str, device: SimDevice) -> None:
-        self._owner = owner
-        self._device = device
-        self._by_name: dict[str, Registration] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def __iter__(self) -> Iterator[Region]:
-        return (registration.region for registration in self._by_name.values())
-
-    def add(self, buffer: Buffer, name: str) -> Region:
-        if name in self._by_name:
-            raise RegistrationError(f"{self._owner} has a region {name!r} already; take another name")
-        if not isinstance(buffer, SimBuffer) or not self._device.owns(buffer):
-            raise RegistrationError(
-                f"{buffer!r} is not allocated on {self._device.name}; register what allocate returns"
-            )
-        if buffer.registered:
-            raise RegistrationError(f"{buffer!r} is registered already, as {buffer.registered!r}")
-        region = Region(self._owner, name, buffer.size, buffer.address, self._device.name)
-        self._by_name[name] = Registration(region, buffer)
-        buffer.registered = name
-        return region
-
-    def remove(self, region: Region, before: Callable[[], None]) -> None:
-        """Withdraw *region*; call *before* just before."""
-        registration = self.find(region)
-        if registration is None:
-            raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self._owner}")
-        if registration.unsettled:
-            raise RegistrationError(
-                f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them"
-            )
-        before()
-        registration.buffer.registered = ""
-        del self._by_name[region.name]
-
-    def clear(self) -> None:
-        for registration in self._by_name.values():
-            registration.buffer.registered = ""
-        self._by_name.clear()
-
-    def find(self, region: Region) -> Registration | None:
-        """Return what is registered here as *region*; None if nothing is, or another region of that name."""
-        known = self._by_name.get(region.name)
-        return known if known is not None and (known.region is region or known.region == region) else None
-
-    def local(self, region: Region) -> Registration:
-        registration = self.find(region)
-        if registration is None:
-            raise RegistrationError(
-                f"region {region.owner}/{region.name} is not registered; register it and try again"
-            )
-        return registration

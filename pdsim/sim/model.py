@@ -125,24 +125,13 @@ class _Records:
             self._observer.joined(program)
 
 
-@dataclass(eq=False)
-class _Member:
-    """What one incarnation of a rank is given, and what is the model's behind it."""
-
-    clock: RankClock
-    device: SimDevice
-    endpoint: SimEndpoint
-    channel: SimChannel
-    records: _Records
-
-
 class _ModelJob:
     def __init__(
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
         ranks_named([spec.name for spec in specs], kill=kill, restart=restart)
         self._specs = {spec.name: (spec, _load(spec)) for spec in specs}
-        faults, jitter, gpu = model.faults, model.jitter, model.machine.gpu
+        faults, jitter = model.faults, model.jitter
         shuffled = faults is not None and faults.shuffle
         self._model = model
         self._chance = Chance(faults, model.seed) if faults is not None else None
@@ -150,19 +139,19 @@ class _ModelJob:
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
         draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
-        ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
-        crowded = frozenset(place for place, count in ranks.items() if count > 1)
+        ranks = Counter(spec.place for spec in specs if spec.place.gpu is not None)
+        crowded = [place for place, count in ranks.items() if count > 1]
         sampled = model.samples and not shuffled
         self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
-        self._fabric = Fabric(*shared, gpu, draws, crowded)
+        self._fabric = Fabric(*shared, draws, crowded)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
-        self._live: dict[str, _Member] = {spec.name: self._member(spec) for spec in specs}
-        self._ranks: dict[str, Rank] = {}
+        self._ranks: dict[str, Any] = {}  # by name: the `Rank` of the last incarnation, all of whose parts are ours
+        self._live: dict[str, Any] = {}  # those that have not ended
         self._results: dict[str, RankResult] = {}
-        for name in self._live:
+        for name in self._specs:
             self._start(name)
         for name, at in kill.items():
             self._at(at, self._kill, name)
@@ -227,7 +216,6 @@ class _ModelJob:
 
     def _restart(self, name: str) -> None:
         if name not in self._live:
-            self._live[name] = self._member(self._specs[name][0])
             self._start(name)
 
     # --- the run ---
@@ -251,8 +239,9 @@ class _ModelJob:
             read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
             self._model.progress(self._clock.now, read(), of)
 
-    def _member(self, spec: RankSpec) -> _Member:
-        clock, model = RankClock(self._clock, spec.name), self._model
+    def _start(self, name: str) -> None:
+        (spec, function), groups, model = self._specs[name], self._groups, self._model
+        clock = RankClock(self._clock, name)
         site = self._topology.site(spec.place)
         host, observer = model.machine.host, model.observer
         copies = host.copies if site.gpu is None or model.machine.gpu is None else model.machine.gpu.copies
@@ -261,13 +250,19 @@ class _ModelJob:
         link = self._topology.memory(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
         device.watch = observer.copied if observer is not None else None
-        records = _Records(spec.name, model, self._sampling)
-        endpoint = SimEndpoint(self._fabric, spec.name, clock, device, site, records)
+        records = _Records(name, model, self._sampling)
+        endpoint = SimEndpoint(self._fabric, name, clock, device, site, records)
         hold = self._chance.message if self._chance is not None else None
         watch = observer.sent if observer is not None else None
         delay = self._delay if model.machine.link is not None else None
-        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
-        return _Member(clock, device, endpoint, channel, records)
+        channel = SimChannel(name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
+        peers = tuple(other for other in self._specs if other != name)
+        rank = Rank(name, clock, device, endpoint, channel, records, peers)
+        if groups is not None:
+            rank.groups = lambda names: groups.group(names, clock, device, records)
+        self._ranks[name] = self._live[name] = rank
+        process = clock.process(_main(function, rank, _plain(dict(spec.arguments))))
+        process.callbacks.append(lambda event: self._on_end(name, event))
 
     def _delay(self, sender: str, receiver: str) -> float:
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
@@ -283,16 +278,6 @@ class _ModelJob:
             if self._sampling is not None:
                 self._sampling.gauges["pool", site.name] = lambda: memory.used / memory.capacity
         return memory
-
-    def _start(self, name: str) -> None:
-        member, (spec, function), groups = self._live[name], self._specs[name], self._groups
-        peers = tuple(other for other in self._specs if other != name)
-        rank = Rank(name, member.clock, member.device, member.endpoint, member.channel, member.records, peers)
-        if groups is not None:
-            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
-        self._ranks[name] = rank
-        process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
-        process.callbacks.append(lambda event: self._on_end(name, event))
 
     def _on_end(self, name: str, event: Event) -> None:
         if event.ok:
@@ -316,20 +301,20 @@ class _ModelJob:
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
         # *by_force* it is killed: nobody is left to be told of its own transfers.  A rank that had ended before, and
         # was started again, has the transfers of all its incarnations.
-        member = self._live.pop(name)
-        member.clock.stop()
-        member.channel.close()
+        rank = self._live.pop(name)
+        rank.clock.stop()
+        rank.channel.close()
         if by_force:
-            member.endpoint.kill()
+            rank.endpoint.kill()
         else:
-            member.endpoint.close()
-        member.device.close()
+            rank.endpoint.close()
+        rank.device.close()
         if self._groups is not None:
             self._groups.end(name)
-        before = self._results[name].transfers if name in self._results else ()
-        transfers = joined([before, member.records.transfers]) if before else member.records.transfers
-        refused = member.channel.refused
-        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers, refused)
+        before, transfers = self._results.get(name), rank.recorder.transfers
+        if before is not None:
+            transfers = joined([before.transfers, transfers])
+        self._results[name] = RankResult(name, value, error, rank.endpoint.engine, transfers, rank.channel.refused)
         if self._model.observer is not None:
             self._model.observer.ended(name, error)
 

@@ -14,9 +14,10 @@ from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
+from pdsim.transfer.job import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from pdsim.core.clock import Clock
     from pdsim.hardware.costs import Engine, EngineModel
@@ -75,18 +76,47 @@ class WireStage:
 
 
 class PostingThread:
-    """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other."""
+    """The thread, or the copy engine's launch, that issues descriptors; one transfer after the other.
 
-    def __init__(self, threads: PostingThreads | None = None) -> None:
-        self.threads = threads  # that share the work; None: there is this one
-        self.free = 0.0  # when it has done everything that it was given
+    With *share* it is so many *threads* of one rank instead, which take up work in the order in which it was posted.
+    """
+
+    def __init__(self, share: PostingShare | None = None, threads: int = 1) -> None:
+        self.share = share
+        self.free = 0.0  # when it has done everything that it was given, without *share*
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
+        self._idle = threads
+        self._waiting: deque[_Work] = deque()
+
+    def post(self, seconds: float, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
+        """Post work of *seconds* on a thread that is alone.
+
+        ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
+        """
+        assert self.share is not None
+        work = _Work(self, seconds, begin, done, tag)
+        if self._idle:
+            self._idle -= 1
+            self.share.take([work])
+        else:
+            self._waiting.append(work)
+
+    def next(self) -> _Work | None:
+        """Return what the thread that has just ended something takes up; without that it is free."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._idle += 1
+        return None
+
+    def drop(self, tag: Any) -> None:
+        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
+        self._waiting = deque(work for work in self._waiting if work.tag is not tag)
 
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    threads: PostingThreads
+    poster: PostingThread
     left: float  # seconds, of a thread that is alone
     begin: Callable[[Any], None]
     done: Callable[[Any], None]
@@ -114,15 +144,15 @@ class PostingShare:
         self._turn += 1
         if self._busy:
             slowness = self._slowness()
-            ends = [max(0.0, work.left) * slowness[work.threads] for work in self._busy]
+            ends = [max(0.0, work.left) * slowness[work.poster] for work in self._busy]
             least = min(ends)
             over = [work for work, end in zip(self._busy, ends, strict=True) if end <= least]
             self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
         for work in works:
             work.begin(work.tag)
 
-    def _slowness(self) -> dict[PostingThreads, float]:
-        own = Counter(work.threads for work in self._busy)
+    def _slowness(self) -> dict[PostingThread, float]:
+        own = Counter(work.poster for work in self._busy)
         every = len(self._busy)
         serial, between = self._serial, self._between
         return {one: 1.0 + (count - 1) * serial + (every - count) * between for one, count in own.items()}
@@ -132,7 +162,7 @@ class PostingShare:
         if self._busy:
             slowness = self._slowness()
             for work in self._busy:
-                work.left -= (now - self._since) / slowness[work.threads]
+                work.left -= (now - self._since) / slowness[work.poster]
         self._since = now
 
     def _end(self, expected: tuple[int, list[_Work]]) -> None:
@@ -142,42 +172,10 @@ class PostingShare:
             return
         self._advance()
         self._busy = [work for work in self._busy if work not in over]
-        following = [work.threads.next() for work in over]
+        following = [work.poster.next() for work in over]
         for work in over:
             work.done(work.tag)
         self.take([work for work in following if work is not None])
-
-
-class PostingThreads:
-    """The *threads* of one rank, which take up work in the order in which it was posted, and *share* with others."""
-
-    def __init__(self, share: PostingShare, threads: int) -> None:
-        self._share = share
-        self._free = threads
-        self._waiting: deque[_Work] = deque()
-
-    def post(self, seconds: float, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
-        """Post work of *seconds* on a thread that is alone.
-
-        ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
-        """
-        work = _Work(self, seconds, begin, done, tag)
-        if self._free:
-            self._free -= 1
-            self._share.take([work])
-        else:
-            self._waiting.append(work)
-
-    def next(self) -> _Work | None:
-        """Return what the thread that has just ended something takes up; without that it is free."""
-        if self._waiting:
-            return self._waiting.popleft()
-        self._free += 1
-        return None
-
-    def drop(self, tag: Any) -> None:
-        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
-        self._waiting = deque(work for work in self._waiting if work.tag is not tag)
 
 
 class CopyEngine:
@@ -426,7 +424,7 @@ class SendQueue:
         Return None if what they do to each other, or to others, is more than a `Series` says.
         """
         model, wire, poster, copier, now = self.model, self._outward, self.poster, self._copier, self._clock.now
-        simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
+        simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         size = nbytes + descriptors * wire.occupancy
         if not simple or at_once or model.fresh_descriptor or poster.free > now or not size:
@@ -499,8 +497,7 @@ class SendQueue:
         if self._copier is not None:
             self._copier.leave(posting)
             self._copier.rest(posting)
-        if self.poster.threads is not None:
-            self.poster.threads.drop(posting)
+        self.poster.drop(posting)
         self._leave(posting)
 
     def _has_room(self, descriptors: int) -> bool:
@@ -512,10 +509,10 @@ class SendQueue:
         self.outstanding += descriptors
         early = self._enter(posting) - max(0, descriptors - self._most) * self._fresh
         self._most = max(self._most, descriptors)
-        if poster.threads is not None:
+        if poster.share is not None:
             work = (self.model.posting(descriptors) - early) * poster.slowness
             posting.posted = inf
-            poster.threads.post(work, self._on_taken, self._on_posted, posting)
+            poster.post(work, self._on_taken, self._on_posted, posting)
             return
         start = max(now, poster.free)
         if self._draws is not None:
@@ -626,8 +623,8 @@ class SendQueue:
 class Fabric:
     """The hardware that all endpoints of a job share, on the job's *clock*.
 
-    *chance* is there only where faults are injected, *draws* only where something jitters; *crowded* has the node
-    and GPU of those that serve several ranks.
+    *chance* is there only where faults are injected, *draws* only where something jitters; *crowded* has the places
+    of GPUs that serve several ranks.
     """
 
     def __init__(
@@ -638,27 +635,25 @@ class Fabric:
         engine: Engine,
         chance: Chance | None = None,
         observer: Observer | None = None,
-        gpu: Gpu | None = None,
         draws: Draws | None = None,
-        crowded: frozenset[tuple[int, int]] = frozenset(),
+        crowded: Container[Place] = (),
     ) -> None:
         self.clock, self.network, self.topology, self.engine = clock, network, topology, engine
         self.chance, self.observer, self.draws = chance, observer, draws
         self.endpoints: dict[str, Any] = {}  # the last of each rank
-        self._gpu = gpu
         self._crowded = crowded
         self._copiers: dict[str, CopyEngine] = {}  # by the site whose ranks they serve
         self._shares: dict[str, PostingShare] = {}  # the same, of GPUs
 
-    def threads(self, site: Site) -> PostingThreads | None:
-        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
-        engine, crowded = self.engine, (site.node, site.gpu) in self._crowded
+    def poster(self, site: Site) -> PostingThread:
+        """Return what posts for a rank at *site*: without a share if nothing keeps its only thread from its work."""
+        engine, crowded = self.engine, Place(site.node, site.gpu) in self._crowded
         if engine.threads == 1 and not (crowded and engine.between):
-            return None
+            return PostingThread()
         share = PostingShare(self.clock, engine.serial, engine.between)
         if crowded:
             share = self._shares.setdefault(site.name, share)
-        return PostingThreads(share, engine.threads)
+        return PostingThread(share, engine.threads)
 
     def send_queue(self, name: str, poster: PostingThread, here: Site, there: Site) -> SendQueue:
         """Return the queue *name* of what *poster*, at *here*, posts to a rank at *there*.
@@ -677,7 +672,9 @@ class Fabric:
         copier = None
         if model.in_order:
             within = here == there
-            made = CopyEngine(self.clock, self._gpu, self.draws, streams=model.streams, within=within)
+            made = CopyEngine(
+                self.clock, self.topology.machine.gpu, self.draws, streams=model.streams, within=within
+            )
             copier = self._copiers.setdefault(here.name + "/within" * within, made)
             copier.posters.add(poster)
         return SendQueue(self.network, poster, model, *routes, name, copier, self.draws)

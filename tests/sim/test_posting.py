@@ -17,7 +17,7 @@ from pdsim.hardware.costs import InlineSaving, Jitter, Ramp
 from pdsim.sim.faults import Draws
 from pdsim.sim.model import Model
 from pdsim.sim.network import Network
-from pdsim.sim.posting import CopyEngine, PostingShare, PostingThread, PostingThreads, SendQueue
+from pdsim.sim.posting import CopyEngine, PostingShare, PostingThread, SendQueue
 from pdsim.sim.topology import Route
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec
@@ -33,7 +33,7 @@ class Bench:
         self.out = Route((self.network.link("out", link),), way)
         self.into = Route((self.network.link("in", link),), way)
         self.model = cost(**changes)
-        self.poster = PostingThread(threads and PostingThreads(PostingShare(self.clock, serial, 0.0), threads))
+        self.poster = PostingThread(threads and PostingShare(self.clock, serial, 0.0), threads or 1)
         self.lane = self.new_lane()
         self.log = []
 
@@ -278,7 +278,7 @@ def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
 def test_threads_and_processes_slow_each_other_by_shares_of_their_own():
     clock, log = Clock(), []
     share = PostingShare(clock, 0.5, 0.25)
-    pair, single = PostingThreads(share, 2), PostingThreads(share, 1)
+    pair, single = PostingThread(share, 2), PostingThread(share)
     for thread, tag in ((pair, "a"), (pair, "b"), (single, "c")):
         thread.post(2.0, lambda _: None, lambda tag: log.append((clock.now, tag)), tag)
     clock.run()  # a and b go on 1.75 times as slowly, c 1.5: c is done at 3, and from there on a and b have 1.5
