@@ -64,19 +64,24 @@ def test_a_file_gives_what_the_shipped_model_says(tmp_path, config, name):
 
 
 @pytest.mark.parametrize(
-    ("config", "weight", "kv", "evidence"),
+    ("quantization", "types"),
     [
-        ({}, 2, "", "published"),
-        ({"torch_dtype": "float32"}, 4, "", "published"),
-        ({"quantization_config": {"quant_method": "fp8"}}, 1, "bf16", "published"),
-        ({"quantization_config": {"quant_algo": "FP8", "kv_cache_scheme": "FP8"}}, 1, "fp8_e4m3", "published"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, 1, "bf16", "assumed"),
+        ({}, (2, "", "")),
+        ({"quant_method": "fp8"}, (1, "", "bf16")),
+        ({"quant_algo": "FP8", "kv_cache_scheme": "FP8"}, (1, "", "fp8_e4m3")),
+        ({"quant_method": "mxfp4"}, (2, "mxfp4", "bf16")),
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, (2, "nvfp4", "fp8_e4m3")),
+        ({"quant_method": "compressed-tensors", "weights": {"num_bits": 4}}, (2, "int4", "bf16")),
     ],
 )
-def test_types_are_those_of_the_quantization(tmp_path, config, weight, kv, evidence):
-    found = model(tmp_path, QWEN3 | config)
-    assert (found.dtype_bytes, found.kv_dtype) == (weight, kv)
-    assert found.sources["dtype_bytes"].startswith(evidence)
+def test_types_are_those_of_the_quantization(tmp_path, quantization, types):
+    found = model(tmp_path, QWEN3 | {"quantization_config": quantization})
+    assert (found.dtype_bytes, found.mlp_dtype, found.kv_dtype) == types
+    assert found.sources["dtype_bytes"].startswith("published")
+
+
+def test_a_weight_without_quantization_has_the_files_dtype(tmp_path):
+    assert model(tmp_path, QWEN3 | {"torch_dtype": "float32"}).dtype_bytes == 4
 
 
 def test_modelopts_file_beside_it_counts(tmp_path):

@@ -14,8 +14,8 @@ ways of it are modelled, those of DeepEP (https://github.com/deepseek-ai/DeepEP)
 * *direct*, as decode does: a token goes to each of its experts by itself, over the network to those on other nodes.
 
 Routing is taken to be even and independent.  Dispatched tokens are of one byte an element with a scale of four bytes
-for 128 of them where weights are of 8 bits, and of the type of the weights otherwise; what is combined has two
-bytes.
+for 128 of them where weights are of 8 bits or NVFP4, and of the type of the weights otherwise; what is combined has
+two bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdsim.compute import tables
 from pdsim.compute.kernels import Kernels, Peaks, Roof
 from pdsim.compute.lookup import Lookup
 from pdsim.compute.roofline import HOST_FLOPS, Exchange, ForwardTime, expert_parameters, kv_shape, weight_bytes
-from pdsim.compute.shapes import LayerShape, Product, layer_shape, products
+from pdsim.compute.shapes import ATTENTION, LayerShape, Product, layer_shape, product_dtype, products
 from pdsim.compute.tiles import (
     SORTED,
     SPLIT,
@@ -112,8 +112,6 @@ def captured(batch: int) -> int:
 
 _LONGEST = 64 << 8
 """Tokens of an iteration's prompts up to which one curve has all operators; beyond it experts' products split."""
-_ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
-"""Products of attention: of the tokens of one group; others are of those of all."""
 
 
 @runtime_checkable
@@ -176,14 +174,16 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
     Stages and context-parallel ranks divide the work.  The groups are taken to be loaded alike, so that each has
     its share of the engine's arithmetic; weights are read once for the tokens of all of them.
 
-    Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
+    Weights of 8 bits, NVFP4 and MXFP4 are multiplied at the peak of FP8, where the GPU has one; attention is not.
 
     With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce
     after the experts.  Raise a `ConfigError` where they cannot.
     """
     shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
     peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
-    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
+    narrow = model.dtype_bytes == 1 or model.mlp_dtype in ("nvfp4", "mxfp4")
+    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and narrow else peak
+    weights = weight_bytes(model, side)
     pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
     if model.attention == "mla":
         pairs = _mla_pairs(model)
@@ -200,9 +200,9 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
         token_flops=2 * model.active / group / share,
         pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
         decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / group / share,
-        weight_bytes=weight_bytes(model, side),
-        token_weight_bytes=model.active * model.dtype_bytes / tp / side.pp,
-        expert_bytes=expert_parameters(model) * model.dtype_bytes / tp / side.pp,
+        weight_bytes=weights,
+        token_weight_bytes=weights * (model.active / model.parameters),
+        expert_bytes=expert_parameters(model) * model.mlp_bytes / tp / side.pp,
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
         groups=side.dp,
         kv_bytes=shape.token_bytes(group) / share,
@@ -422,11 +422,11 @@ class OperatorForward:
     def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
         model, shape, every = self.model, self.shape, tokens * self.dp
         total = 0.0
-        for one, narrow in self._products[absorbed]:
-            rows = tokens if one.name in _ATTENTION else every
+        for one, dtype in self._products[absorbed]:
+            rows = tokens if one.name in ATTENTION else every  # of one group, or of all
             rows = sequences if one.name == "head" else rows
-            total += one.times * self.gemm(rows, one.n, one.k, narrow)
-            if narrow and self._table is not None:
+            total += one.times * self.gemm(rows, one.n, one.k, dtype)
+            if dtype == "fp8" and self._table is not None:
                 total += one.times * self._table.quantize(rows, one.k)
         if absorbed and model.attention == "mla":
             total += model.layers * self._absorb(tokens)
@@ -464,23 +464,20 @@ class OperatorForward:
         return total + 6 * small.launch + small.seconds(moved, self.peaks)
 
     @cached_property
-    def _products(self) -> dict[bool, list[tuple[Product, bool]]]:
-        narrow = self.model.dtype_bytes == 1 and (self._table is not None or self.kernels.gemm_fp8 is not None)
+    def _products(self) -> dict[bool, list[tuple[Product, str]]]:
+        model = self.model
         by_kind: dict[bool, Iterable[Product]] = {
-            each: products(self.model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
+            each: products(model, self.tp, self.tp // self.dp, absorbed=each) for each in (False, True)
         }
         if self._module:
-            by_kind = {each: [one for one in by_kind[each] if one.name not in _ATTENTION] for each in by_kind}
-        # the head and the router stay in bf16
-        return {
-            each: [(one, narrow and one.name not in ("head", "router")) for one in by_kind[each]] for each in by_kind
-        }
+            by_kind = {each: [one for one in by_kind[each] if one.name not in ATTENTION] for each in by_kind}
+        return {each: [(one, product_dtype(model, one.name)) for one in by_kind[each]] for each in by_kind}
 
-    def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
-        """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
+    def gemm(self, rows: int, n: int, k: int, dtype: str) -> float:
+        """Return the seconds of a product of *rows* by *k* with *k* by *n*, weights of *dtype* (`product_dtype`)."""
         if self._table is not None:
-            return self._table.gemm(rows, n, k, narrow)
-        narrow = narrow and self.kernels.gemm_fp8 is not None
+            return self._table.gemm(rows, n, k, dtype)
+        narrow = dtype != "bf16" and self.kernels.gemm_fp8 is not None
         roof = self.kernels.roof("gemm_fp8" if narrow else "gemm", self.model.name)
         work = product(rows, n, k, 1 if narrow else 2, roof.tile, roof.columns, self.peaks.processors)
         seconds = roof.seconds(work, self.peaks, narrow)
@@ -492,7 +489,7 @@ class OperatorForward:
             return self._table.experts(tokens, width)
         model = self.model
         routed = tokens * model.experts_per_token
-        narrow = model.dtype_bytes == 1 and self.kernels.experts_fp8 is not None
+        narrow = model.mlp_bytes <= 1 and self.kernels.experts_fp8 is not None
         tuned = not narrow and f"{model.experts}x{width}" in self.kernels.tuned
         name = "experts_fp8" if narrow else "experts_tuned" if tuned else "experts"
         roof = self.kernels.roof(name, model.name)
@@ -568,7 +565,8 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
     else:
         network = nodes_hit(model, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         port = ranks * (1 - (1 - 1 / ranks) ** chosen) * (near - 1) / near
-    width = model.hidden * ((1 + SCALES) if model.dtype_bytes == 1 else model.dtype_bytes) + 2 * model.hidden
+    eight = model.dtype_bytes == 1 or model.mlp_dtype == "nvfp4"
+    width = model.hidden * ((1 + SCALES) if eight else model.dtype_bytes) + 2 * model.hidden
     layers, share = model.layers - model.dense_layers, groups / ranks
     return Exchange(
         network=layers * share * network * width,

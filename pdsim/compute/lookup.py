@@ -24,6 +24,12 @@ __all__ = ["Lookup"]
 
 _FARTHEST = 2.5
 """Sum of the logarithms of ratios between an expert's shape and the nearest measured one, up to which it counts."""
+_EXPERTS = {
+    "nvfp4": ("nvfp4", "w4a16_mxfp4", "int4_wo"),
+    "mxfp4": ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4", "int4_wo"),
+    "int4": ("int4_wo", "w4a16_mxfp4"),
+}
+"""Kinds of experts in tables, nearest first, by `Llm.mlp_dtype`: only Blackwell multiplies 4 bits."""
 _LAUNCHED = 2.0
 """How many times as long as without block scales a product of one row takes that was measured with its launches."""
 _CONTEXTS = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0])
@@ -66,17 +72,26 @@ class Lookup:
 
     # --- products, experts, collectives ----------------------------------------------------------------------------
 
-    def gemm(self, rows: float, n: int, k: int, narrow: bool) -> float:
-        """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
-        name = ("fp8" if narrow else "bf16", n, k, 0)
+    def gemm(self, rows: float, n: int, k: int, dtype: str) -> float:
+        """Return the seconds of a product of *rows* by *k* with *k* by *n*, weights of *dtype* (`product_dtype`)."""
+        name = (dtype, n, k, 0)
         curve = self._curves.get(name)
         if curve is None:
-            curve = self._curves[name] = self._gemm(n, k, narrow)
+            curve = self._curves[name] = self._gemm(n, k, dtype)
         return curve(rows)
 
-    def _gemm(self, n: int, k: int, narrow: bool) -> Curve:
-        if not narrow:
+    def _gemm(self, n: int, k: int, dtype: str) -> Curve:
+        if dtype == "bf16":
             return self._product("bfloat16", n, k)
+        if dtype == "fp8":
+            return self._product(self._narrow, n, k)
+        if f"gemm.{dtype}" in self.table:
+            return self._product(dtype, n, k)
+        warnings.warn(
+            f"{self.table.name} has no products of {dtype}; weights of 8 bits count instead",
+            RangeWarning,
+            stacklevel=4,
+        )
         return self._product(self._narrow, n, k)
 
     def quantize(self, rows: float, width: int) -> float:
@@ -119,8 +134,9 @@ class Lookup:
     def _experts(self, width: int) -> Curve:
         model, grid = self.model, self.table.grid("moe")
         wanted = (model.hidden, width, model.experts_per_token, model.experts)
-        narrow = ("fp8_block", "fp8") if model.dtype_bytes == 1 else ()
-        kinds = [(dtype, spread) for dtype in (*narrow, "bfloat16") for spread in (self.imbalance, "balanced")]
+        own = _EXPERTS.get(model.mlp_dtype, ())
+        narrow = ("fp8_block", "fp8") if model.mlp_bytes <= 1 else ()
+        kinds = [(dtype, spread) for dtype in (*own, *narrow, "bfloat16") for spread in (self.imbalance, "balanced")]
         for kind in kinds:
             near = [
                 (sum(abs(math.log(float(one) / other)) for one, other in zip(key[2:6], wanted, strict=True)), key)
@@ -136,6 +152,12 @@ class Lookup:
                 "table"
             )
         distance, key = min(near)
+        if own and key[0] not in own:
+            warnings.warn(
+                f"{self.table.name} has no experts of {own[0]} like those of {model.name}; those of {key[0]} count",
+                RangeWarning,
+                stacklevel=4,
+            )
         curve = self.table.curve("moe", key, "tokens", splits=True)
         if not distance:
             return curve

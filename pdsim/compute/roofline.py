@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdsim.compute.shapes import four_bit_parameters
 from pdsim.kv.layout import KvShape, StateShape, Tensor
 from pdsim.models.llm import Llm, Side
 
@@ -182,11 +183,12 @@ def weight_bytes(model: Llm, side: Side) -> float:
     Tensor parallelism divides all of them.  With expert parallelism the experts are divided among all ranks and the
     rest among those of an attention group, each of which has it whole.
     """
+    four = four_bit_parameters(model)
+    total = four * model.mlp_bytes + (model.parameters - four) * model.dtype_bytes
     if side.ep == 1:
-        return model.parameters * model.dtype_bytes / side.tp / side.pp
-    experts = expert_parameters(model)
-    own = experts / side.tp + (model.parameters - experts) / side.attention_tp
-    return own * model.dtype_bytes / side.pp
+        return total / side.tp / side.pp
+    experts = expert_parameters(model) * model.mlp_bytes
+    return (experts / side.tp + (total - experts) / side.attention_tp) / side.pp
 
 
 def expert_parameters(model: Llm) -> float:

@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 from pdsim.models.llm import Llm
 
-__all__ = ["LayerShape", "Product", "layer_shape", "products"]
+__all__ = ["ATTENTION", "LayerShape", "Product", "four_bit_parameters", "layer_shape", "product_dtype", "products"]
+
+ATTENTION = ("qkv", "qkv_down", "q_up", "kv_up", "out")
+"""Products of attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,29 @@ def layer_shape(model: Llm) -> LayerShape:
         query_rank=width("q_lora_rank"),
         vocabulary=vocabulary,
     )
+
+
+def four_bit_parameters(model: Llm) -> float:
+    """Return how many weights of *model* have 4 bits (`Llm.mlp_dtype`)."""
+    if not model.mlp_dtype:
+        return 0.0
+    shape = layer_shape(model)
+    if not model.experts:
+        return model.parameters - 2 * shape.vocabulary * model.hidden
+    experts = (model.layers - shape.dense) * (model.experts * shape.expert + shape.shared)
+    return 3.0 * model.hidden * (experts + shape.dense * shape.intermediate)
+
+
+def product_dtype(model: Llm, name: str) -> str:
+    """Return the type of the weights of the product *name*: ``bf16``, ``fp8``, or `Llm.mlp_dtype`.
+
+    The head and the router have 16 bits.
+    """
+    if name in ("head", "router"):
+        return "bf16"
+    if model.mlp_dtype and not (model.experts and name in ATTENTION):
+        return model.mlp_dtype
+    return "fp8" if model.dtype_bytes == 1 else "bf16"
 
 
 def _mlp(model: Llm, vocabulary: int) -> float:

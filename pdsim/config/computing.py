@@ -93,7 +93,10 @@ def _candidates(config: Any, folders: Sequence[Path]) -> Iterator[tuple[dict[str
 def _released(model: Any) -> bool:
     # Whether its weights have the type of its file, which is what was measured.
     path = plugins.conf() / "model" / f"{model.name}.yaml"
-    return not path.is_file() or _content(path).get("dtype_bytes", 2) == model.dtype_bytes
+    if not path.is_file():
+        return True
+    own = _content(path)
+    return (own.get("dtype_bytes", 2), own.get("mlp_dtype", "")) == (model.dtype_bytes, model.mlp_dtype)
 
 
 def _laid(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
     if lacking := [key for key in needed if not isinstance(own.get(key), int)]:
         raise ConfigError(f"model={name}: {path} lacks {', '.join(lacking)}; name the file of a language model")
     widths = _experts(own)
-    bits, kv_dtype, weights = _types(own)
+    size, mlp, kv_dtype = _types(own)
     latent = own.get("kv_lora_rank")
     heads = own["num_attention_heads"]
     values = {
@@ -141,7 +141,8 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
         "heads": heads,
         "kv_heads": heads if latent else own.get("num_key_value_heads") or heads,
         "head_dim": own["v_head_dim"] if latent else own.get("head_dim") or own["hidden_size"] // heads,
-        "dtype_bytes": bits,
+        "dtype_bytes": size,
+        "mlp_dtype": mlp,
         "kv_dtype": kv_dtype,
         "context": own.get("max_position_embeddings", 131072),
         "hybrid": _hybrid(own, name),
@@ -167,7 +168,11 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
         "parameters": total,
         "active": active,
         "hf_config": config,
-        "source": {SHAPE: source, "parameters, active": f"{source}, counted", "dtype_bytes": weights},
+        "source": {
+            SHAPE: source,
+            "parameters, active": f"{source}, counted",
+            "dtype_bytes": "published: dtype and quantization_config of config.json",
+        },
     }
     return values
 
@@ -204,19 +209,20 @@ def _experts(own: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _types(own: Mapping[str, Any]) -> tuple[int, str, str]:
-    # Bytes of a weight, the type of a KV element, and where both come from.
+    # Bytes of a weight, the type of those of experts and MLPs where it has 4 bits, and the type of a KV element.
     kept = {"float32": (4, "fp32"), "float16": (2, "fp16")}.get(
         str(own.get("torch_dtype") or own.get("dtype")), (2, "bf16")
     )
     quantised = own.get("quantization_config") or {}
     text = json.dumps(quantised).lower()
-    source = "published: dtype and quantization_config of config.json"
     if not quantised:
-        return kept[0], "", source
+        return kept[0], "", ""
     narrow = re.search(r'"kv_cache_(quant_algo|scheme)": ("fp8|{[^}]*"num_bits": 8)', text)
     kv = "fp8_e4m3" if narrow else kept[1]
-    four = any(word in text for word in ("fp4", "awq", "gptq", '"num_bits": 4', '"bits": 4'))
-    return 1, kv, "assumed: weights of 4 bits are taken as 8, the fewest that are modelled" if four else source
+    if not any(word in text for word in ("fp4", "awq", "gptq", '"num_bits": 4', '"bits": 4')):
+        return 1, "", kv
+    own_type = "mxfp4" if "mxfp4" in text else "nvfp4" if "fp4" in text else "int4"
+    return kept[0], own_type, kv
 
 
 def _hybrid(own: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 from pdsim.core.units import Count, NotNegativeInt, PositiveInt
 
-__all__ = ["DTYPES", "Hybrid", "Llm", "Parallel", "Side"]
+__all__ = ["DTYPES", "FOUR_BITS", "Hybrid", "Llm", "Parallel", "Side"]
 
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
 """Bytes of an element by the name of its type; of those of one size, the first is the one usually meant."""
+FOUR_BITS = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int4": 33 / 64}
+"""Bytes of a weight of 4 bits with its share of a scale, by the name of its type: 8 bits for 16 weights in NVFP4,
+for 32 in MXFP4 (OCP Microscaling Formats 1.0), and 16 bits for 128 in AWQ and GPTQ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class Llm:
     latent_dim: int = 0  # elements of that row
     dtype_bytes: PositiveInt = 2  # of a weight, and of a KV element unless *kv_dtype* says otherwise
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
+    # of weights of experts and MLPs, and of a dense model all layers', where they have 4 bits: `FOUR_BITS`
+    mlp_dtype: Annotated[str, "one of '', nvfp4, mxfp4, int4"] = ""
     # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
     rope_dim: NotNegativeInt = 0
     # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
@@ -71,6 +76,11 @@ class Llm:
     def element(self) -> str:
         """The type of a KV element."""
         return self.kv_dtype or next((name for name, size in DTYPES.items() if size == self.dtype_bytes), "other")
+
+    @property
+    def mlp_bytes(self) -> float:
+        """The bytes of a weight of an expert or an MLP, with its share of a scale."""
+        return FOUR_BITS.get(self.mlp_dtype, self.dtype_bytes)
 
     @property
     def kv_bytes(self) -> int:

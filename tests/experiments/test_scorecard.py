@@ -38,6 +38,30 @@ def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.Capture
     assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
 
 
+def test_errors_stand_also_without_servers_that_stood_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [[*row(10.0), 1.0, 1.0, 1.0, p99] for p99 in (1.0, 100.0)]
+    rows[1][HEAD.index("conc")] = 3
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, *rows])
+    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    assert [(line[0], line[line.index("in-sample") + 1]) for line in lines] == [
+        ("colocated", "2"),
+        ("colocated,", "1"),
+    ]
+
+
+def test_weights_of_four_bits_decode_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    eight, four = ["b200", *row(10.0)[1:]], ["b200", *row(10.0)[1:]]
+    four[2] = "fp4"
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([HEAD + METRICS + SIDES, eight, four])
+    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}", "-v"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.partition("Servers")[2].splitlines()]
+    errors = {line[1]: float(line[10]) for line in lines if line[:1] == ["b200"]}
+    assert errors["fp4"] < errors["fp8"]
+
+
 def test_against_needs_rows_of_inferencex(capsys: pytest.CaptureFixture[str]):
     assert main(["validate", "--against", "mlperf", "rows.csv"]) == 2
     assert "--against mlperf rows.csv: write --against inferencex FILE" in capsys.readouterr().err

@@ -190,8 +190,8 @@ def test_a_shape_that_was_measured_is_corrected():
     curve = Correction(tokens=(1, 4, 16), factor=(1.0, 2.0, 8.0))
     assert [curve.at(tokens) for tokens in (1, 2, 4, 8, 64)] == pytest.approx([1.0, 2**0.5, 2.0, 4.0, 8.0])
     plain, own = whole(), whole(kernels=replace(KERNELS, shapes={"64x64": curve}))
-    assert own.gemm(4, 64, 64, False) == 2 * plain.gemm(4, 64, 64, False)
-    assert own.gemm(4, 64, 96, False) == plain.gemm(4, 64, 96, False)
+    assert own.gemm(4, 64, 64, "bf16") == 2 * plain.gemm(4, 64, 64, "bf16")
+    assert own.gemm(4, 64, 96, "bf16") == plain.gemm(4, 64, 96, "bf16")
 
 
 def test_published_tables_are_rows(tmp_path):

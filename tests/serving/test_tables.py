@@ -151,8 +151,8 @@ def test_shipped_tables_are_small_and_each_is_named_by_a_choice():
 
 def test_a_wider_matrix_is_multiplied_in_parts():
     table = lookup()
-    assert table.gemm(100, 128, 64, narrow=False) == pytest.approx(1e-3)
-    assert table.gemm(100, 1000, 64, narrow=False) == pytest.approx(4e-3)
+    assert table.gemm(100, 128, 64, dtype="bf16") == pytest.approx(1e-3)
+    assert table.gemm(100, 1000, 64, dtype="bf16") == pytest.approx(4e-3)
 
 
 def test_prefill_of_several_sequences_has_their_pairs():
@@ -242,7 +242,7 @@ def test_block_scaled_products_count_unless_measured_with_their_launches(block, 
         return grid(f"gemm.{dtype}", ("dtype",), (dtype,), np.full((2, 2, 2), seconds), **sizes)
 
     both = {f"gemm.{dtype}": products(dtype, seconds) for dtype, seconds in (("fp8_block", block), ("fp8", 1e-5))}
-    assert Lookup(table(**both), DENSE, 4, 2).gemm(1, 64, 64, narrow=True) == pytest.approx(expected)
+    assert Lookup(table(**both), DENSE, 4, 2).gemm(1, 64, 64, dtype="fp8") == pytest.approx(expected)
 
 
 def test_attention_nobody_measured_at_these_heads_counts_as_its_neighbour():
