@@ -367,10 +367,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         # No rank had heard of it, so none waits for it before the pages of a failed room are free.
         if forward is None:
             return None
-        if all(chunk.room in self.rooms and not self.rooms[chunk.room].failed for chunk in forward.chunks):
-            return forward
         wanted = {number for number, room in self.rooms.items() if not room.failed}
         kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
+        if len(kept) == len(forward.chunks):
+            return forward
         return replace(
             forward,
             chunks=tuple(forward.chunks[number] for number in kept),

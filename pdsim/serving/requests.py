@@ -56,15 +56,15 @@ class Request(NamedTuple):
 class RequestTable(Sequence[Request], Compact):
     """Requests in columns, 24 bytes each where tuples take 100 and more; equal to a list of them.
 
-    Arrays of one length: *arrival* and *patience* (seconds; NaN: stays), the *prompt* as `input` and *output*
-    (tokens), *after*, *priority*; None where all have `Request`'s default.  *ends* and *hash_ids* are how many
-    hashes there are up to the end of each request, and all of them.
+    Arrays of one length: *arrival* and *patience* (seconds; NaN: stays), *input* and *output* (tokens), *after*,
+    *priority*; None where all have `Request`'s default.  *ends* and *hash_ids* are how many hashes there are up to
+    the end of each request, and all of them.
     """
 
     def __init__(
         self,
         arrival: npt.NDArray[np.float64],
-        prompt: npt.NDArray[np.int64],
+        input: npt.NDArray[np.int64],  # noqa: A002 as `Request` has it
         output: npt.NDArray[np.int64],
         *,
         patience: npt.NDArray[np.float64] | None = None,
@@ -74,7 +74,7 @@ class RequestTable(Sequence[Request], Compact):
         hash_ids: npt.NDArray[Any] | None = None,
     ) -> None:
         self.arrival = arrival
-        self.input = prompt
+        self.input = input
         self.output = output
         self.patience = patience
         self.after = after
@@ -118,8 +118,7 @@ class RequestTable(Sequence[Request], Compact):
 
     def but(self, **columns: npt.NDArray[Any] | None) -> RequestTable:
         """Return the same requests with other *columns*, named as the attributes; the other arrays are shared."""
-        own = {"prompt" if name == "input" else name: values for name, values in vars(self).items()}
-        return RequestTable(**(own | columns))
+        return RequestTable(**(vars(self) | columns))
 
     def taken(self, which: npt.NDArray[Any]) -> RequestTable:
         """Return the requests that *which*, a mask or places, chooses; ``after`` still counts in the old order."""
@@ -134,7 +133,6 @@ class RequestTable(Sequence[Request], Compact):
             own["ends"] = ends = np.cumsum(counts, dtype=np.int64)
             shift = np.repeat(self.ends[places] - ends, counts)  # from a hash's place there to its place here
             own["hash_ids"] = self.hash_ids[np.arange(len(shift)) + shift]
-        own["prompt"] = own.pop("input")
         return RequestTable(**own)
 
     def blocks(self, number: int) -> tuple[int, ...]:
