@@ -26,18 +26,23 @@ MODEL = Llm(name="m", parameters=1e10, active=1e10, layers=10, hidden=1000, head
 PLAIN = Compute(flops_share=0.5, memory_share=0.5, allreduce_latency=1e-5, overhead=1e-3)
 
 
-def test_a_long_prefill_is_bound_by_arithmetic():
-    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    linear = 2 * 1e10 * 4000 / 0.5e15
-    pairs = 4000 * 4001 / 2 + 4000 * 1000
-    attention = 4 * 10 * 10 * 100 * pairs / 0.5e15
-    assert times.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+LINEAR, PAIR = 2 * 1e10 * 4000 / 0.5e15, 4 * 10 * 10 * 100 / 0.5e15
+OWN, BEFORE = 4000 * 4001 / 2, 4000 * 1000
+"""Pairs of tokens of a chunk of 4,000 after 1,000: seconds of its products, and of a pair."""
 
 
-def test_a_short_prefill_is_bound_by_reading_weights_and_keys():
-    times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    bytes_read = 2e10 + (100 + 10) * 2 * 10 * 4 * 100 * 2
-    assert times.prefill([(100, 10)]) == pytest.approx(bytes_read / 0.5e12 + 1e-3)
+@pytest.mark.parametrize(
+    ("changes", "piece", "seconds"),
+    [
+        ({}, (1000, 4000), LINEAR + PAIR * (OWN + BEFORE)),  # bound by arithmetic
+        ({}, (100, 10), (2e10 + (100 + 10) * 2 * 10 * 4 * 100 * 2) / 0.5e12),  # by reading weights and keys
+        ({"prefix_share": 0.25}, (1000, 4000), LINEAR + PAIR * (OWN + 2 * BEFORE)),
+        ({"prefix_share": 0.25}, (0, 4000), LINEAR + PAIR * OWN),
+    ],
+)
+def test_a_prefill_is_bound_by_arithmetic_or_by_reading(changes, piece, seconds):
+    times = forward_time(MODEL, MACHINE, replace(PLAIN, **changes), Side(tp=1))
+    assert times.prefill([piece]) == pytest.approx(seconds + 1e-3)
 
 
 def test_pieces_of_one_iteration_share_its_weights_and_overhead():
@@ -119,16 +124,6 @@ def test_a_latent_cache_is_read_whole_on_every_rank():
     latent = replace(MODEL, attention="mla", latent_dim=500)
     one, four = (forward_time(latent, MACHINE, PLAIN, Side(tp=tp)) for tp in (1, 4))
     assert one.kv_bytes == four.kv_bytes == 10 * 500 * 2
-
-
-def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
-    times = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), Side(tp=1))
-    linear = 2 * 1e10 * 4000 / 0.5e15
-    own, before = 4000 * 4001 / 2, 4000 * 1000
-    attention = 4 * 10 * 10 * 100 * (own / 0.5e15 + before / 0.25e15)
-    assert times.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
-    plain = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
-    assert times.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
 
 
 def test_a_decode_step_waits_for_its_longest_sequence():

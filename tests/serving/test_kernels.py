@@ -220,11 +220,8 @@ def test_the_shipped_profile_says_what_was_measured():
     config = compose(["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "compute=h200_torch", "experiment=serve"])
     _, texts = read(data("compute", "h200_torch.csv"))
     steps = [row for row in fit.rows_of(texts) if row["operator"] == "step" and row["mode"] == "graph"]
-    apart = []
-    for row in (row for row in steps if row["model"] == "qwen3-8b"):
-        time = fit.forward_of(config.compute.kernels, row, peaks(config.hw))
-        seconds = time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
-        apart.append(abs(seconds / row["seconds"] - 1))
+    kernels, gpu = config.compute.kernels, peaks(config.hw)
+    apart = [abs(timed(kernels, row, gpu) / row["seconds"] - 1) for row in steps if row["model"] == "qwen3-8b"]
     assert len(apart) == 18
     assert np.median(apart) < 0.05
     assert gather(config, serving=True).sources["compute"].startswith("measured: 2 x NVIDIA H200")
@@ -239,15 +236,7 @@ def test_another_day_is_foreseen():
     for row in fit.rows_of(texts):
         if row["model"] == "again":
             continue
-        if row["operator"] == "step":
-            time = fit.forward_of(kernels, row, gpu)
-            seconds = time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
-        elif row["operator"] != "forward":
-            name = f"gemm{'_fp8' * (row['dtype'] == 'fp8')}" if row["operator"] == "gemm" else row["operator"]
-            seconds = row_seconds(getattr(kernels, name), row, gpu)
-        else:
-            seconds = fit.forward_of(kernels, row, gpu).prefill([(0, row["tokens"])])
-        apart.setdefault(row["model"], []).append(abs(seconds / row["seconds"] - 1))
+        apart.setdefault(row["model"], []).append(abs(timed(kernels, row, gpu) / row["seconds"] - 1))
     most = {
         "step": 0.04,
         "split": 0.06,
@@ -266,16 +255,16 @@ def made() -> list[fit.Row]:
     for case in plan([Subject(DENSE)], 1e12, small=True):
         text = {key: str(value) for key, value in case.items()} | dict.fromkeys(("seconds", "low", "high"), "1")
         (row,) = fit.rows_of([{"kernel": "", "mode": "", "dtype": "bf16", "model": "", **text}])
-        if case["operator"] in ("step", "forward"):
-            time = fit.forward_of(KERNELS, row, PEAKS)
-            if case["operator"] == "step":
-                seconds = time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
-            else:
-                seconds = time.prefill([(row["context"], row["tokens"])])
-        elif case["operator"] != "launch":
-            roof: Roof = getattr(KERNELS, str(row["operator"]))
-            seconds = row_seconds(roof, row, PEAKS)
-        else:
-            seconds = 1e-6
-        rows.append({**row, "seconds": seconds})
+        rows.append({**row, "seconds": 1e-6 if case["operator"] == "launch" else timed(KERNELS, row, PEAKS)})
     return rows
+
+
+def timed(kernels: Kernels, row: fit.Row, gpu: Peaks) -> float:
+    """The seconds of a row of a profile by *kernels*."""
+    if row["operator"] == "step":
+        time = fit.forward_of(kernels, row, gpu)
+        return time.step(row["batch"]) + time.context_of(row["batch"]) * row["batch"] * row["context"]
+    if row["operator"] == "forward":
+        return fit.forward_of(kernels, row, gpu).prefill([(row["context"], row["tokens"])])
+    name = f"gemm{'_fp8' * (row['dtype'] == 'fp8')}" if row["operator"] == "gemm" else row["operator"]
+    return row_seconds(getattr(kernels, name), row, gpu)

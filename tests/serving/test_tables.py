@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,22 +71,22 @@ def test_a_curve_is_interpolated_in_logarithms_and_flat_below():
     assert [curve(size) for size in (1, 10, 50, 100, 300, 1000)] == pytest.approx([1, 1, 5, 10, 90, 1000])
 
 
+@pytest.mark.filterwarnings("error")
 def test_beyond_its_limit_it_is_so_many_equal_calls():
     curve = Curve([1, 100], [2.0, 20.0], 100, "x", splits=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert curve(250) == pytest.approx(3 * curve(250 / 3))
+    assert curve(250) == pytest.approx(3 * curve(250 / 3))
 
 
-def test_what_does_not_split_is_extrapolated_with_a_warning():
-    curve = Curve([1, 100], [2.0, 20.0], 100, "attention", growth=2.0)
-    with pytest.warns(RangeWarning, match="attention: measured up to 100"):
-        assert curve(300) == pytest.approx(180.0)
-
-
-def test_a_limit_within_the_sizes_ends_what_was_measured():
-    with pytest.warns(RangeWarning, match="up to 10;"):
-        assert Curve([1, 10, 100], [1.0, 2.0, 9.0], 10, "x")(100) == pytest.approx(20.0)
+@pytest.mark.parametrize(
+    ("curve", "size", "seconds", "words"),
+    [
+        (Curve([1, 100], [2.0, 20.0], 100, "attention", growth=2.0), 300, 180.0, "attention: measured up to 100"),
+        (Curve([1, 10, 100], [1.0, 2.0, 9.0], 10, "x"), 100, 20.0, "up to 10;"),  # a limit within the sizes
+    ],
+)
+def test_what_does_not_split_is_extrapolated_with_a_warning(curve: Curve, size: int, seconds: float, words: str):
+    with pytest.warns(RangeWarning, match=words):
+        assert curve(size) == pytest.approx(seconds)
 
 
 def test_beyond_its_limit_it_is_the_part_given():
