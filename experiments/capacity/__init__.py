@@ -22,7 +22,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import PositiveInt, format_time
-from pdsim.results.record import Metric, Result, Table
+from pdsim.results.record import Metric, Result, Table, pareto
 from pdsim.serving.workload import Request, draw
 from pdsim.transfer.job import Target
 
@@ -175,18 +175,13 @@ def front(capacities: Mapping[Shape, Capacity], gpus: int, attainment: float) ->
 
     Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
     """
-    keyed = []
-    for shape, one in capacities.items():
-        for probe in one.probes:
-            if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None:
-                point = Point(shape, one, probe, gpus)
-                keyed.append(((-point.tokens, probe.ttft, probe.tpot), point))
-    kept: list[tuple[tuple[float, float, float], Point]] = []
-    for value, point in sorted(keyed, key=lambda entry: (entry[0], entry[1].shape)):
-        # only one that comes before can be better: its throughput is no lower
-        if not any(other[1] <= value[1] and other[2] <= value[2] for other, _ in kept):
-            kept.append((value, point))
-    return [point for _, point in kept]
+    held = [
+        Point(shape, one, probe, gpus)
+        for shape, one in sorted(capacities.items())
+        for probe in one.probes
+        if probe.holds(attainment) and probe.ttft is not None and probe.tpot is not None
+    ]
+    return pareto(held, lambda point: (-point.tokens, point.probe.ttft or 0.0, point.probe.tpot or 0.0))
 
 
 def _metrics(
@@ -232,7 +227,7 @@ def _tables(
 ) -> list[Table]:
     none = Probe(load=0.0, rate=0.0, tokens=0.0, attainment=0.0, half=0.0, ttft=None, tpot=None, requests=0)
     unable = [Point(shape, one, none, gpus) for shape, one in sorted(capacities.items()) if one.best is None]
-    pareto = {name: _COLUMNS[name] for name in ("deployment", "tokens/s/GPU", "TTFT p90 s", "TPOT p90 s", "load")}
+    columns = {name: _COLUMNS[name] for name in ("deployment", "tokens/s/GPU", "TTFT p90 s", "TPOT p90 s", "load")}
     reasons = Counter(
         "more GPUs than the machine has" if "GPUs" in text else text.rpartition("; ")[0].split(": ", 1)[-1]
         for text in refused.values()
@@ -248,7 +243,7 @@ def _tables(
     return [
         Table("Answer", {"": "", " ": ""}, answer),
         tabulated("Deployments", _COLUMNS, [*ranked, *unable]),
-        tabulated("Pareto front", pareto, front(capacities, gpus, attainment)),
+        tabulated("Pareto front", columns, front(capacities, gpus, attainment)),
         Table("Skipped", {"deployments": "", "because": ""}, skipped),
     ]
 

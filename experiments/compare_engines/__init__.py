@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 from experiments.serve import ServeOptions
 from experiments.serve import run as serve
-from pdsim.config import Config, ExperimentOptions
+from pdsim.config import Config, ExperimentOptions, costs_on
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress, within
-from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.costs import Engine
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import ServingEngine
@@ -84,8 +84,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
             skipped.append([*named, str(error)])
             continue
         notes = notes or served.notes[:2]
-        metrics = {metric.name: metric.value for metric in served.summary}
-        rows.append([*named, *map(metrics.get, COLUMNS)])
+        rows.append([*named, *map(served.values.get, COLUMNS)])
     if not rows:
         raise ConfigError(f"no combination of experiment.backends and engines can be run: {skipped[0][-1]}")
     rows.sort(key=lambda row: (row[4] is None, row[4], row[:4]))
@@ -122,7 +121,7 @@ def _served(
         raise ConfigError("all ranks keep the same heads, so nothing is staged; set another parallel.decode.tp")
     if staging and not chosen.policy.staging:
         raise ConfigError(f"{name} has no staged path; leave kv.staging at false")
-    backend = _on_hardware(chosen, config)
+    backend = costs_on(chosen, config.hw)
     own = replace(
         config,
         backend=backend,
@@ -136,15 +135,3 @@ def _served(
     if failed and "ok" not in served.requests["status"]:
         raise ConfigError(f"no request was served: {min(failed)}")
     return served
-
-
-def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
-    # Rates of NVLink are shares of the machine's line rate, costs as its options have them, without a calibration.
-    choices: dict[str, Any] = {}
-    for name in ("intra", "inter"):
-        model: EngineModel | None = getattr(backend, name)
-        if model is not None:
-            chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
-            model = replace(model, by_option=()) if chosen is None else model.with_options(chosen)
-            choices[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
-    return replace(backend, **choices)

@@ -22,7 +22,7 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer.job import Target
 
-__all__ = ["Claim", "PromptBurstOptions", "ReportRun", "as_rows", "burst", "effect_range", "value"]
+__all__ = ["Claim", "PromptBurstOptions", "ReportRun", "burst", "effect_range"]
 
 TARGETS = ("model", "real")
 
@@ -90,6 +90,13 @@ class ReportRun:
         self._results[label] = result
         return result
 
+    def handoffs(
+        self, label: str, options: handoff.HandoffOptions, config: Config | None = None, target: Target | None = None
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        """Hand over as `run` does, and return the rows by way and tokens."""
+        rows = self.run(label, options, config, target).rows("Handoffs")
+        return {(row["way"], row["tokens"]): row for row in rows}
+
     def add(self, claim: Claim, at: str, before: float | None, after: float | None, *, machine: str = "") -> None:
         """Keep the value of *claim* before and after the change, on the machine and backend of the configuration."""
         machine = machine or f"{self.config.hw.name} {self.config.backend.name}"
@@ -103,7 +110,7 @@ class ReportRun:
         results = [self.run(label, options, own) for label, own in variants]
         for claim, metric in zip(claims, metrics, strict=True):
             scale = 1e3 if claim.unit == "ms" else 1.0
-            seconds = [value(result, metric) for result in results]
+            seconds = [result.values[metric] for result in results]
             self.add(claim, at, *(None if one is None else scale * one for one in seconds))
         return results
 
@@ -182,17 +189,6 @@ def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
         cells, claim = astuple(point), about[point.claim]
         rows.append([*cells[:6], claim.unit, claim.effect(point), *cells[6:]])
     return Table("Points", columns, rows)
-
-
-def as_rows(result: Result, title: str) -> list[dict[str, Any]]:
-    """Return the rows of the table *title* of *result*, by heading."""
-    table = {table.title: table for table in result.tables}[title]
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-
-
-def value(result: Result, name: str) -> float | None:
-    """Return the metric *name* of the summary of *result*."""
-    return {metric.name: metric.value for metric in result.summary}[name]
 
 
 def burst(requests: int, tokens: int, output: int = 1) -> Workload:

@@ -187,7 +187,7 @@ class Parts:
             **parts,
         )
         target = Model(config.hw, engine, seed=config.seed, collective=config.collective)
-        value = {one.name: one.value for one in serve(config, target, silent).summary}[metric]
+        value = serve(config, target, silent).values[metric]
         if not value:
             raise ValueError(f"a run on {hw} with {backend} has no {metric}: no request was served")
         return float(value)

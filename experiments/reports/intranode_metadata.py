@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from experiments.handoff import sides
-from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_rows, burst
+from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, burst
 from pdsim.config import Config
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt
@@ -55,7 +55,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         name: replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
         for name, (way, memory) in VARIANTS.items()
     }
-    handoffs = [as_rows(trial.run(name, options.handoff(), own), "Handoffs") for name, own in variants.items()]
+    handoffs = [trial.run(name, options.handoff(), own).rows("Handoffs") for name, own in variants.items()]
     for before, after in zip(*handoffs, strict=True):
         trial.add(HANDOFF, f"{before['way'].split()[0]} {before['tokens']} tokens", before["p50"], after["p50"])
     prefill, decode = (Side(tp=int(ranks)) for ranks in options.tp[0].split("to"))

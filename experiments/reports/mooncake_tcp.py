@@ -9,11 +9,11 @@ descriptors, and every handoff succeeds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from experiments import handoff, serve
 from experiments.compare_engines import TransferEngine
-from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
+from experiments.reports.claims import Claim, ReportRun, burst
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
 from pdsim.core.units import PositiveInt, Seconds
@@ -64,7 +64,19 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     gpus = config.hw.gpus * config.hw.nodes or 2  # of hosts, one rank of either side
     ranks = [int(text.partition("to")[0]) for text in options.tp]
     ranks = [count for count in ranks if 2 * count <= gpus]
-    _handoffs(trial, options, transports, ranks)
+    shapes = handoff.HandoffOptions(
+        tp=tuple(f"{count}to{count}" for count in ranks),
+        tokens=options.tokens,
+        repeat=options.repeat,
+        deadline=options.deadline,
+    )
+    over = [trial.handoffs(f"handoffs over {name}", shapes, *how) for name, how in reversed(transports.items())]
+    for (way, tokens), row in over[0].items():
+        at = f"{way.removesuffix(' whole')} {tokens} tokens"
+        trial.add(SERVES, at, options.repeat, row["n"])
+        for claim, heading in ((BYTES, "bytes"), (CALLS, "descriptors"), (HANDOFF, "p50")):
+            before = over[1][way, tokens][heading] if len(over) > 1 else None
+            trial.add(claim, at, before, row[heading])
     side = Side(tp=max(ranks))
     times = []
     for name, (own, engine) in transports.items():
@@ -72,35 +84,8 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
             own, parallel=Parallel(prefill=side, decode=side), workload=burst(options.requests, options.prompt)
         )
         served = trial.run(f"prompts over {name}", serve.ServeOptions(deadline=options.deadline), given, engine)
-        times.append(value(served, "ttft_avg_s"))
+        times.append(served.values["ttft_avg_s"])
     at = f"{side.tp}to{side.tp} {options.requests} prompts of {options.prompt} tokens"
     trial.add(TTFT, at, *[None, *times][-2:])
     trial.notes += [f"mooncake_tcp: {parameter} {source}" for parameter, source in options.tcp.sources.items()]
     return trial.result(CLAIMS)
-
-
-def _handoffs(
-    trial: ReportRun,
-    options: MooncakeTcpOptions,
-    transports: dict[str, tuple[Config, Target]],
-    ranks: list[int],
-) -> None:
-    shapes = handoff.HandoffOptions(
-        tp=tuple(f"{count}to{count}" for count in ranks),
-        tokens=options.tokens,
-        repeat=options.repeat,
-        deadline=options.deadline,
-    )
-    measured: list[dict[tuple[str, int], dict[str, Any]]] = [
-        {
-            (row["way"], row["tokens"]): row
-            for row in as_rows(trial.run(f"handoffs over {name}", shapes, *how), "Handoffs")
-        }
-        for name, how in reversed(transports.items())
-    ]
-    for (way, tokens), row in measured[0].items():
-        at = f"{way.removesuffix(' whole')} {tokens} tokens"
-        trial.add(SERVES, at, options.repeat, row["n"])
-        for claim, heading in ((BYTES, "bytes"), (CALLS, "descriptors"), (HANDOFF, "p50")):
-            before = measured[1][way, tokens][heading] if len(measured) > 1 else None
-            trial.add(claim, at, before, row[heading])

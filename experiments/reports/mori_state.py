@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments import handoff
-from experiments.reports.claims import Claim, ReportRun, as_rows, burst
+from experiments.reports.claims import Claim, ReportRun, burst
 from experiments.serve.tables import values
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.progress import ShowProgress
@@ -134,7 +134,7 @@ def _handoffs(
         tp=tp,
         metadata=metadata,
     )
-    return {(row["way"], row["tokens"]): row for row in as_rows(trial.run(label, given, own), "Handoffs")}
+    return trial.handoffs(label, given, own)
 
 
 def _state(trial: ReportRun, options: MoriStateOptions) -> Iterator[Cost]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from experiments.handoff import sides
-from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, as_rows, burst
+from experiments.reports.claims import Claim, PromptBurstOptions, ReportRun, burst
 from experiments.reports.figures import UNPREPARED
 from pdsim.compute.roofline import kv_shape
 from pdsim.config import Config
@@ -90,7 +90,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _handoffs(trial: ReportRun, options: NixlStagingOptions) -> None:
-    sliced, staged = (as_rows(trial.run(path, options.handoff(path)), "Handoffs") for path in ("sliced", "staged"))
+    sliced, staged = (trial.run(path, options.handoff(path)).rows("Handoffs") for path in ("sliced", "staged"))
     for before, after in zip(sliced, staged, strict=True):
         at = f"{before['way'].split()[0]} {before['tokens']} tokens"
         trial.add(HANDOFF, at, before["p50"], after["p50"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from experiments import allgather
-from experiments.reports.claims import Claim, ReportRun, as_rows
+from experiments.reports.claims import Claim, ReportRun
 from pdsim.config import Config, ExperimentOptions
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
@@ -75,7 +75,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     memory = "both" if config.kv.gather == "both" else SYMMETRIC
     gathered = trial.run("gathered", replace(options, ranks=ranks).gathering(memory))
     points: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in as_rows(gathered, "All-gathers"):
+    for row in gathered.rows("All-gathers"):
         piece = f" x {row['piece']}" if row["batch"] == "-" else f" ranks, batch {row['batch']}"
         points.setdefault(f"{row['ranks']}{piece}", {})[row["pool"]] = row
     machine = f"{config.hw.name} {config.collective.name}"

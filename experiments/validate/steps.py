@@ -251,10 +251,9 @@ def values(experiment: str, result: Result) -> list[Value]:
 
 
 def _of_serving(result: Result) -> Iterator[Value]:
-    medians = {metric.name.removesuffix("_p50_s"): metric.value for metric in result.summary}
     ranks = len(endpoints(result.transfers))
     for name in ("transfer", "ttft", "e2e"):
-        if value := medians.get(name):
+        if value := result.values.get(f"{name}_p50_s"):
             yield Value("serve", f"median {name}", "time", 0, float(value), gpus=ranks)
 
 
@@ -297,7 +296,7 @@ def _pauses(records: Sequence[TransferRecord], begin: float, end: float) -> floa
 
 
 def _of_handoffs(result: Result) -> Iterator[Value]:
-    for row in _rows(result, "Handoffs"):
+    for row in result.rows("Handoffs"):
         if row["status"] == "ok" and row["p50"]:
             _, path, *metadata = row["way"].split(" ")
             group = f"metadata, {metadata[-1]}" if metadata else f"handoff, {path}"
@@ -308,15 +307,9 @@ def _of_handoffs(result: Result) -> Iterator[Value]:
 
 def _of_gathers(result: Result) -> Iterator[Value]:
     units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    for row in _rows(result, "All-gathers"):
+    for row in result.rows("All-gathers"):
         if row["status"] == "ok" and row["med us"]:
             number, unit = str(row["piece"]).split(" ")
             label = f"{row['ranks']} ranks {row['piece']} {row['batch']} {row['pool']}"
             nbytes, ranks = int(float(number) * units[unit]), int(row["ranks"])
             yield Value(f"allgather, {row['pool']}", label, "time", nbytes, row["med us"] * 1e-6, gpus=ranks)
-
-
-def _rows(result: Result, title: str) -> Iterator[dict[str, Any]]:
-    for table in result.tables:
-        if table.title == title:
-            yield from (dict(zip(table.columns, row, strict=True)) for row in table.rows)

@@ -36,7 +36,7 @@ from pdsim.serving.settings import Cache, Kv, Live, SchedulerLimits, ServingEngi
 
 __all__ = [
     "ON_THE_COMMAND_LINE", "UNSAID", "Check", "Config", "ExperimentOptions", "Launch", "Simulate", "as_written",
-    "build", "canonical", "config_yaml", "convert", "covers", "defaults", "load", "numbers", "plain",
+    "build", "canonical", "config_yaml", "convert", "costs_on", "covers", "defaults", "load", "numbers", "plain",
 ]  # fmt: skip
 
 
@@ -504,6 +504,14 @@ def _with_options(
                 f"backend.{at}.{name}": _span(model, costs, name) for name in costs.intervals if name in changed
             }
     return backend, sources, spans, errors
+
+
+def costs_on(backend: Engine, hw: Machine) -> Engine:
+    """Return *backend* with the costs of its options, and rates that are shares of the line rate of *hw*.
+
+    So has `load` made `Config.backend`.  Raise a `ConfigError` if its options have no costs.
+    """
+    return _on_hardware(_with_options(backend, (), "model")[0], hw)
 
 
 def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from pdsim.version import __version__
 
 __all__ = [
     "BATCHES", "METHOD", "PERCENTILES", "Metric", "Result", "Table", "commit", "distribution", "environment",
-    "half_width", "here", "intervals", "label", "mean", "needed", "percentile", "trend",
+    "half_width", "here", "intervals", "label", "mean", "needed", "pareto", "percentile", "trend",
 ]  # fmt: skip
 
 
@@ -70,6 +70,16 @@ class Result:
     offered_load: Mapping[str, Any] | None = None  # of a serving run: prefill, decode, rate, at_most
     start: float = 0.0  # seconds on the clock of *transfers* at which the times of *requests* begin
 
+    @property
+    def values(self) -> dict[str, float | int | None]:
+        """The values of the summary by the name of the metric."""
+        return {metric.name: metric.value for metric in self.summary}
+
+    def rows(self, title: str) -> list[dict[str, Any]]:
+        """Return the rows of the table *title* by heading, none without such a table."""
+        tables = (table for table in self.tables if table.title == title)
+        return [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
+
 
 # --- statistics ----------------------------------------------------------------------------------------------------
 
@@ -78,6 +88,7 @@ PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[float] | Floats
+Item = TypeVar("Item")
 
 
 def needed(q: float) -> int:
@@ -97,6 +108,20 @@ def percentile(values: Values, q: float) -> float | None:
 def mean(values: Values) -> float | None:
     """Return the arithmetic mean of *values*, or None if there are none."""
     return float(np.mean(np.asarray(values, dtype=np.float64))) if len(values) else None
+
+
+def pareto(items: Iterable[Item], costs: Callable[[Item], tuple[float, ...]]) -> list[Item]:
+    """Return those of *items* that no other equals or beats in all *costs* at once, the lowest first.
+
+    >>> pareto([(3, 1), (1, 3), (2, 3), (2, 2)], lambda item: item)
+    [(1, 3), (2, 2), (3, 1)]
+    """
+    front: list[tuple[tuple[float, ...], Item]] = []
+    for item in sorted(items, key=costs):
+        own = costs(item)
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in front):
+            front.append((own, item))
+    return [item for _, item in front]
 
 
 def distribution(

@@ -15,7 +15,7 @@ from typing import Any
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
 from pdsim.results import schema
-from pdsim.results.record import Table, percentile
+from pdsim.results.record import Table, pareto, percentile
 from pdsim.results.terminal import share
 from pdsim.sweep import collect
 
@@ -132,12 +132,8 @@ def _ranked(folder: Path, row: Mapping[str, Any], swept: Sequence[str], slo: Slo
 
 def front(points: Iterable[Ranked]) -> list[Ranked]:
     """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first."""
-    front: list[Ranked] = []
     able = [each for each in points if each.speed is not None]
-    for each in sorted(able, key=lambda each: (-(each.speed or 0.0), -each.throughput)):
-        if not front or each.throughput > front[-1].throughput:
-            front.append(each)
-    return front
+    return pareto(able, lambda each: (-(each.speed or 0.0), -each.throughput))
 
 
 def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:

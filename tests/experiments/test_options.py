@@ -1,0 +1,44 @@
+"""Options of experiments that the schema refuses: each names the key, the value and the rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdsim.config.compose import compose
+from pdsim.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("experiment", "word", "message"),
+    [
+        ("capacity", "attainment=1.0", "attainment must be > 0 and < 1, got 1"),
+        ("capacity", "instances=[]", "instances must be not empty"),
+        ("capacity", "router=nobodys", "router=nobodys is provided by no installed package"),
+        ("compare_engines", "metadata=[mail]", r"metadata\[0\] must be one of policy, batch, write, control, got"),
+        ("faults", "scenarios=0", "scenarios must be > 0, got 0"),
+        ("faults", "intensity=2.0", "intensity must be >= 0 and <= 1, got 2"),
+        ("faults", "without=[rain]", r"without\[0\] must be one of delays, .*, got 'rain'"),
+        ("faults", "seed=-4", "seed must be >= 0, got -4"),
+        ("handoff", "tp=[1-2]", r"tp\[0\]: '1-2' is not a pair of numbers of ranks; write one such as 1to2"),
+        ("handoff", "tokens=[]", "tokens must be not empty"),
+        ("seed_intranode_metadata", "tp=[]", "tp must be not empty"),
+        ("seed_intranode_metadata", "tp=['4']", r"tp\[0\]: '4' is not a pair of numbers of ranks"),
+        ("seed_intranode_metadata", "placement=spread", "placement must be one of packed, sides"),
+        ("seed_nixl_staging", "tp=[2to2]", r"tp\[0\]: '2to2' has equal sides; write unlike ones such as 4to1"),
+        ("seed_nixl_staging", "prompts=[0]", r"prompts\[0\] must be > 0, got 0"),
+        ("seed_mooncake_tcp", "tp=[1to2]", r"tp\[0\]: '1to2' has unlike sides; write equal ones such as 8to8"),
+        ("seed_symmetric_allgather", "batches=[[]]", r"batches\[0\] must be not empty"),
+        ("transfer", "patterns=[ring]", r"patterns\[0\]: 'ring' is not a pattern; there are pair, pairs, .*"),
+        ("transfer", "patterns=['pair:2']", "'pair:2' has a count that it cannot have; write pair, or pairs:2"),
+        ("transfer", "patterns=['cross:2x']", "'cross:2x' has a count that it cannot have; write cross:2 or cross:"),
+        ("transfer", "blocks=[0]", r"blocks\[0\] must be > 0, got 0"),
+        ("transfer", "size=[]", "size must be not empty, got"),
+        ("transfer", "schedule=[late]", r"schedule\[0\] must be one of free, .*, got 'late'"),
+        ("transfer", "operation=send", "operation must be one of write, read, got 'send'"),
+        ("validate_live", "loads=[]", "loads must be not empty"),
+        ("validate_live", "bounds={ttft: 0.1}", "bounds must be one of ttft_p50, .*, got 'ttft'"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(experiment: str, word: str, message: str):
+    with pytest.raises(ConfigError, match=rf"experiment\.(\w+\[0\]: )?{message}"):
+        compose([f"experiment={experiment}", f"++experiment.{word}"])
