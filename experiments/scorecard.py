@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.serve import ServeOptions, check_fits, job, result, specs
+from experiments.serve import ServeOptions, job, on_model
 from pdsim.config import Config, ExperimentOptions
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.requests import RequestTable
-from pdsim.sim.model import Model
 
 __all__ = ["TARGETS", "ScorecardOptions", "run"]
 
@@ -227,9 +226,7 @@ def predicted(server: Server, users: int, rounds: int, seed: int) -> dict[str, f
     lengths = [np.rint(size * drawn.uniform(0.8, 1.0, count)).astype(np.int64) for size in (server.isl, server.osl)]
     after = np.arange(count) - users
     requests = RequestTable(np.zeros(count), *lengths, after=np.where(after < 0, -1, after))
-    check_fits(what, requests)
-    target = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
-    rows = result(config, what, requests, target.run(specs(config, what, requests))).requests
+    rows = on_model(config, what, requests).requests
     seconds = float(np.nanmax(np.asarray(rows["arrival"]) + np.asarray(rows["e2e"])))
     decode = server.decode[0] * max(1, server.decode[3])
     made = {"output": float(lengths[1].sum()) / seconds / decode}

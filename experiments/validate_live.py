@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from experiments.serve import ServeOptions, check_fits, job, live_run, result, specs
+from experiments.serve import ServeOptions, job, live_run, on_model
 from pdsim.config import Config, ExperimentOptions, as_written
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import ShowProgress
@@ -21,7 +21,6 @@ from pdsim.core.units import Positive, PositiveInt
 from pdsim.results import schema
 from pdsim.results.record import Metric, Result, Table, commit
 from pdsim.serving.workload import Request, draw
-from pdsim.sim.model import Model
 from pdsim.validation.loads import BOUNDS, LATENCIES, SINGLE, compare_files, quantiles, values
 from pdsim.validation.sealed import EXPECTED, MEASURED, adopt, keep, read, seal
 from pdsim.validation.verdicts import Bound, by_class, failures, points, tables
@@ -245,10 +244,8 @@ def predicted(
     """Return the rows of each of *parts* on the model of *config*, that serves one after the other."""
     requests = in_turn(parts)
     what = job(config, ServeOptions(deployment=_DEPLOYMENTS[config.live.layout]))
-    check_fits(what, requests)
-    target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
     progress(0.0, f"predicting {len(requests)} requests")
-    columns = result(config, what, requests, target.run(specs(config, what, requests))).requests
+    columns = on_model(config, what, requests).requests
     rows = [{name: values[number] for name, values in columns.items()} for number in range(len(requests))]
     by_part: dict[str, list[dict[str, Any]]] = {}
     for name, own in parts.items():

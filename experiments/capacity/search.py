@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from experiments.serve import ServeOptions, check_fits, job, result, specs
+from experiments.serve import ServeOptions, check_fits, job, on_model, specs
 from pdsim.config import Config
 from pdsim.core.errors import ConfigError
 from pdsim.models.llm import Parallel
@@ -23,7 +23,6 @@ from pdsim.results.record import half_width, percentile
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, scaled
 from pdsim.serving.workload import Request
-from pdsim.sim.model import Model
 
 __all__ = ["Capacity", "Probe", "Shape", "bisect", "capacity", "configured", "feasible"]
 
@@ -149,8 +148,7 @@ def capacity(
 def _probe(config: Config, what: Deployment, requests: Sequence[Request], load: float, warmup: float) -> Probe:
     # What becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
     given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
-    model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
-    columns = result(config, what, given, model.run(specs(config, what, given))).requests
+    columns = on_model(config, what, given).requests
     first = int(warmup * len(given))
     rows = list(zip(columns["ttft"], columns["tpot"], strict=True))[first:]
     slo = config.slo

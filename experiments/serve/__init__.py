@@ -39,10 +39,22 @@ from pdsim.serving.deployment import (
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.requests import Request, RequestLog, RequestTable, request_columns
 from pdsim.serving.workload import draw
+from pdsim.sim.model import Model
 from pdsim.transfer.job import Outcome, Place, RankResult, RankSpec
 from pdsim.transfer.log import ArrayColumn, TransferLog, joined, rows
 
-__all__ = ["SERVES", "TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
+__all__ = [
+    "SERVES",
+    "TARGETS",
+    "ServeOptions",
+    "check_fits",
+    "job",
+    "observed",
+    "on_model",
+    "partial",
+    "run",
+    "specs",
+]
 
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
@@ -112,6 +124,16 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     progress(1.0, "")
     served = result(config, what, requests, outcome, offered)
     return replace(served, notes=[*load, *drawn.notes, *served.notes])
+
+
+def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> Result:
+    """Serve *requests* with *what* on the model of *config*, and return what `result` says of it.
+
+    Raise a `ConfigError` if one is larger than the pools.
+    """
+    check_fits(what, requests)
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
+    return result(config, what, requests, model.run(specs(config, what, requests)))
 
 
 def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
@@ -377,8 +399,7 @@ def result(
     requests = RequestTable.of(requests)
     columns = request_columns(requests, value)
     offered = offered or offered_load(what, requests)
-    paths = tables.Paths(len(requests), outcome)
-    columns["path"] = paths.of_requests()
+    columns["path"], taken = tables.paths(len(requests), outcome)
     columns |= tables.cached(outcome, len(requests))
     if requests.priority is not None and requests.priority.any():
         columns["priority"] = ArrayColumn(requests.priority)
@@ -389,12 +410,12 @@ def result(
     return Result(
         summary=[
             *tables.metrics(columns, config.workload, config.slo, outcome),
-            *paths.metrics(),
+            *tables.path_metrics(taken),
             *tables.load_metrics(offered),
             *tables.prefix_metrics(requests, what),
             *tables.cache_metrics(columns),
         ],
-        tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
+        tables=tables.tables(columns, config.workload, outcome, taken),
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failures,

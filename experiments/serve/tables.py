@@ -2,7 +2,7 @@
 """From what became of each request to columns, metrics, tables and notes of the experiment `serve`.
 
 A column has one value a request, None or NaN where a request did not live to see it.  `experiments.serve.live_run`
-uses the same functions, so that simulated and real runs have the same names.  `Paths` says which way the KV of each
+uses the same functions, so that simulated and real runs have the same names.  `paths` says which way the KV of each
 request went, from the labels of its transfers.
 """
 
@@ -27,7 +27,6 @@ from pdsim.transfer.job import Outcome
 from pdsim.transfer.log import ArrayColumn, RecordRun, joined, logs, rows
 
 __all__ = [
-    "Paths",
     "cache_metrics",
     "cached",
     "failed",
@@ -35,7 +34,9 @@ __all__ = [
     "load_metrics",
     "metrics",
     "notes",
+    "path_metrics",
     "path_notes",
+    "paths",
     "prefix_metrics",
     "spread",
     "tables",
@@ -244,8 +245,8 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
 SPREAD = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
 
 
-def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
-    """Return latencies, phases, instances and, of a model, the eight busiest links, pages and pools."""
+def tables(table: Columns, workload: Workload, outcome: Outcome, taken: Sequence[Sequence[Any]] = ()) -> list[Table]:
+    """Return latencies, phases, instances, of a model the busiest links, pages and pools, and the paths *taken*."""
     steady = _steady(table, workload)
     latencies = [[name, *spread(values(steady, name)), definition] for name, definition in LATENCIES.items()]
     phases = [
@@ -271,6 +272,9 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
         if utilisation:
             most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
             made.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
+    if taken:
+        heads = {"path": "KV path", "writes": "writes posted", "bytes": "bytes written", "descriptors": "posted"}
+        made.append(Table("Paths", heads, taken))
     return made
 
 
@@ -332,61 +336,48 @@ def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome)
 # --- paths of the KV -----------------------------------------------------------------------------------------------
 
 
-class Paths:
-    """The paths that *count* requests took in *outcome*.
+def paths(count: int, outcome: Outcome) -> tuple[list[str | None], list[list[Any]]]:
+    """Return the paths of each of *count* requests in *outcome*, and rows of path, writes, bytes and descriptors.
 
-    Labels are ``room/chunk/path``.  Counted are all writes, failed ones included, over all ranks.
+    A request's are joined by ``+``, metadata only if alone; None if nothing was written.  Counted are all writes,
+    failed ones included, over all ranks.  Labels are ``room/chunk/path``.
     """
+    taken, totals = [""] * count, dict[str, list[int]]()
+    for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
+        _count(log.runs(), taken, totals)
+    names: dict[str, str | None] = {}
+    for each in set(taken):
+        own = set(each.split("+"))
+        names[each] = "+".join(path for path in PATHS if path in (own - {"metadata"} or own)) or None
+    return [names[each] for each in taken], [[path, *totals[path]] for path in PATHS if path in totals]
 
-    def __init__(self, count: int, outcome: Outcome) -> None:
-        self._taken: list[str] = [""] * count
-        self._totals: dict[str, list[int]] = {}
-        for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
-            self._count(log.runs())
 
-    def _count(self, runs: Iterable[RecordRun]) -> None:
-        requests, totals = self._taken, self._totals
-        for _, label, nbytes, descriptors, count in runs:
-            if "/" not in label:  # an all-gather of context-parallel ranks
-                continue
-            room, _, path = label.split("/")
-            total = totals.get(path)
-            if total is None:
-                total = totals[path] = [0, 0, 0]
-            total[0] += count
-            total[1] += nbytes * count
-            total[2] += descriptors * count
-            number = (int(room) - 1) % len(requests)  # a request that is sent out anew has another room
-            taken = requests[number]
-            if path not in taken:  # most rooms take one path, so its very name is kept
-                requests[number] = f"{taken}+{path}" if taken else path
+def _count(runs: Iterable[RecordRun], requests: list[str], totals: dict[str, list[int]]) -> None:
+    for _, label, nbytes, descriptors, count in runs:
+        if "/" not in label:  # an all-gather of context-parallel ranks
+            continue
+        room, _, path = label.split("/")
+        total = totals.get(path)
+        if total is None:
+            total = totals[path] = [0, 0, 0]
+        total[0] += count
+        total[1] += nbytes * count
+        total[2] += descriptors * count
+        number = (int(room) - 1) % len(requests)  # a request that is sent out anew has another room
+        taken = requests[number]
+        if path not in taken:  # most rooms take one path, so its very name is kept
+            requests[number] = f"{taken}+{path}" if taken else path
 
-    def of_requests(self) -> list[str | None]:
-        """Return the paths of each request, joined by ``+``, metadata only if alone; None if nothing was written."""
-        joined = {}
-        for taken in set(self._taken):
-            paths = set(taken.split("+"))
-            joined[taken] = "+".join(path for path in PATHS if path in (paths - {"metadata"} or paths)) or None
-        return [joined[taken] for taken in self._taken]
 
-    def metrics(self) -> list[Metric]:
-        """Return bytes and descriptors of each path that was taken."""
-        summary = []
-        for path, _, nbytes, descriptors in self._rows():
-            summary += [
-                Metric(f"{path}_bytes", nbytes, f"bytes of all {path} writes, failed ones included"),
-                Metric(f"{path}_descriptors", descriptors, f"descriptors of all {path} writes"),
-            ]
-        return summary
-
-    def tables(self) -> list[Table]:
-        """Return the paths that were taken."""
-        headings = {"path": "KV path", "writes": "writes posted", "bytes": "bytes written", "descriptors": "posted"}
-        rows = self._rows()
-        return [Table("Paths", headings, rows)] if rows else []
-
-    def _rows(self) -> list[list[Any]]:
-        return [[path, *self._totals[path]] for path in PATHS if path in self._totals]
+def path_metrics(rows: Sequence[Sequence[Any]]) -> list[Metric]:
+    """Return bytes and descriptors of each path in *rows*, as `paths` has them."""
+    metrics = []
+    for path, _, nbytes, descriptors in rows:
+        metrics += [
+            Metric(f"{path}_bytes", nbytes, f"bytes of all {path} writes, failed ones included"),
+            Metric(f"{path}_descriptors", descriptors, f"descriptors of all {path} writes"),
+        ]
+    return metrics
 
 
 def path_notes(outcome: Outcome) -> list[str]:
