@@ -30,17 +30,14 @@ def measure(memory: str = "timing", **options: Any) -> Result:
     return run(configured(memory, **options), Model(EIGHT, ENGINE, memory=memory, collective=LIBRARY), silent)
 
 
-def rows(result: Result) -> list[dict[str, Any]]:
-    table = result.tables[0]
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-
-
 def growths(result: Result, pool: str) -> list[int]:
-    return [row["growths"] for row in rows(result) if row["pool"] == pool]
+    return [row["growths"] for row in result.rows("All-gathers") if row["pool"] == pool]
 
 
 def test_a_row_has_the_median_and_both_bandwidths():
-    (row,) = rows(measure(ranks=(4,), size=(8_000_000,), pools=("default",), batches=(), growth=False, repeat=4))
+    (row,) = measure(ranks=(4,), size=(8_000_000,), pools=("default",), batches=(), growth=False, repeat=4).rows(
+        "All-gathers"
+    )
     # 10 us, three steps of 2 us, and three pieces of 8 MB through 8 GB/s
     times = [row[name] for name in ("q1", "med us", "q3")]
     assert times == pytest.approx([3016] * 3, rel=1e-9)
@@ -50,7 +47,7 @@ def test_a_row_has_the_median_and_both_bandwidths():
 
 def test_every_token_is_verified_and_only_a_grown_pool_grows():
     result = measure("tracked")
-    found = rows(result)
+    found = result.rows("All-gathers")
     assert len(found) == 2 * (4 * 2 + 4)  # ranks, then points reserved on two pools and grown on one
     for row in found:
         checks = row["ranks"] if row["batch"] == "-" else sum(int(n) for n in row["batch"].split("+"))
@@ -67,7 +64,7 @@ def test_pieces_and_tokens_arrive_through_gloo_as_on_the_model():
     target.collective = replace(LIBRARY, timeout=60.0)
     real = run(replace(configured(**options), target="real", hw=LOOPBACK), target, silent)
     assert not real.failures
-    for row in rows(real):
+    for row in real.rows("All-gathers"):
         assert (row["status"], len(set(row["verified"].split("/")))) == ("ok", 1)
         assert row["verified"] != "0/0"
         assert row["q1"] <= row["med us"] <= row["q3"]

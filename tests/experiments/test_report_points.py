@@ -10,10 +10,9 @@ import pytest
 
 from experiments import handoff
 from experiments.reports import report_points
-from experiments.reports.claims import Claim, ReportRun, as_rows
+from experiments.reports.claims import Claim, ReportRun
 from experiments.reports.report_points import ReportPoint, committed, keep
 from pdsim.config import ExperimentOptions
-from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.sim.model import Model
@@ -66,16 +65,16 @@ def test_claims_stand_beside_what_was_measured_and_kept(toy_file: Path):
     toy_file.write_text(f"# measured on a toy\nclaim,machine,target,at,before,after\n{rows}")
     config = replace(configured(tp=("1to1",), tokens=(64,)), experiment=Toy())
     trial = ReportRun(config, Model(config.hw, config.backend, memory="tracked"), silent, 1)
-    (row,) = as_rows(trial.run("whole", handoff.HandoffOptions(tp=("1to1",), tokens=(64,), repeat=2)), "Handoffs")
+    (row,) = trial.run("whole", handoff.HandoffOptions(tp=("1to1",), tokens=(64,), repeat=2)).rows("Handoffs")
     trial.add(LESS, "1to1 64 tokens", 2 * row["p50"], row["p50"])
     result = trial.result([LESS, MORE])
     names = ("machine", "simulated", "measured", "verdict")
-    assert [tuple(map(each.get, names)) for each in as_rows(result, "Claims")] == [
+    assert [tuple(map(each.get, names)) for each in result.rows("Claims")] == [
         ("toy fast", "2", "1", "does not hold"), ("other", None, None, "-"),
     ]  # fmt: skip
-    assert "old" not in {each["at"] for each in as_rows(result, "Points")}
+    assert "old" not in {each["at"] for each in result.rows("Points")}
     spans = {"fast_least": 2.0, "fast_most": 2.0, "much_least": None, "much_most": None}
-    assert {metric.name: metric.value for metric in result.summary} == spans
+    assert result.values == spans
     assert {record.label.partition(" ")[0] for record in result.transfers} == {"whole"}
 
 
@@ -132,22 +131,3 @@ def test_kept_points_replace_those_of_the_same_machine_and_target(toy_file: Path
 def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):
     with pytest.raises(ConfigError, match=message):
         keep(runs)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "word", "message"),
-    [
-        ("handoff", "tp=[1-2]", r"tp\[0\]: '1-2' is not a pair of numbers of ranks; write one such as 1to2"),
-        ("handoff", "tokens=[]", "tokens must be not empty"),
-        ("seed_intranode_metadata", "tp=[]", "tp must be not empty"),
-        ("seed_intranode_metadata", "tp=['4']", r"tp\[0\]: '4' is not a pair of numbers of ranks"),
-        ("seed_intranode_metadata", "placement=spread", "placement must be one of packed, sides"),
-        ("seed_nixl_staging", "tp=[2to2]", "tp\\[0\\]: '2to2' has equal sides; write unlike ones such as 4to1"),
-        ("seed_nixl_staging", "prompts=[0]", r"prompts\[0\] must be > 0, got 0"),
-        ("seed_mooncake_tcp", "tp=[1to2]", "tp\\[0\\]: '1to2' has unlike sides; write equal ones such as 8to8"),
-        ("seed_symmetric_allgather", "batches=[[]]", "batches\\[0\\] must be not empty"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(experiment: str, word: str, message: str):
-    with pytest.raises(ConfigError, match=rf"experiment\.{message}"):
-        compose([f"experiment={experiment}", f"experiment.{word}"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from experiments.reports.claims import as_rows
 from pdsim.config import Config
 from pdsim.config.compose import compose
 from pdsim.core import plugins
@@ -60,7 +59,7 @@ def measured(seed: str, *words: str) -> Result:
 
 def points(result: Result, claim: str, machine: str, target: str = "model") -> list[dict[str, Any]]:
     """Return what *result* says of *claim* on *machine*, and not what is committed of others; at least one point."""
-    rows = as_rows(result, "Points")
+    rows = result.rows("Points")
     own = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, target)]
     assert own
     return own
@@ -154,7 +153,7 @@ def test_staging_saves_a_descriptor_a_token_and_plane():
         served = effects(result, claim, nixl)
         assert list(served) == ["4toDP4 8 prompts", "4toDP4EP4 8 prompts"]
         assert min(served.values()) > 1.05
-    claims = [row for row in as_rows(result, "Claims") if row["machine"] == nixl]
+    claims = [row for row in result.rows("Claims") if row["machine"] == nixl]
     assert [row["verdict"] for row in claims] == ["holds"] * 4
     assert "4to8 512 tokens" not in handoffs
     assert "hw=8xh20 has too few GPUs for 4to8, left out" in result.notes
@@ -242,4 +241,4 @@ def test_state_and_slices_cost_time():
     result = measured("mori_state", *HOST, "experiment.concurrency=[1]")
     for claim in ("state", "slices"):
         assert list(effects(result, claim, "loopback mooncake_tcp").values()) == [1]
-    assert min(row["times"] for row in as_rows(result, "What it costs")) > 1.0
+    assert min(row["times"] for row in result.rows("What it costs")) > 1.0

@@ -11,13 +11,15 @@ from experiments.serve import ServeOptions, job, run
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
+from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
 from pdsim.serving.settings import Kv, Workload
 from pdsim.sim.model import Model
+from tests.experiments.test_serve_paths import HYBRID
 from tests.support.configs import LLM
-from tests.support.serving import GENERATED, GQA, configured, rows, serve, values
+from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve, values
 
 
 def kinds(result: Result) -> set[str]:
@@ -155,6 +157,9 @@ def test_changes_of_a_hop_that_overlap_are_refused():
         linked(changes)
 
 
+STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=4096)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -166,6 +171,18 @@ def test_changes_of_a_hop_that_overlap_are_refused():
         (
             {"prefill": Side(tp=1, pp=4), "model": GQA},
             "pp=4 over 2 layers: every stage needs at least one; lower pp",
+        ),
+        (
+            {"prefill": Side(tp=2), "model": GQA, "kv": STAGED, "policy": Policy(queues=4, staging=True)},
+            r"kv\.staging_ring=4 KiB holds no chunk of .*; raise kv\.stag",
+        ),
+        (
+            {"prefill": Side(tp=8), "model": HYBRID},
+            r"mamba dimensions \(4,\) over tp=8: tp must divide",
+        ),
+        (
+            {"model": HYBRID, "kv": replace(POOL, window_share=0.01)},
+            r"layers on the prefill side, whose ranks have \d",
         ),
     ],
 )

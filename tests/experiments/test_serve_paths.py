@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pdsim.config import Config
-from pdsim.core.errors import ConfigError
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Hybrid, Llm, Side
 from pdsim.results.record import Result
@@ -140,25 +139,6 @@ def test_what_has_no_staging_slot_goes_in_slices(kv: Kv, path: str):
     result, paths = went(staged(kv=kv, workload=LONG))
     assert path in paths
     assert path == "sliced" or any("went in slices because the staging ring had no" in note for note in result.notes)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            staged(kv=replace(STAGED, staging_ring=4096)),
-            r"kv\.staging_ring=4 KiB holds no chunk of .*; raise kv\.stag",
-        ),
-        (configured(Side(tp=8), model=HYBRID), r"mamba dimensions \(4,\) over tp=8: tp must divide each of them"),
-        (
-            configured(model=HYBRID, kv=replace(POOL, window_share=0.01)),
-            r"layers on the prefill side, whose ranks have \d",
-        ),
-    ],
-)
-def test_what_cannot_be_held_is_refused_before_the_run(config: Config, words: str):
-    with pytest.raises(ConfigError, match=words):
-        serve(config)
 
 
 # --- policies ------------------------------------------------------------------------------------------------------

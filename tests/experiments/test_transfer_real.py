@@ -13,7 +13,7 @@ from experiments.transfer import TransferOptions, run
 from pdsim.config import Config
 from pdsim.core.progress import silent
 from pdsim.transfer.job import Outcome, RankSpec
-from tests.experiments.test_transfer import rows
+from tests.experiments.test_transfer import POINTS
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import MARKED, engine, make_target
 
@@ -31,7 +31,7 @@ def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
 def test_every_slot_arrives_as_it_was_sent(name: str, operation: str, layout: str):
     options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
     result = run(configured(name, **options), make_target(name), silent)
-    assert [(row["verified"], row["status"]) for row in rows(result)] == [("12/12", "ok")]
+    assert [(row["verified"], row["status"]) for row in result.rows(POINTS)] == [("12/12", "ok")]
     assert len(result.transfers) == 6 * 20
     assert all(r.submitted <= r.prepared <= r.posted <= r.completed <= r.seen for r in result.transfers)
     assert {record.engine for record in result.transfers} == {rank.engine for rank in result.outcome.ranks.values()}
@@ -50,5 +50,5 @@ def test_a_killed_rank_ends_its_point_as_peer_lost(name: str, victim: str):
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
     config = configured(name, timeout=8.0, **many)  # rank1 waits so long for the killed rank0
     result = run(config, Killing(), silent)
-    assert [row["status"] for row in rows(result)] == ["PeerLost"]
+    assert [row["status"] for row in result.rows(POINTS)] == ["PeerLost"]
     assert any(failure.startswith(f"{victim}: ") for failure in result.failures)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.validate_live import REST, ValidateLiveOptions, in_turn, single_requests
+from experiments.validate_live import REST, in_turn, single_requests
 from pdsim.cli.main import main
-from pdsim.config import build
-from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
 from pdsim.validation.loads import BOUNDS, SINGLE, compare_files, quantiles
 from pdsim.validation.verdicts import Bound, Class, Compared, by_class, failures, points, tables
@@ -76,18 +74,6 @@ def test_parts_follow_one_another_on_one_deployment():
     assert list(singles) == ["warmup-10", "single-10"]
     requests = in_turn(singles | {"load-1": [Request(0.5, 7, 3)]})
     assert [one.arrival for one in requests] == [0.0, REST, REST + 5.0, 2 * REST + 5.5]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loads": []}, "experiment.loads must be not empty"),
-        ({"bounds": {"ttft": 0.1}}, "experiment.bounds must be one of ttft_p50, .*, got 'ttft'"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str):
-    with pytest.raises(ConfigError, match=message):
-        build(ValidateLiveOptions, options, "experiment")
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
