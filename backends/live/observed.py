@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from backends.live.live_deployment import Served
 from backends.live.routes import RequestRow
@@ -20,18 +21,8 @@ from pdsim.serving.workload import Request
 __all__ = ["FORMATS", "Observed", "read", "served", "trace"]
 
 
-class Observed(NamedTuple):
-    """A request that somebody else measured; times are seconds on the clock of its log."""
-
-    arrival: float
-    input: int  # tokens
-    output: int  # tokens that came
-    first: float | None  # token at the client; None of a request that failed
-    last: float | None
-    gaps: tuple[float, ...] = ()  # between tokens, where the log has them
-    status: str = "ok"
-    prefilled: float | None = None  # when prefill had answered
-    reported: Mapping[str, Any] | None = None  # what else the log says
+Observed = tuple[Request, RequestRow]
+"""A request that somebody else measured; its arrival, too, is in seconds on the clock of its log."""
 
 
 def read(path: Path, kind: str = "") -> list[Observed]:
@@ -48,7 +39,7 @@ def read(path: Path, kind: str = "") -> list[Observed]:
         what = f"--format {kind} is none of these" if kind else f"{path} does not show which of these it is"
         raise ConfigError(f"{what}: {', '.join(FORMATS)}")
     try:
-        observed = sorted(FORMATS[kind][1](text))
+        observed = sorted(FORMATS[kind][1](text), key=lambda one: one[0].arrival)
     except (LookupError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path}: not what {kind} writes ({what}); give the whole of its output") from error
@@ -62,35 +53,31 @@ def trace(observed: list[Observed]) -> str:
 
     Prompts are unknown, so no two share a prefix; a request that failed before its first token asks for one.
     """
-    start = observed[0].arrival
+    requests, _ = _from_the_first(observed)
     names = "timestamp", "input_length", "output_length", "hash_ids"
-    rows = [(round((one.arrival - start) * 1e3, 3), one.input, max(1, one.output), ()) for one in observed]
+    rows = [(round(one.arrival * 1e3, 3), one.input, one.output, ()) for one in requests]
     return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
 
 
 def served(observed: list[Observed], source: str) -> tuple[list[Request], Served]:
     """Return the requests and what became of them, as `backends.live.live_deployment.LiveDeployment.serve` does."""
-    start = observed[0].arrival
-    requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in observed]
-    rows = [
-        RequestRow(
-            prefill=source,
-            decode=source,
-            status=one.status,
-            sent=one.arrival,
-            prefilled=one.prefilled,
-            first=one.first,
-            last=one.last,
-            tokens=one.output,
-            gaps=list(one.gaps),
-            reported=dict(one.reported or {}),
-        )
-        for one in observed
-    ]
+    requests, start = _from_the_first(observed)
+    rows = [replace(row, prefill=source, decode=source) for _, row in observed]
     return requests, Served(start, rows, {source: f"observed:{source}"}, {}, notes=[f"observed, not run: {source}"])
 
 
+def _from_the_first(observed: list[Observed]) -> tuple[list[Request], float]:
+    start = observed[0][0].arrival
+    return [Request(one.arrival - start, one.input, one.output, None) for one, _ in observed], start
+
+
 # --- one reader a log ----------------------------------------------------------------------------------------------
+
+
+def _observed(start: float, given: int, came: int, first: float | None, last: float | None, **row: Any) -> Observed:
+    # *given* and *came* are tokens; one that failed before its first token has asked for one
+    request = Request(start, given, max(1, came), None)
+    return request, RequestRow(**{"status": "ok", **row}, sent=start, first=first, last=last, tokens=came)
 
 
 def _vllm_bench(text: str) -> Iterator[Observed]:
@@ -101,10 +88,10 @@ def _vllm_bench(text: str) -> Iterator[Observed]:
     columns = [log[name] for name in ("start_times", "input_lens", "output_lens", "ttfts", "itls")]
     for start, given, came, ttft, gaps, error in zip(*columns, errors, strict=True):
         if error or not came:
-            yield Observed(start, given, came, None, None, status=f"Error: {error or 'no tokens'}")
+            yield _observed(start, given, came, None, None, status=f"Error: {error or 'no tokens'}")
         else:
             first = start + ttft
-            yield Observed(start, given, came, first, first + sum(gaps), tuple(gaps))
+            yield _observed(start, given, came, first, first + sum(gaps), gaps=gaps)
 
 
 def _aiperf(text: str) -> Iterator[Observed]:
@@ -117,11 +104,11 @@ def _aiperf(text: str) -> Iterator[Observed]:
         given = int(_value(metrics, "input_sequence_length") or 0)
         if record.get("error") or about.get("was_cancelled"):
             why = (record.get("error") or {}).get("message", "cancelled")
-            yield Observed(start, given, 0, None, None, status=f"Error: {why}")
+            yield _observed(start, given, 0, None, None, status=f"Error: {why}")
             continue
         first = start + _seconds(metrics, "time_to_first_token")
         came = int(_value(metrics, "output_sequence_length") or 1)
-        yield Observed(start, given, came, first, start + _seconds(metrics, "request_latency"))
+        yield _observed(start, given, came, first, start + _seconds(metrics, "request_latency"))
 
 
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -139,7 +126,7 @@ def _sglang(text: str) -> Iterator[Observed]:
         record = record.get("meta_info", record)
         start = min(record[key] for key in ("request_received_ts", "prefill_request_received_ts") if key in record)
         prefilled = record.get("prefill_request_finished_ts")
-        yield Observed(
+        yield _observed(
             start,
             int(record["prompt_tokens"]),
             int(record["completion_tokens"]),

@@ -44,20 +44,30 @@ INFO 11-22 11:28:43 [loggers.py:271] Engine 000: Avg prompt throughput: 0.0 toke
 """
 
 
+def read(path: Path):
+    """Return arrival, input, output, first and last token, and status of each request in the log."""
+    return [
+        (one.arrival, one.input, row.tokens, row.first, row.last, row.status) for one, row in observed.read(path)
+    ]
+
+
 def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path: Path):
     (tmp_path / "log").write_text(json.dumps(BENCH))
-    every = observed.read(tmp_path / "log")
-    assert [one[:5] for one in every[:2]] == [(100.0, 10, 2, 100.5, 100.75), (100.5, 20, 3, 100.75, 101.0)]
-    assert (every[2].first, every[2].status) == (None, "Error: Connection reset")
-    rows = [tuple(json.loads(line).values()) for line in observed.trace(every).splitlines()]
+    assert read(tmp_path / "log") == [
+        (100.0, 10, 2, 100.5, 100.75, "ok"),
+        (100.5, 20, 3, 100.75, 101.0, "ok"),
+        (101.0, 30, 0, None, None, "Error: Connection reset"),
+    ]
+    lines = observed.trace(observed.read(tmp_path / "log")).splitlines()
+    rows = [tuple(json.loads(line).values()) for line in lines]
     assert rows == [(0.0, 10, 2, []), (500.0, 20, 3, []), (1000.0, 30, 1, [])]
 
 
 def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path: Path):
     (tmp_path / "log").write_text("".join(json.dumps(record) + "\n" for record in AIPERF))
-    one, two = observed.read(tmp_path / "log")
-    assert one[:5] == (2.0, 100, 5, pytest.approx(2.05), pytest.approx(2.25))
-    assert (two.arrival, two.status) == (3.0, "Error: 503")
+    one, two = read(tmp_path / "log")
+    assert one == (2.0, 100, 5, pytest.approx(2.05), pytest.approx(2.25), "ok")
+    assert two == (3.0, 0, 0, None, None, "Error: 503")
 
 
 @pytest.mark.parametrize(
