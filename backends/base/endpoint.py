@@ -341,6 +341,7 @@ class RealEndpoint(ABC):
     """
 
     kind = ""  # endpoints of different kinds cannot connect
+    proves_quiescence = True  # nobody can see into a network card or shared memory: False there
     options: tuple[str, ...] = ()  # those of `Engine.options` that are no environment variables
     variants: ClassVar[tuple[Any, ...]] = ()  # a `backends.capabilities.Variant` for each backend
 
@@ -435,7 +436,11 @@ class RealEndpoint(ABC):
 
     def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
-        return not half_open()
+        return self.proves_quiescence and not half_open()
+
+    def fileno(self) -> int | None:
+        """Return None: an engine that is a source of the clock has no descriptor, and is polled."""
+        return None
 
     def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""

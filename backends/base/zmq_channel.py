@@ -244,12 +244,26 @@ class ZmqChannel:
             self._inbox.welcome(name)
         self._uris.update(uris)
 
-    def send(self, receiver: str, payload: bytes) -> None:
-        self._send(receiver, payload)
-
-    def tell(self, receiver: str, topic: bytes, payload: bytes) -> None:
-        """Send to who listens to *topic* at *receiver*, past the program."""
-        self._send(receiver, payload, topic)
+    def send(self, receiver: str, payload: bytes, *topic: bytes) -> None:
+        """Send to *receiver*'s program or, with a *topic*, past it to who listens to that."""
+        if len(payload) > LARGEST:
+            raise MessageError(
+                f"a message of {len(payload)} bytes to {receiver}; the channel takes {LARGEST} at most"
+            )
+        if receiver not in self._sockets:
+            if receiver not in self._uris:
+                raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
+            if not self._uris[receiver]:
+                return  # it is gone, and the next incarnation not there yet
+            self._sockets[receiver] = dial(self._context, self._uris[receiver], self._keys, receiver)
+        socket = self._sockets[receiver]
+        if socket is None:
+            return
+        try:
+            socket.send_multipart([payload, *topic], zmq.NOBLOCK)
+        except zmq.Again:  # it is gone, or counts as gone: no later message may overtake this one
+            socket.close(linger=0)
+            self._sockets[receiver] = None
 
     def listen(self, topic: bytes, deliver: Callable[[Message], None]) -> None:
         """Call *deliver* with every message of *topic*, those that came before included.
@@ -262,26 +276,6 @@ class ZmqChannel:
                 deliver(message)
             except MessageError:
                 self.refuse(message.sender)
-
-    def _send(self, receiver: str, *frames: bytes) -> None:
-        if len(frames[0]) > LARGEST:
-            raise MessageError(
-                f"a message of {len(frames[0])} bytes to {receiver}; the channel takes {LARGEST} at most"
-            )
-        if receiver not in self._sockets:
-            if receiver not in self._uris:
-                raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
-            if not self._uris[receiver]:
-                return  # it is gone, and the next incarnation not there yet
-            self._sockets[receiver] = dial(self._context, self._uris[receiver], self._keys, receiver)
-        socket = self._sockets[receiver]
-        if socket is None:
-            return
-        try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:  # it is gone, or counts as gone: no later message may overtake this one
-            socket.close(linger=0)
-            self._sockets[receiver] = None
 
     def receive(self) -> Event:
         if self._inbox.paused and len(self._received) <= QUEUE // 2:

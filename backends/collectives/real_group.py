@@ -355,7 +355,7 @@ class RealGroup:
 
     def _tell(self, note: _Note) -> None:
         for name in self._others:
-            self._groups.channel.tell(name, _TOPIC, _encode(note))
+            self._groups.channel.send(name, _encode(note), _TOPIC)
 
     def _announce(self, call: _Call, refusal: str, done: bool) -> None:
         intent = _Intent(list(self.names), call.number, call.kind, call.size * call.times, refusal, done)

@@ -145,6 +145,7 @@ class MooncakeEndpoint(RealEndpoint):
 
     def start_engine(self) -> str:
         self._transport = declared(self.variants, self.settings.name)[0]
+        self.proves_quiescence = self._transport.proves_quiescence
         options = dict(self.settings.options)
         threads = options.pop("threads", "1")
         if not threads.isdecimal() or int(threads) < 1:
@@ -185,10 +186,6 @@ class MooncakeEndpoint(RealEndpoint):
             self.clock.watch(self)
         devices = transports if self._transport.name == "rdma" else []
         return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
-
-    def inbound_drained(self) -> bool:
-        # a GPU's copies end with their process; nobody can see into an RDMA device
-        return self._transport.proves_quiescence and super().inbound_drained()
 
     def _library(self) -> Any:
         try:
@@ -291,9 +288,6 @@ class MooncakeEndpoint(RealEndpoint):
         for transfer in ended:
             del self._tickets[transfer]
         return ended
-
-    def fileno(self) -> None:
-        return
 
     def busy(self) -> bool:
         return bool(self._tickets)

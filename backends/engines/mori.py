@@ -78,6 +78,7 @@ class MoriEndpoint(RealEndpoint):
     """
 
     kind = "mori"
+    proves_quiescence = False
     options = ("transport",)
     variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
@@ -119,9 +120,6 @@ class MoriEndpoint(RealEndpoint):
         if idle:
             self._sessions.clear()
             del self._engine
-
-    def inbound_drained(self) -> bool:
-        return False
 
     # --- memory and peers ------------------------------------------------------------------------------------------
 
@@ -212,9 +210,6 @@ class MoriEndpoint(RealEndpoint):
         for transfer in tuple(self._posted):
             progressed |= self._look_at(transfer)
         return progressed
-
-    def fileno(self) -> None:
-        return
 
     def busy(self) -> bool:
         return bool(self._posted)

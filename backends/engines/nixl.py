@@ -121,8 +121,8 @@ class NixlEndpoint(RealEndpoint):
         on_gpu = isinstance(self.device, CudaDevice)
         ways = declared(self.variants, self.settings.name)
         wanted = "rdma" if rdma_devices() and not on_gpu else "gpu"  # of `nixl`
-        self._way = way = next((way for way in ways if way.device == wanted), ways[0])
-        self._gpus_only = way.device == "gpu"
+        way = next((way for way in ways if way.device == wanted), ways[0])
+        self._gpus_only, self.proves_quiescence = way.device == "gpu", way.proves_quiescence
         variant, allowed = way.environment, way.allowed
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         self._log: _GpuLog | None = None
@@ -189,10 +189,6 @@ class NixlEndpoint(RealEndpoint):
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
             del self._agent, self._threads
-
-    def inbound_drained(self) -> bool:
-        # GPUs' copies end with their process; nobody sees into shared memory or a card
-        return self._way.proves_quiescence and super().inbound_drained()
 
     # --- memory and peers ------------------------------------------------------------------------------------------
 
@@ -309,9 +305,6 @@ class NixlEndpoint(RealEndpoint):
 
     def poll(self) -> bool:
         return self.busy() and self._progress(bool(self._inbound))
-
-    def fileno(self) -> None:
-        return
 
     def busy(self) -> bool:
         return bool(self._posted or self._inbound)

@@ -26,7 +26,7 @@ from backends.base.zmq_channel import Keys, job_keys
 from backends.emulation.link.emulated_link import DEVICE, EmulatedLink, Lateness, entered, joined
 from backends.jobs.affinity import shares
 from backends.jobs.spawn import Spawn, spawn
-from backends.jobs.supervision import Alive, Done, Go, Line, Message, Moved, Start, WorkerFailed, WorkerReady
+from backends.jobs.supervision import Alive, Done, Go, Line, Message, Moved, Start, WorkerReady
 from pdsim.core import errors
 from pdsim.core.errors import MessageError, PdsimError, PeerLost, TransferError, TransferTimeout
 from pdsim.core.units import positive
@@ -252,8 +252,8 @@ class _ProcessJob:
             for child, message in self._messages(deadline - time.monotonic()):
                 if isinstance(message, WorkerReady):
                     child.uri = message.uri
-                elif isinstance(message, WorkerFailed):
-                    raise _rebuilt(child, message)
+                elif isinstance(message, Done):
+                    raise _rebuilt(child, message.error)
             for child in self._children.values():
                 if child.ended:
                     raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
@@ -325,8 +325,6 @@ class _ProcessJob:
                     if other is not child and other.uri and not other.ended:
                         other.send(Moved(child.name, child.uri))
                 self._release(child)
-            elif isinstance(message, WorkerFailed):
-                child.error = f"{message.kind}: {message.message}"
             elif isinstance(message, Alive) and message.of:
                 self._target.progress(now, message.done, message.of)
         for child in self._children.values():
@@ -352,11 +350,12 @@ class _ProcessJob:
                 self._selector.unregister(child.line.connection)
 
 
-def _rebuilt(child: _Child, message: WorkerFailed) -> PdsimError:
-    kind = getattr(errors, message.kind, None)
-    if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
-        return kind(message.message)
-    return TransferError(f"rank {child.name!r} did not start: {message.kind}: {message.message}{child.tail()}")
+def _rebuilt(child: _Child, error: str) -> PdsimError:
+    name, _, text = error.partition(": ")
+    kind = getattr(errors, name, None)
+    if name in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
+        return kind(text)
+    return TransferError(f"rank {child.name!r} did not start: {error}{child.tail()}")
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the supervisor and its workers: typed msgpack over a socket pair, never pickle.
 
-The order is `Start`, `WorkerReady` or `WorkerFailed`, `Go`, `Alive` and `Moved` as often as need be, and `Done`.
+The order is `Start`, `WorkerReady`, `Go`, `Alive` and `Moved` as often as need be, and `Done`, which
+comes first from a worker that cannot start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdsim.hardware.costs import Collective, Engine
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import plain
 
-__all__ = ["Alive", "Done", "Go", "Line", "Moved", "Start", "WorkerFailed", "WorkerReady", "check_plain"]
+__all__ = ["Alive", "Done", "Go", "Line", "Moved", "Start", "WorkerReady", "check_plain"]
 
 _LENGTH = struct.Struct("<Q")  # ahead of each message
 _LARGEST = 1 << 33  # bytes of a message: a rank's records of twenty million transfers
@@ -71,26 +72,19 @@ class Alive(msgspec.Struct, tag=True):
     of: int = 0
 
 
-class WorkerFailed(msgspec.Struct, tag=True):
-    """Worker to supervisor: not able to start."""
-
-    kind: str  # name of the exception's class
-    message: str
-
-
 class Done(msgspec.Struct, tag=True):
-    """Worker to supervisor: how the program ended."""
+    """Worker to supervisor: how the program ended, or with which *error*, ``"Class: message"``, it did not start."""
 
     value: Any
     error: str
-    engine: str
-    transfers: list[TransferRecord]
-    pools: dict[str, float]  # peak use of each, 0 to 1
-    events: int  # that the clock has processed
-    refused: int  # messages and connections
+    engine: str = ""
+    transfers: list[TransferRecord] = []
+    pools: dict[str, float] = {}  # peak use of each, 0 to 1
+    events: int = 0  # that the clock has processed
+    refused: int = 0  # messages and connections
 
 
-Message = Start | WorkerReady | Go | Moved | Alive | WorkerFailed | Done
+Message = Start | WorkerReady | Go | Moved | Alive | Done
 _Kind = TypeVar("_Kind", Start, Go)
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder(enc_hook=plain).encode

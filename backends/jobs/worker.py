@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
 
-In this order: read ``Start``, make clock, memory, endpoint and channel, say ``WorkerReady`` (or ``WorkerFailed``),
-wait for ``Go``, run the program, say ``Done``, close everything, and leave.  *FD* is a socket to the supervisor.
+In this order: read ``Start``, make clock, memory, endpoint and channel, say ``WorkerReady`` (or ``Done``, with why
+not), wait for ``Go``, run the program, say ``Done``, close everything, leave.  *FD* is a socket to the supervisor.
 What makes times uneven is kept away before the program starts: garbage collection of what libraries have made, naps
 longer than asked for, memory that goes back to the system, and processors that another rank uses.
 """
@@ -26,7 +26,7 @@ from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.real_group import RealGroups
 from backends.emulation.link.emulated_link import see_devices
 from backends.jobs.affinity import QuickProcessor
-from backends.jobs.supervision import Alive, Done, Go, Line, Moved, Start, WorkerFailed, WorkerReady, check_plain
+from backends.jobs.supervision import Alive, Done, Go, Line, Moved, Start, WorkerReady, check_plain
 from backends.registry import load
 from pdsim.core.clock import WallClock
 from pdsim.core.errors import ConfigError, PdsimError, PeerLost
@@ -109,7 +109,7 @@ def main() -> None:
         line.send(WorkerReady(rank.channel.uri))
     except BaseException as error:
         traceback.print_exc()
-        line.send(WorkerFailed(type(error).__name__, str(error)))
+        line.send(Done(None, f"{type(error).__name__}: {error}"))
         _leave(1)
     go = line.wait_for(Go)
     rank.clock.origin = go.origin
