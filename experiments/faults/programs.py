@@ -93,10 +93,7 @@ class _QuietRouter(Router):
             )
 
     def _probe_connected(self, until: float) -> None:
-        prefills, decodes = (
-            [name for name in side if name in self.expected] for side in (self.job.prefills, self.job.decodes)
-        )
-        if self.clock.now >= until or all(self.registry.linked(p, d) for p in prefills for d in decodes):
+        if self.clock.now >= until or all(map(self.registry.formed, self.expected)):
             self._probe()
         else:
             self.clock.call_at(min(self.clock.now + _LOOK, until), self._probe_connected, until)
@@ -110,11 +107,11 @@ class _QuietRouter(Router):
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
             probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
             probe.room = 1 + probe.number + probe.tries * self.count
-            if self.registry.linked(prefill, decode):
+            if self.registry.formed(prefill) and self.registry.formed(decode):
                 self._rooms[probe.room] = probe
                 self._send_out(probe, self.registry.current(prefill), self.registry.current(decode))
             else:
-                probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: they are not connected"
+                probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: one of them is not there"
         self._stop_if_done()
 
 

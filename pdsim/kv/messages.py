@@ -18,7 +18,7 @@ from pdsim.core.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages, Runs
 
-VERSION = 12
+VERSION = 13
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -50,7 +50,7 @@ class RegisterRank(KvMessage, frozen=True):
 
 
 class ConnectPeer(KvMessage, frozen=True):
-    """The bootstrap service to each rank of two instances that have formed: connect to the other one."""
+    """The bootstrap service to each rank of two instances, before their first room: connect to the other one."""
 
     incarnation: str
     peer: str  # the other's incarnation
@@ -66,13 +66,6 @@ class RegisterPool(KvMessage, frozen=True):
     index: int  # of the rank in its group
     layout: KvLayout
     metadata_rows: tuple[int, ...] = AUX_ROWS  # bytes of each row of first-token metadata
-
-
-class Ready(KvMessage, frozen=True):
-    """A rank to its leader, that one to the router: connected, requests may come for these two incarnations."""
-
-    incarnation: str  # of prefill
-    peer: str  # of decode
 
 
 class Ping(KvMessage, frozen=True):

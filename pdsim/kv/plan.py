@@ -441,11 +441,17 @@ def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -
 Connected = TypeVar("Connected")
 
 
+def _call_all(actions: list[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
+
+
 class Peers(Generic[Connected]):
     """The ranks of the other side that a rank writes to or reads from, by the incarnation of their instance.
 
     They are those of *parts*: by index, what this rank exchanges with each.  *made* is called for each rank that is
-    connected, and what it returns is kept.
+    connected, and what it returns is kept.  An instance registers with the first room that needs it, so what is to
+    move may be there before (`wait`).
     """
 
     def __init__(
@@ -460,6 +466,7 @@ class Peers(Generic[Connected]):
         self._parts = parts
         self._made = made
         self._peers: dict[str, dict[int, Connected]] = {}  # by incarnation, then rank index
+        self._waiting: dict[str, list[Callable[[], None]]] = {}  # by incarnation, in order
 
     def __contains__(self, incarnation: str) -> bool:
         """Return whether rooms of *incarnation* may be moved."""
@@ -476,10 +483,20 @@ class Peers(Generic[Connected]):
     def expect(self, incarnation: str) -> None:
         """Expect the ranks of *incarnation*, also if there are none to connect to."""
         self._peers.setdefault(incarnation, {})
+        self._go_on(incarnation)
 
     def drop(self, incarnation: str) -> None:
-        """Forget the ranks of *incarnation*, which is over."""
+        """Forget the ranks of *incarnation*, which is over, and what waits for them: its rooms are aborted."""
         self._peers.pop(incarnation, None)
+        self._waiting.pop(incarnation, None)
+
+    def wait(self, incarnation: str, then: Callable[[], None]) -> None:
+        """Call *then*, from a callback, once `connected`; never if *incarnation* is dropped before."""
+        self._waiting.setdefault(incarnation, []).append(then)
+
+    def _go_on(self, incarnation: str) -> None:
+        if self.connected(incarnation) and (waiting := self._waiting.pop(incarnation, None)):
+            self._rank.clock.call_at(self._rank.clock.now, _call_all, waiting)
 
     def connected(self, incarnation: str) -> bool:
         """Return whether all ranks of *incarnation* that this rank needs are connected."""
@@ -503,3 +520,4 @@ class Peers(Generic[Connected]):
             raise MessageError(f"rank {message.index} of {message.instance} shares nothing with {self._rank.name}")
         peer = self._rank.endpoint.connect(message.address)
         self._peers.setdefault(message.instance, {})[message.index] = self._made(peer, message, part)
+        self._go_on(message.instance)

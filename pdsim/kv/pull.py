@@ -141,10 +141,16 @@ class KvReader:
         return succeeded or self._under_way > 0
 
     def read(self, message: ReadRequest) -> None:
-        """Read a room into its pages.  `TransferDone` follows, at once if its prefill instance is gone."""
+        """Read a room into its pages.  `TransferDone` follows."""
         room = self._rooms[message.room] = _ReadRoom(message)
+        self._begin(room)
+
+    def _begin(self, room: _ReadRoom) -> None:
+        message = room.request
+        if room.failed:
+            return
         if not self.peers.connected(message.prefill):
-            self._fail(room, PeerLost(f"{message.prefill} is gone"), message.prefill)
+            self.peers.wait(message.prefill, lambda: self._begin(room))
             return
         runs = pair(message.source, message.pages)
         state = tuple(map(pair, message.source_state, message.state))
@@ -162,11 +168,13 @@ class KvReader:
     def forget(self, number: int) -> None:
         """Abort room *number*: `RankQuiesced` follows once nothing of it moves into this rank's pages any more."""
         room = self._rooms.get(number)
+        if room is not None:
+            room.failed = True
         if room is None or not room.moving:
             self._rooms.pop(number, None)
             self._quiet(RankQuiesced(number))
         else:
-            room.forgotten = room.failed = True
+            room.forgotten = True
 
     def _connected(self, peer: Peer, register: RegisterPool, part: RankShare) -> _Source:
         path = "grouped" if part.heads is None else "sliced"

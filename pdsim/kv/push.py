@@ -238,7 +238,7 @@ class KvSender:
             if state is None:
                 state = self._rooms[chunk.room] = RoomTransferState(chunk.room)
             state.planned += 1
-            if self._gathers is not None and state.status is not Status.FAILED:
+            if self._gathers is not None:
                 self._ask(state, chunk)
 
     def send(self, chunk: Chunk, seconds: float = 0.0) -> None:
@@ -247,29 +247,35 @@ class KvSender:
         With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is
         computed, at an equal share of that, and `computed` must be called at the end.  Only a callback may call it.
         """
-        state, clock = self._rooms[chunk.room], self._rank.clock
+        state = self._rooms[chunk.room]
         if not seconds:
             state.planned -= 1
         if state.status is Status.FAILED:
             self._settle(state)
             return
-        if chunk.decode not in self.peers:
-            self._break(state, chunk.decode, PeerLost(f"{chunk.decode} is gone"))
-            return
-        state.status = advance(state.status, Status.TRANSFERRING)
         if self._rank.device.holds_bytes:
             self.pool.fill(chunk, metadata=True)
-        writes = self._plan(state, chunk, seconds)
+        self._move(state, chunk, self._rank.clock.now, seconds)
+
+    def _move(self, state: RoomTransferState, chunk: Chunk, begun: float, seconds: float) -> None:
+        if state.status is Status.FAILED:
+            return
+        if not self.peers.connected(chunk.decode):
+            self.peers.wait(chunk.decode, lambda: self._move(state, chunk, begun, seconds))
+            return
+        clock = self._rank.clock
+        state.status = advance(state.status, Status.TRANSFERRING)
+        writes = self._plan(state, chunk, begun + seconds, seconds > 0)
         for write in writes:  # all of them are counted before the first is posted
             state.unfinished += write.count
         for write in writes:
             if seconds:
-                clock.call_at(clock.now + seconds * write.computed, self._put, write)
+                clock.call_at(max(clock.now, begun + seconds * write.computed), self._put, write)
             elif state.asks and write.rows and state.asks.get(write.key, -1) is None:
                 state.parked[write.key] = write
             else:
                 self._put(write)
-        if not writes and not state.unfinished and not seconds:
+        if not writes and not state.unfinished:
             self._conclude(state)
 
     def grant(self, sender: str, message: StagingReply) -> None:
@@ -324,9 +330,9 @@ class KvSender:
     def _connected(self, peer: Peer, register: RegisterPool, part: RankShare) -> DecodePeer:
         return DecodePeer(peer, len(self.peers), self.pool.region, self.layout, register, part, self._policy)
 
-    def _arrival(self, chunk: Chunk, seconds: float) -> Arrival:
-        pages, now = self._pages(chunk), self._rank.clock.now + seconds
-        return Arrival(chunk.decode, chunk.room, self._index, 0, pages, chunk.noticed, chunk.started, now)
+    def _arrival(self, chunk: Chunk, ended: float) -> Arrival:
+        pages = self._pages(chunk)
+        return Arrival(chunk.decode, chunk.room, self._index, 0, pages, chunk.noticed, chunk.started, ended)
 
     def _pages(self, chunk: Chunk) -> int:
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
@@ -345,6 +351,11 @@ class KvSender:
 
     def _ask(self, state: RoomTransferState, chunk: Chunk) -> None:
         # It is asked when the forward begins, so that the answer is here at its end.
+        if state.status is Status.FAILED:
+            return
+        if not self.peers.connected(chunk.decode):
+            self.peers.wait(chunk.decode, lambda: self._ask(state, chunk))
+            return
         rows, _ = self._share(chunk)
         for target in self.peers.of(chunk.decode).values():
             size = target.block(rows, self._limit)
@@ -353,15 +364,15 @@ class KvSender:
                 request = StagingRequest(chunk.decode, chunk.room, self._index, chunk.index, size, targets(rows))
                 self._rank.channel.send(target.peer.name, encode(request))
 
-    def _plan(self, state: RoomTransferState, chunk: Chunk, seconds: float) -> list[Write]:
+    def _plan(self, state: RoomTransferState, chunk: Chunk, ended: float, by_layer: bool) -> list[Write]:
         # Each target's last write says how many writes there were.
-        arrival = self._arrival(chunk, seconds)
+        arrival = self._arrival(chunk, ended)
         if chunk.last:
             state.last = arrival
         rows, finished = self._share(chunk)
         planned: list[Write] = []
         for target in self.peers.of(chunk.decode).values():
-            writes, name = target.writes(chunk, rows, seconds > 0), target.peer.name
+            writes, name = target.writes(chunk, rows, by_layer), target.peer.name
             if not writes:
                 continue
             if writes[-1].path == "control" and target.fallback:
@@ -566,13 +577,11 @@ class KvSender:
             self._rank.channel.send(name, encode(arrival))
 
     def _broken(self, write: Write, error: Any) -> None:
-        self._break(write.room, write.chunk.decode, error)
-
-    def _break(self, state: RoomTransferState, decode: str, error: Exception) -> None:
+        state = write.room
         if state.status is not Status.FAILED:
             self._fail(state)
             state.parked.clear()
-            lost = decode if isinstance(error, PeerLost) else ""
+            lost = write.chunk.decode if isinstance(error, PeerLost) else ""
             self.report(TransferDone(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 

@@ -112,7 +112,7 @@ class DecodeMover(Mover):
         self.receiver = receiver
         engine.handlers |= {
             Offload: engine.current(lambda _, message: self.offload(message)),
-            Abort: lambda _, message: receiver.forget(message.room),
+            Abort: engine.introduced(lambda _, message: receiver.forget(message.room)),
         }
 
     def __len__(self) -> int:

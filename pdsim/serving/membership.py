@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves: the instances that have enrolled, which pairs of them are connected, and what follows from a loss.
+"""Who serves: the instances that have enrolled, which pairs of them were introduced, and what follows from a loss.
 
 An *incarnation* names one run of an instance from its start to its loss, ``"prefill0@2"``: the instance and its
 epoch, which counts how often all of its ranks had enrolled.
@@ -7,12 +7,12 @@ epoch, which counts how often all of its ranks had enrolled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdsim.core.errors import MessageError
-from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, Ready, RegisterRank, RoomLocations, RoomQuery
+from pdsim.kv.messages import ConnectPeer, Gone, KvMessage, KvSpec, RegisterRank, RoomLocations, RoomQuery
 from pdsim.kv.rooms import ExpiringMap
 from pdsim.serving.deployment import Deployment, incarnation_name, instance_of, rank_name
 from pdsim.serving.policies import RoutingQuery, route, router_policy
@@ -54,11 +54,11 @@ class _Instance:
 
 
 class InstanceRegistry:
-    """The instances of *job*, the pairs of them that are connected, and the tokens outstanding at each.
+    """The instances of *job*, the pairs of them that were introduced, and the tokens outstanding at each.
 
-    Life of an instance: ranks `enroll`; the last one forms it, and its ranks connect to those of the other side;
-    pairs are `link`ed as their ranks report; `lose` removes it, and it may form again, of ranks that were started
-    later.  It is *awaited* until it is formed or lost for the first time.
+    Life of an instance: ranks `enroll`, the last one forms it, and it may be chosen; `lose` removes it, and it may
+    form again, of ranks that were started later.  It is *awaited* until it is formed or lost for the first time.
+    The first room of a pair introduces its ranks (`introduce`): decode in SGLang registers with prefill as late.
     """
 
     def __init__(self, job: Deployment) -> None:
@@ -68,13 +68,8 @@ class InstanceRegistry:
         self.awaited = set(self.prefills.names + self.decodes.names)
         self._instances = {name: _Instance(job.grid(name).size) for name in (*job.prefills, *job.decodes)}
         self._spec: tuple[str, KvSpec] | None = None  # of the first that enrolled, who sets them
-        self._links: set[tuple[str, str]] = set()
+        self._introduced: set[tuple[str, str]] = set()  # incarnations of prefill and decode
         self._under_way = dict.fromkeys(self.decodes.names, 0)  # tokens whose KV is not there yet
-
-    @property
-    def connected(self) -> bool:
-        """Whether no instance is awaited and all that are formed are linked."""
-        return not self.awaited and len(self._links) == len(self.prefills.load) * len(self.decodes.load)
 
     def current(self, instance: str) -> str:
         """Return the incarnation that *instance* is in; one of epoch 0 while it is not formed."""
@@ -85,6 +80,10 @@ class InstanceRegistry:
         """Return whether *incarnation* is formed, and neither lost nor replaced."""
         known = self._instances.get(instance_of(incarnation))
         return known is not None and known.formed and incarnation == self.current(instance_of(incarnation))
+
+    def formed(self, instance: str) -> bool:
+        """Return whether *instance* may be chosen: all its ranks have enrolled, and none was lost since."""
+        return self._instances[instance].formed
 
     def side(self, instance: str) -> _Side:
         """Return the side that *instance* is on."""
@@ -113,8 +112,8 @@ class InstanceRegistry:
         known = self._instances[message.instance]
         return known.formed and message.started > known.places.get(message.index, message.started)
 
-    def enroll(self, message: RegisterRank) -> list[tuple[str, ConnectPeer]]:
-        """Give a rank its place; return the `ConnectPeer` messages to send, by rank, if that forms its instance.
+    def enroll(self, message: RegisterRank) -> bool:
+        """Give a rank its place; return whether that forms its instance.
 
         A process older than the one that has the place gets none, nor does one that was started before its instance
         was lost: it was told to end.
@@ -122,51 +121,44 @@ class InstanceRegistry:
         instance = message.instance
         known = self._instances[instance]
         if message.started <= max(known.until, known.places.get(message.index, -1)):
-            return []
+            return False
         known.places[message.index] = message.started
         if len(known.places) < known.size or known.formed:
-            return []
+            return False
         known.formed = True
         known.epoch += 1
-        side = self.side(instance)
-        other = self.decodes if side is self.prefills else self.prefills
-        side.load[instance] = 0
+        self.side(instance).load[instance] = 0
         self.awaited.discard(instance)
-        pairs = [pair for peer in other.load for pair in ((instance, peer), (peer, instance))]
-        return [
-            (rank_name(one, index), ConnectPeer(self.current(one), self.current(peer), start))
-            for one, peer in pairs
-            for index, start in sorted(self._instances[one].places.items())
-        ]
-
-    def link(self, prefill: str, decode: str) -> bool:
-        """Record that these two incarnations are connected; return False if either is over."""
-        if not (self.alive(prefill) and self.alive(decode)):
-            return False
-        self._links.add((instance_of(prefill), instance_of(decode)))
         return True
 
-    def linked(self, prefill: str, decode: str) -> bool:
-        """Return whether these two instances are connected."""
-        return (prefill, decode) in self._links
+    def introduce(self, prefill: str, decode: str) -> Iterator[tuple[str, ConnectPeer]]:
+        """Yield the `ConnectPeer` messages to send, by rank, if these two incarnations have not met."""
+        if (prefill, decode) in self._introduced:
+            return
+        self._introduced.add((prefill, decode))
+        for mine, theirs in ((prefill, decode), (decode, prefill)):
+            instance = instance_of(mine)
+            for index, started in sorted(self._instances[instance].places.items()):
+                yield rank_name(instance, index), ConnectPeer(mine, theirs, started)
 
     def lose(self, instance: str) -> int:
         """Remove *instance*; return when its newest rank was started, in ns, -1 if none has enrolled."""
         self.awaited.discard(instance)
         self.side(instance).load.pop(instance, None)
-        self._links = {link for link in self._links if instance not in link}
+        self._introduced = {pair for pair in self._introduced if instance not in map(instance_of, pair)}
         known = self._instances[instance]
         known.until = max([known.until, *known.places.values()])
         known.places, known.formed = {}, False
         return known.until
 
     def choose(self, room: int, tokens: int = 1, blocks: tuple[int, ...] = ()) -> tuple[str, str] | None:
-        """Return the incarnations of prefill and decode that get *room*; None if no connected pair is left."""
-        prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
-        if not prefills:
+        """Return the incarnations of prefill and decode that get *room*; None if either side has none left."""
+        prefills, decodes = (
+            [name for name in side.names if name in side.load] for side in (self.prefills, self.decodes)
+        )
+        if not (prefills and decodes):
             return None
         prefill = self.prefills.choose(room, prefills, tokens, blocks)
-        decodes = [name for name in self.decodes.names if (prefill, name) in self._links]
         rates = self._job.rates.get(prefill, {})
         decode = self.decodes.choose(room, decodes, tokens, blocks, self._under_way, rates)
         return self.current(prefill), self.current(decode)
@@ -183,7 +175,7 @@ class InstanceRegistry:
 
     def missing(self) -> str:
         """Return which side has no instance."""
-        return "prefill" if not self.prefills.load else "decode" if not self.decodes.load else "connected"
+        return "prefill" if not self.prefills.load else "decode"
 
 
 class Membership:
@@ -193,7 +185,7 @@ class Membership:
     for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or enrolls again: its other ranks are
     told to end, and those of the other side to forget it.
 
-    *changed* is called each time that an instance is connected or lost.  *lost* is called with the incarnation, the
+    *changed* is called each time that an instance is formed or lost.  *lost* is called with the incarnation, the
     reason and whether it was formed, before the other side hears of the loss: what that is asked about rooms must
     reach it first.
     """
@@ -216,11 +208,15 @@ class Membership:
         self._lost = lost
         handlers: dict[type[KvMessage], Handler] = {
             RegisterRank: self._enroll,
-            Ready: self._ready,
             RoomQuery: self._locate,
             Gone: lambda _, message: self.lose_incarnation(message.instance, message.reason),
         }
         process.handlers |= handlers
+
+    def introduce(self, prefill: str, decode: str) -> None:
+        """Have the ranks of two incarnations connect to each other, unless they were told to before."""
+        for name, connect in self.registry.introduce(prefill, decode):
+            self._process.send(name, connect)
 
     def heard(self, rank: str) -> None:
         """Record that a message of *rank* has come."""
@@ -261,14 +257,8 @@ class Membership:
         if self.registry.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self._process.clock.now
-        for name, connect in self.registry.enroll(message):
-            self._process.send(name, connect)
-
-    def _ready(self, _: str, message: Ready) -> None:
-        if self.registry.link(message.incarnation, message.peer):
+        if self.registry.enroll(message):
             self._changed()
-        else:
-            self._process.ignore()
 
     def _locate(self, sender: str, message: RoomQuery) -> None:
         known = {room: where for room in message.rooms if (where := self.directory.get(room)) is not None}
@@ -276,7 +266,7 @@ class Membership:
 
     def _lose(self, instance: str, reason: str) -> None:
         registry, job = self.registry, self._job
-        incarnation, formed = registry.current(instance), instance in registry.side(instance).load
+        incarnation, formed = registry.current(instance), registry.formed(instance)
         until = registry.lose(instance)
         for name in job.ranks(instance):
             self.last_heard.pop(name, None)

@@ -203,7 +203,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._ends = 0.0
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
         worker.launching = self.launching
-        engine.handlers |= {Submit: self._submit, TransferDone: self._sent, Abort: self._abort}
+        engine.handlers |= {Submit: self._submit, TransferDone: self._sent, Abort: engine.introduced(self._abort)}
 
     def begin(self) -> None:
         """Begin to schedule."""
@@ -515,7 +515,8 @@ class PrefillWorker:
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
         engine.works.append(self._worked)
         offload = engine.current(lambda _, message: self.offload(message))
-        engine.handlers |= {Forward: self._forward, Offload: offload, Abort: self._abort}
+        engine.handlers |= {Forward: engine.current(lambda _, message: self.compute(message)), Offload: offload}
+        engine.handlers[Abort] = engine.introduced(lambda _, message: self.mover.sender.abort(message.room))
 
     def _worked(self) -> bool:
         computed, self._computed_one = self._computed_one, False
@@ -604,18 +605,3 @@ class PrefillWorker:
         chunks, last = self._unposted.popleft()
         if not self.engine.has_ended:
             self.engine.guard(self.mover.computed, chunks, last)
-
-    def _forward(self, _: str, message: Forward) -> None:
-        engine = self.engine
-        if message.incarnation == engine.incarnation:  # or its leader is gone, and nobody would end what this begins
-            self.compute(message)
-        elif engine.incarnation:
-            engine.ignore()
-        else:  # where nobody reads from this rank, nobody has waited for it either
-            engine.keep(message)
-
-    def _abort(self, _: str, message: Abort) -> None:
-        if self.engine.early and not self.engine.incarnation:
-            self.engine.keep(message)
-        else:
-            self.mover.sender.abort(message.room)

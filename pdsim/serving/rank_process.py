@@ -33,7 +33,6 @@ from pdsim.kv.messages import (
     Ping,
     Pong,
     RankQuiesced,
-    Ready,
     Refused,
     RegisterPool,
     RegisterRank,
@@ -51,7 +50,6 @@ from pdsim.serving.deployment import (
     ROUTER,
     Deployment,
     epoch_of,
-    incarnation_name,
     index_of,
     instance_of,
     leader,
@@ -385,7 +383,7 @@ class EngineRank(RankProcess):
         self.gather: ForwardGather | None = None  # of a context-parallel rank
         self.followers = [] if index else [rank_name(instance, n) for n in range(1, job.grid(instance).size)]
         self._leader = leader(instance)
-        self.early: list[KvMessage] = []  # of the leader, before this rank knew its incarnation
+        self.early: list[tuple[str, KvMessage]] = []  # with their senders, before this rank knew its incarnation
         self.handlers |= {Gone: self._gone, ConnectPeer: self._connect_peer, Stop: self._stop}
 
     @property
@@ -453,13 +451,24 @@ class EngineRank(RankProcess):
             else:
                 self.ignore()
 
+        return self.introduced(handle)
+
+    def introduced(self, handler: Handler) -> Handler:
+        """Return *handler* of what may overtake the first `ConnectPeer`, as nothing of the router does."""
+
+        def handle(sender: str, message: Any) -> None:
+            if self.incarnation or sender == ROUTER:
+                handler(sender, message)
+            else:
+                self._keep(sender, message)
+
         return handle
 
-    def keep(self, message: KvMessage) -> None:
-        """Handle *message*, of the leader, once this rank knows its incarnation, or never after a deadline."""
+    def _keep(self, sender: str, message: KvMessage) -> None:
+        # It is handled after `ConnectPeer`, or never after a deadline.
         if not self.early:
             self.clock.call_at(self.clock.now + self.job.deadline, lambda _: self.early.clear(), None)
-        self.early.append(message)
+        self.early.append((sender, message))
 
     def end(self, *_: Any) -> None:
         """End this rank in order, and those that follow it."""
@@ -476,8 +485,8 @@ class EngineRank(RankProcess):
         self.peers.add(peer)
         self.mover.peers.connect_peer(peer)
         early, self.early = self.early, []
-        for kept in early:
-            self.handlers[type(kept)]("", kept)
+        for sender, kept in early:
+            self.handlers[type(kept)](sender, kept)
 
     def _drop(self, incarnation: str) -> None:
         self.peers.discard(incarnation)
@@ -518,46 +527,26 @@ class PeerConnector:
     """Connects *engine*, a rank that posts transfers, to the ranks of the other side that register with it.
 
     The router names the incarnations to `connect_peer`, and their ranks send a `RegisterPool` each; either may come
-    first.  *peers* keeps the connections.  Once all ranks of this instance have all to an incarnation, their leader
-    tells the router.  A rank may report that twice, or before its leader knows that incarnation; nothing reported in
-    an earlier epoch of either side counts in a later one.
+    first.  *peers* keeps the connections, and what waits for them.
     """
 
     def __init__(self, engine: EngineRank, peers: Peers[Any]) -> None:
         self._engine = engine
         self._peers = peers
         self._early: dict[str, RegisterPool] = {}  # by sender: of incarnations that this rank is not to know yet
-        self._ready: dict[tuple[str, str], set[int]] = {}  # ranks, by incarnation of this and of the other side
-        self._last_lost: dict[str, int] = {}  # by instance: the last epoch that is known to be over
         engine.handlers[RegisterPool] = self._register
-        if not engine.index:
-            engine.handlers[Ready] = self._count
 
     def connect_peer(self, incarnation: str) -> None:
         """Connect to the ranks of *incarnation* that have registered, and to others as they do."""
-        self._ready = {pair: ranks for pair, ranks in self._ready.items() if pair[0] == self._engine.incarnation}
-        if epoch_of(incarnation) > 1:
-            self._end(incarnation_name(instance_of(incarnation), epoch_of(incarnation) - 1))
         self._peers.expect(incarnation)
         early, self._early = self._early, {}
         for sender, register in early.items():
             self._register(sender, register)
-        self._report(incarnation)
 
     def drop(self, incarnation: str) -> None:
         """Forget the ranks of *incarnation*, and their messages."""
-        self._end(incarnation)
         self._peers.drop(incarnation)
         self._early = {name: register for name, register in self._early.items() if register.instance != incarnation}
-
-    def _end(self, incarnation: str) -> None:
-        if not self._engine.index:
-            instance = instance_of(incarnation)
-            self._last_lost[instance] = max(epoch_of(incarnation), self._last_lost.get(instance, 0))
-            self._ready = {pair: ranks for pair, ranks in self._ready.items() if not self._is_over(pair[1])}
-
-    def _is_over(self, incarnation: str) -> bool:
-        return epoch_of(incarnation) <= self._last_lost.get(instance_of(incarnation), -1)
 
     def _register(self, sender: str, message: RegisterPool) -> None:
         # A rank that is gone is reported to the router; one with a pool of another kind is refused.
@@ -572,27 +561,6 @@ class PeerConnector:
             self._engine.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
         except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
             self._engine.refuse(sender, str(error))
-        else:
-            self._report(message.instance)
-
-    def _report(self, incarnation: str) -> None:
-        if self._peers.connected(incarnation):
-            mine = self._engine.incarnation
-            pair = (mine, incarnation) if self._engine.prefill else (incarnation, mine)
-            self._engine.tell_leader(Ready(*pair))
-
-    def _count(self, sender: str, message: Ready) -> None:
-        # A rank may be connected to that instance before this one is: neither incarnation may be over.
-        engine, mine, other = self._engine, message.incarnation, message.peer
-        if not engine.prefill:
-            mine, other = other, mine
-        if self._is_over(other) or (engine.incarnation and mine != engine.incarnation):
-            engine.ignore()
-            return
-        ranks = self._ready.setdefault((mine, other), set())
-        ranks.add(index_of(sender))
-        if len(ranks) == len(engine.followers) + 1:
-            engine.send(ROUTER, message)
 
 
 def _epochs(message: RegisterPool) -> tuple[int, int]:

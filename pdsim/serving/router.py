@@ -292,8 +292,8 @@ class Router(RankProcess):
     # --- requests ---
 
     def begin(self) -> None:
-        """Let requests arrive, once all instances are connected or lost, or the deadline has passed."""
-        if not self.start and (self.registry.connected or self.clock.now - self._born > self.job.deadline):
+        """Let requests arrive, once all instances are formed or lost, or the deadline has passed."""
+        if not self.start and (not self.registry.awaited or self.clock.now - self._born > self.job.deadline):
             self.start = self.log.start = self.clock.now
             self.arrivals.begin(self.start)
 
@@ -324,6 +324,7 @@ class Router(RankProcess):
         request.expected = request.output if self.job.output_known else tokens // done if done else 0
         self._count(request)
         self._moved = self.clock.now
+        self.membership.introduce(prefill, decode)
         self._pass_on(request, self._send_on)
 
     def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:

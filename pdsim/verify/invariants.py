@@ -168,8 +168,6 @@ class InvariantChecker(Observer):
     def ended(self, rank: str, error: str) -> None:
         """Check that *rank* had a cause to end, if it ended with an *error*."""
         self._gone.add(rank)
-        if not self._stopped:
-            self._leftovers.lost()
         if error and not self._allowed(rank, error, self._now()):
             self._report("I5", f"{rank} ended: {error}")
 

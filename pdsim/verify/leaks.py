@@ -5,9 +5,9 @@ Every dict, list, set and deque that a rank's program and the protocol's objects
 request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is
 no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
 
-Nothing may be left of a room, and nothing may have grown, but tables of peers: once a rank was lost, or connected
-late.  They may name only ranks and instances that there are, each once whichever of its incarnations is meant, and
-keep no more of each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
+Nothing may be left of a room, and nothing may have grown, but tables of peers, which meet when a room joins them.
+They may name only ranks and instances that there are, each once whichever of its incarnations is meant, and keep no
+more of each than an instance has ranks.  No more memory may be registered than at the start, and no tokens
 may be outstanding at an instance, by the router's account.
 """
 
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
 from typing import Any
 
-from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
 __all__ = ["LeakChecker"]
@@ -47,8 +45,6 @@ class LeakChecker:
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
         self._regions: dict[str, int] = {}  # by rank
-        self._lost = False  # a rank has ended, or was connected later than the first request came
-        self._late: set[str] = set()  # ranks without a part in a pair, that heard of it late
         self._began = False
 
     def joined(self, member: Any) -> None:
@@ -59,21 +55,10 @@ class LeakChecker:
             self._before[name] = _census(member)
             self._regions[name] = _regions(member)
 
-    def lost(self) -> None:
-        """Take note that a rank has ended: others remember that, and connect to it again if it restarts."""
-        self._lost = True
-
     def begin(self) -> None:
         """Count what all have, before the first request."""
         if not self._began:
             self._began = True
-            for registry in (member.registry for member in self._members.values() if isinstance(member, Router)):
-                pairs = product(registry.prefills.names, registry.decodes.names)
-                self._lost |= not all(registry.linked(*pair) for pair in pairs)
-                for name, each in self._members.items():
-                    if not isinstance(each, Router):
-                        side = registry.decodes if isinstance(each.worker, PrefillWorker) else registry.prefills
-                        self._late |= {name} if len(each.peers) < len(side.names) else set()
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
@@ -85,7 +70,7 @@ class LeakChecker:
             rooms = [] if path.rpartition(".")[2] in _NUMBERED else _room_numbers(container)
             if grown > 0 and rooms:
                 self._report("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
-            elif grown > 0 and not ((self._lost or name in self._late) and self._is_of_peers(container)):
+            elif grown > 0 and not self._is_of_peers(container):
                 self._report("I8", f"{name}{path} still has {grown} entries when all is over")
         grown = _regions(member) - self._regions.get(name, 0)
         if grown > 0:
@@ -100,7 +85,6 @@ class LeakChecker:
             self._report("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _is_of_peers(self, container: Any) -> bool:
-        # An instance that was lost and has come back is connected anew, so a container of incarnations may grow.
         named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
         if not all(isinstance(name, str) for names in named for name in names):
             return False

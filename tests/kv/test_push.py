@@ -210,24 +210,26 @@ def staging(rank: Rank) -> Program:
         lambda message: reports.append([rank.clock.now, type(message).__name__]),
         Staging(ring=4096, buffer=4096, wait=1.0),
     )
-    sender.peers.connect(decode((yield rank.channel.receive()).payload))
+    for _ in range(2):
+        sender.peers.connect(decode((yield rank.channel.receive()).payload))
 
     do(rank.clock, sender, [[0.1, "expect", *FIRST], [0.2, "grant", 0], [0.3, "send", *FIRST], [0.4, "abort", 7]])
     yield rank.clock.timeout(2.0)
     return reports, len(sender)
 
 
-def be_staged(rank: Rank) -> Program:
+def be_staged(rank: Rank, *, index: int) -> Program:
     """Register a pool of one head and a staging ring."""
     layout = replace(LAYOUT, tp=2)
     rank.endpoint.register(rank.device.allocate(layout.size), REGION)
     rank.endpoint.register(rank.device.allocate(4096), STAGING)
-    rank.channel.send("prefill0.0", encode(RegisterPool("", rank.endpoint.address(), "decode0", 0, layout)))
+    rank.channel.send("prefill0.0", encode(RegisterPool("", rank.endpoint.address(), "decode0", index, layout)))
     yield rank.clock.timeout(2.0)
 
 
 def test_an_aborted_room_whose_gather_fails_is_quiesced():
-    outcome = model({"prefill0.0": ("staging", {}), "decode0.0": ("be_staged", {})}, {})
+    decodes = {f"decode0.{index}": ("be_staged", {"index": index}) for index in range(2)}
+    outcome = model({"prefill0.0": ("staging", {})} | decodes, {}, machine=replace(MACHINE, gpus=3))
     assert outcome.ranks["prefill0.0"].value == [[[0.8, "RankQuiesced"]], 0]
 
 

@@ -36,12 +36,12 @@ from pdsim.kv.rooms import Status
 from pdsim.models.llm import Side
 from pdsim.serving import router
 from pdsim.serving.decode import DecodeScheduler
-from pdsim.serving.deployment import ROUTER, epoch_of, index_of, instance_of
+from pdsim.serving.deployment import epoch_of, index_of, instance_of
 from pdsim.serving.handoff.pull import PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
 from pdsim.serving.membership import Membership
 from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
-from pdsim.serving.rank_process import EngineRank, PeerConnector
+from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
 from pdsim.transfer import Transfer
@@ -332,13 +332,6 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
     raise KeyError(f"ABORT of room {message.room}")
 
 
-def counts_messages(self: Any, _: str, message: Any) -> None:
-    ready = self._ready.setdefault((message.incarnation, message.peer), set())
-    ready.add(len(ready))
-    if len(ready) == len(self._engine.followers) + 1:
-        self._engine.send(ROUTER, message)
-
-
 def gone_by_prefix(self: PrefillScheduler, incarnation: str) -> None:
     for room in [room for room in self.rooms.values() if room.request.decode.startswith(instance_of(incarnation))]:
         self._give_up(room)
@@ -369,13 +362,6 @@ SLOW_WIRE = (
     (scenarios, "_ENGINE", replaced(scenarios._ENGINE, timeout=5.0)),
 )
 """Writes so long that an instance is given up while they are under way."""
-
-
-def overtaken(original: Any, self: Any, rank: str, message: Any) -> None:
-    if message.peer not in self._engine.peers:
-        self._engine.ignore()
-    else:
-        original(self, rank, message)
 
 
 def lose_unnoticed(original: Any, self: Any, *arguments: Any) -> None:
@@ -508,17 +494,17 @@ MUTANTS = (
            ((Queues, "_resume", lambda original, self, number, event:
              (event is None or event.ok) and original(self, number, event)),),
            lambda s: s.job.handoff.queues > 0 and failing(s)),
-    Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
-           ((PeerConnector, "_count", counts_messages),),
-           lambda s: s.job.prefill.size > 1 and delayed(s)),
+    Mutant("Z21", "an instance is connected when the first of its ranks has registered", "I5",
+           ((Peers, "connected", lambda self, incarnation: bool(self.of(incarnation))),),
+           lambda s: s.job.decode.size > s.job.prefill.size and delayed(s)),
     Mutant("Z21b", "the loss of an instance is that of all whose names begin like its own", "I5",
            ((PrefillScheduler, "drop", gone_by_prefix),), lambda s: bool(s.kill), ELEVEN),
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
            ((DecodeScheduler, "fail", frees_slot_at_once),
             (PushDecodeLeader, "forget", lambda self, number:
              number in self.slots.owners and self.slots.release(number))), failing),
-    Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
-           ((PeerConnector, "_count", overtaken),), delayed),
+    Mutant("D1", "what overtakes the first introduction of a rank is lost", "I5",
+           ((EngineRank, "_keep", nothing),), delayed),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            ((KvSender, "_written", read_twice),), failing),
     Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
@@ -564,9 +550,9 @@ MUTANTS = (
     Mutant("S8", "a window begins one token late, for those who write and those who compare", "I2",
            ((pages, "window_span", one_page_late), (contents, "window_span", one_page_late)),
            lambda s: s.job.shape.state.window > 0),
-    Mutant("S10", "an instance that was started again never becomes ready", "I9",
-           ((PeerConnector, "_count", lambda original, self, rank, message:
-             epoch_of(message.incarnation) < 2 and original(self, rank, message)),), both_back),
+    Mutant("S10", "an instance that was started again is never introduced", "I9",
+           ((Membership, "introduce", lambda original, self, *pair:
+             max(map(epoch_of, pair)) < 2 and original(self, *pair)),), both_back),
     Mutant("S11", "the loss of one instance fails the requests of all", "I5",
            ((router.Router, "instance_lost", fails_all),),
            lambda s: bool(s.kill) and s.job.prefill_instances > 1),

@@ -212,7 +212,7 @@ class PullDecodeLeader(DecodeLeader):
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that must not be read
         self._beats = False  # whether a heartbeat is due
         engine.handlers |= {
-            Abort: self._abort,
+            Abort: engine.introduced(self._abort),
             ReadDone: engine.current(lambda _, message: self._take_up(message.room)),
             TransferDone: self._count_read,
         }

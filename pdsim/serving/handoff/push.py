@@ -107,7 +107,7 @@ class PushPrefillLeader(PrefillLeader):
         self._destinations: ExpiringMap[Destination] = ExpiringMap(engine.clock, OVER)  # before their `Submit`
         self._over: ExpiringMap[None] = ExpiringMap(engine.clock, OVER)  # rooms that failed
         self._timers = Timers(engine.clock, scheduler.job.bootstrap_timeout, self._expire)
-        engine.handlers[Destination] = self._destination
+        engine.handlers[Destination] = engine.current(self._destination)
 
     @property
     def open_rooms(self) -> int:
@@ -161,8 +161,7 @@ class PushPrefillLeader(PrefillLeader):
     def _destination(self, _: str, message: Destination) -> None:
         # One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
         room = self._scheduler.rooms.get(message.room)
-        late = message.room in self._over or (room is not None and room.state != "waiting")
-        if late or message.incarnation != self._engine.incarnation:
+        if message.room in self._over or (room is not None and room.state != "waiting"):
             self._engine.ignore()
             return
         if room is None:
@@ -200,7 +199,7 @@ class PushDecode(DecodeMover):
         )
         super().__init__(engine, self.kv)
         self.peers = self.fence = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
-        engine.handlers |= {Destination: self._reserve, Arrival: self._arrive}
+        engine.handlers |= {Destination: engine.current(self._reserve), Arrival: self._arrive}
         landing = self.kv.landing
         if landing is not None:
             engine.handlers |= {
@@ -217,8 +216,7 @@ class PushDecode(DecodeMover):
         return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": landing.refused}
 
     def _reserve(self, _: str, message: Destination) -> None:
-        if message.incarnation == self.engine.incarnation:
-            self.kv.reserve(message)
+        self.kv.reserve(message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         # One on the way to an incarnation that is over is left out: nobody would end its rooms here.

@@ -1,0 +1,103 @@
+"""The first room of two instances introduces their ranks; what is there before they are connected waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdsim.kv.messages import ConnectPeer, RegisterPool
+from pdsim.kv.policy import Policy
+from pdsim.models.llm import Side
+from pdsim.serving.rank_process import RankProcess
+from pdsim.serving.workload import Request
+from tests.serving.test_faults import serve
+from tests.serving.test_pull import PULL
+from tests.support.serving import Served, configured
+
+KV = configured().kv
+STAGED = {
+    "kv": replace(KV, staging=True, staging_ring=1 << 20, staging_buffer=1 << 20),
+    "policy": Policy(queues=2, staging=True),
+}
+ONE, LATE = Request(0.0, 100, 4), 0.3
+SIDES = {"prefill": Side(tp=2), "decode": Side(tp=1)}
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, kind: type, receiver: str) -> None:
+    """Have messages of *kind* to ranks whose names end with *receiver* leave `LATE` seconds late."""
+    send: Callable[..., None] = RankProcess.send
+
+    def late(self: RankProcess, receivers: Any, message: Any) -> None:
+        for name in [receivers] if isinstance(receivers, str) else receivers:
+            if isinstance(message, kind) and name.endswith(receiver):
+                self.clock.call_at(self.clock.now + LATE, lambda _, name=name: send(self, name, message), None)
+            else:
+                send(self, name, message)
+
+    monkeypatch.setattr(RankProcess, "send", late)
+
+
+def begun(outcome: Served) -> list[float]:
+    return [record.submitted for rank in outcome.outcome.ranks.values() for record in rank.transfers]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        STAGED,
+        {"kv": replace(KV, layerwise=True)},
+        {"engine": PULL},
+    ],
+    ids=["push", "staged", "layerwise", "pull"],
+)
+def test_what_moves_waits_until_all_ranks_of_the_other_side_are_connected(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+):
+    delay(monkeypatch, RegisterPool, "")
+    outcome = serve([ONE, Request(0.01, 100, 4)], **SIDES, **changes)
+    assert outcome.statuses == ["ok", "ok"]  # contents compared
+    assert min(begun(outcome)) > LATE
+    assert outcome.at_rest("prefill0.0", "decode0.0")
+
+
+@pytest.mark.parametrize("changes", [{}, STAGED, {"engine": PULL}], ids=["push", "staged", "pull"])
+def test_a_room_that_is_given_up_while_it_waits_moves_nothing(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+):
+    delay(monkeypatch, RegisterPool, "")
+    outcome = serve([ONE, Request(0.5, 100, 4)], **SIDES, **changes, leaves=[[0, 0.2]])
+    assert [status.partition(":")[0] for status in outcome.statuses] == ["Aborted", "ok"]
+    assert min(begun(outcome)) > 0.5
+    assert outcome.at_rest("prefill0.0", "decode0.0")
+
+
+@pytest.mark.parametrize("changes", [{}, {"engine": PULL}], ids=["push", "pull"])
+@pytest.mark.parametrize("receiver", ["prefill0.1", "decode0.1"])  # leaders hear it before their first request
+def test_what_overtakes_the_introduction_is_kept(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], receiver: str
+):
+    delay(monkeypatch, ConnectPeer, receiver)
+    outcome = serve([ONE], prefill=Side(tp=2), decode=Side(tp=2), **changes)
+    assert outcome.statuses == ["ok"]
+    assert max(begun(outcome)) > LATE
+    assert outcome.at_rest("prefill0.0", "decode0.0")
+
+
+def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyPatch):
+    sent: list[tuple[str, str]] = []
+    send: Callable[..., None] = RankProcess.send
+
+    def counted(self: RankProcess, receivers: Any, message: Any) -> None:
+        if isinstance(message, ConnectPeer):
+            sent.append((receivers, message.peer))
+        send(self, receivers, message)
+
+    monkeypatch.setattr(RankProcess, "send", counted)
+    sides = {"prefill": Side(tp=1, instances=2), "decode": Side(tp=1, instances=2)}
+    outcome = serve([ONE, ONE], **sides, options={"router": "round_robin"})
+    assert outcome.statuses == ["ok", "ok"]
+    assert len(sent) == 2 * len({(row["prefill"], row["decode"]) for row in outcome.rows})
