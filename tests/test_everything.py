@@ -24,13 +24,6 @@ def test_a_lost_name_is_told(tmp_path, capsys):
     assert "gone: key kv.pages\n" in capsys.readouterr().out
 
 
-def test_a_renamed_name_is_not_gone(tmp_path, monkeypatch):
-    old = tmp_path / "old.txt"
-    old.write_text("key kv.pages\n")
-    monkeypatch.setitem(everything.RENAMED, "key kv.pages", "key kv.page_size")
-    assert everything.compare(old) == 0
-
-
 @pytest.mark.slow
 def test_every_key_takes_a_value_other_than_its_own():
     keys = Keys()

@@ -37,9 +37,6 @@ from tools.refit import WHAT
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 300.0  # seconds of one command
-RENAMED: dict[str, str] = {}
-"""Lines of older lists that have another name now: old line to new line.  ``run --of`` still tries the old one."""
-
 FORMS = ("svg", "pdf", "png")  # of figures
 FOREIGN = {"--save-detailed", "--tensor-parallel-size"}
 """Options of other programs that the help names."""
@@ -114,9 +111,8 @@ def part_of(line: str) -> str:
 def compare(old: Path) -> int:
     """Print what the list in *old* has and this tree has not, and the reverse; return how many names are gone."""
     before, now = set(old.read_text("utf-8").splitlines()), set(listed())
-    moved = {line for line in before - now if RENAMED.get(line) in now}
-    gone = sorted(before - now - moved)
-    for word, lines in (("renamed", sorted(moved)), ("gone", gone), ("new", sorted(now - before))):
+    gone = sorted(before - now)
+    for word, lines in (("gone", gone), ("new", sorted(now - before))):
         print("".join(f"{word}: {line}\n" for line in lines), end="")
     print(f"{len(before)} names before, {len(now)} now, {len(gone)} gone")
     return len(gone)

@@ -73,12 +73,11 @@ class Summary:
 # --- what the files say --------------------------------------------------------------------------------------------
 
 
-def _plain(*names: str, **renamed: str) -> Callable[[Columns], Columns]:
-    def read(table: Columns) -> Columns:
-        kept = {name: table[name] for name in names} | {new: table[old] for new, old in renamed.items()}
-        return {**kept, "seconds": table["latency"] * 1e-3}
-
-    return read
+def _absorb(table: Columns) -> Columns:
+    return {
+        "op": table["op_name"], "dtype": table["bmm_dtype"], "heads": table["num_heads"],
+        "tokens": table["num_tokens"], "seconds": table["latency"] * 1e-3,
+    }  # fmt: skip
 
 
 def _gemm(table: Columns) -> Columns:
@@ -185,7 +184,7 @@ KINDS = (
     Kind("mla_decode_module", ("mla/{engine}/{version}/mla_generation_module_perf.parquet",), ("dtype", "kv_dtype"),
          ("heads", "batch", "context"), _mla, ("batch", "context"), 0.09),
     Kind("mla_absorb", ("mla_bmm/{engine}/{version}/mla_bmm_perf.parquet",), ("op", "dtype"), ("heads", "tokens"),
-         _plain(op="op_name", dtype="bmm_dtype", heads="num_heads", tokens="num_tokens"), ("tokens",), 0.05),
+         _absorb, ("tokens",), 0.05),
     Kind("moe", ("moe/{engine}/{version}/moe_perf.parquet",),
          ("dtype", "distribution", "hidden", "width", "top_k", "experts", "ep"), ("tokens",), _moe, ("tokens",),
          0.11),

@@ -10,74 +10,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from pdsim.calibration.definition import Calibration, drawn, on_host, widening
+from pdsim.calibration.definition import drawn, on_host, widening
 from pdsim.config import Config
 from pdsim.core.units import format_rate, format_size
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
 from pdsim.transfer.log import TransferShape, endpoints, shapes
 
-__all__ = ["Evidence", "HostSpread", "extrapolations", "gather", "host_note", "host_spread"]
+__all__ = ["HostSpread", "extrapolations", "gather", "host_note", "host_spread", "kinds", "texts", "weakest"]
 
 DRAWS = 1000
 """Hosts that `host_spread` draws."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """The sources behind one run; kept in ``run.json`` and printed with every report."""
+def kinds(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the parameters of each kind in *sources*, from the strongest kind to the weakest.
 
-    sources: Mapping[str, str]  # by parameter, such as ``hw.gpu.memory_rate``, the text ``"kind: where from"``
-    calibration: Calibration | None = None  # of the engine, if the run is modelled and has one
-
-    @property
-    def weakest(self) -> str:
-        """The weakest kind of `EVIDENCE`, or ``"none"`` if nothing says where a number comes from."""
-        return max(self.kinds, key=EVIDENCE.index) if self.sources else "none"
-
-    @property
-    def kinds(self) -> dict[str, list[str]]:
-        """The parameters of each kind, from the strongest kind to the weakest."""
-        kinds: dict[str, list[str]] = {kind: [] for kind in EVIDENCE}
-        for parameter, source in self.sources.items():
-            kinds[kind_of(parameter, source)].append(parameter)
-        return {kind: parameters for kind, parameters in kinds.items() if parameters}
-
-    def texts(self, kind: str) -> dict[str, list[str]]:
-        """Return the parameters of *kind* by what their source says, in order."""
-        texts: dict[str, list[str]] = {}
-        for parameter in self.kinds.get(kind, ()):
-            texts.setdefault(self.sources[parameter].partition(":")[2].strip(), []).append(parameter)
-        return texts
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `run.json` keeps."""
-        plain = {"weakest": self.weakest, "sources": dict(self.sources)}
-        return plain | ({"calibration": asdict(self.calibration)} if self.calibration else {})
+    Raise a `ValueError` that names the parameter if a source begins with no kind.
+    """
+    by_kind: dict[str, list[str]] = {kind: [] for kind in EVIDENCE}
+    for parameter, source in sources.items():
+        kind = source.partition(":")[0].strip()
+        if kind not in by_kind:
+            raise ValueError(
+                f"{parameter}: source {source!r} must begin with one of {', '.join(EVIDENCE)} and a colon"
+            )
+        by_kind[kind].append(parameter)
+    return {kind: parameters for kind, parameters in by_kind.items() if parameters}
 
 
-def kind_of(parameter: str, source: str) -> str:
-    """Return the kind in *source*.  Raise a `ValueError` that names *parameter* if it begins with none."""
-    kind = source.partition(":")[0].strip()
-    if kind not in EVIDENCE:
-        raise ValueError(f"{parameter}: source {source!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
-    return kind
+def weakest(sources: Mapping[str, str]) -> str:
+    """Return the weakest kind of `EVIDENCE` in *sources*, or ``"none"`` if there are no sources."""
+    return [*kinds(sources)][-1] if sources else "none"
 
 
-def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidence:
-    """Return the evidence behind a run of *config*."""
+def texts(sources: Mapping[str, str], kind: str) -> dict[str, list[str]]:
+    """Return the parameters of *kind* by what their source says, in order."""
+    by_text: dict[str, list[str]] = {}
+    for parameter in kinds(sources).get(kind, ()):
+        by_text.setdefault(sources[parameter].partition(":")[2].strip(), []).append(parameter)
+    return by_text
+
+
+def gather(config: Config, *, serving: bool, gathering: bool = False) -> dict[str, str]:
+    """Return the sources behind a run of *config* by parameter, such as ``hw.gpu.memory_rate``.
+
+    They are none if nothing says where the numbers of the machine or of the engine come from.
+    """
     modelled = config.target == "model"
     sources: dict[str, str] = {}
     if modelled:
         if not config.hw.sources or not config.backend.sources:
-            return Evidence({})
+            return {}
         sources |= _named("hw", config.hw.sources) | _named("backend", config.backend.sources)
     elif config.target == "live":
-        return Evidence({"latencies": "measured: by this run's client, on the servers that run.json names"})
+        return {"latencies": "measured: by this run's client, on the servers that run.json names"}
     elif config.hw.guest:
         sources["transfers"] = (
             "assumed: timed on emulated processors, which says that bytes arrive and nothing of speed"
@@ -91,7 +81,7 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
         if config.engine.name != "generic":  # which has no numbers of its own
             sources |= _named("engine", config.engine.sources)
         sources["compute"] = _of_compute(config)
-    return Evidence(sources, config.calibration if modelled else None)
+    return sources
 
 
 def _of_compute(config: Config) -> str:

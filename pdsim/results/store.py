@@ -135,7 +135,10 @@ class Run:
         # run.json is last: a reader of it finds the other files
         moved = shapes(result.transfers)
         gathering = any(shape.operation == "all_gather" for shape in moved)
-        proof = evidence.gather(self.config, serving=bool(result.requests), gathering=gathering).as_dict()
+        sources = evidence.gather(self.config, serving=bool(result.requests), gathering=gathering)
+        proof: dict[str, Any] = {"weakest": evidence.weakest(sources), "sources": sources}
+        if sources and self.config.target == "model" and self.config.calibration is not None:
+            proof["calibration"] = asdict(self.config.calibration)
         if spread := evidence.host_spread(self.config, result.transfers):
             proof["hosts"] = asdict(spread)
         ranks = result.outcome.ranks.values() if result.outcome else ()

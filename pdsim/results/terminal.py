@@ -22,11 +22,10 @@ from typing import IO, Any, Self
 
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
-from pdsim.results import schema, store
-from pdsim.results.evidence import Evidence
+from pdsim.results import evidence, schema, store
 from pdsim.results.record import Table
 
-__all__ = ["Progress", "alike", "as_json", "brief_lines", "share", "show", "show_lines", "show_table"]
+__all__ = ["Progress", "alike", "as_json", "brief_lines", "group", "share", "show", "show_lines", "show_table"]
 
 GOAL = 0.99
 """Share of requests that is to meet the SLO."""
@@ -48,8 +47,8 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
         for line in brief_lines(run, folder):
             screen.say(line, styles.get(line.partition(":")[0], ""))
         return
-    proof = Evidence(run["evidence"]["sources"])
-    if proof.sources:
+    sources: dict[str, str] = run["evidence"]["sources"]
+    if sources:
         metrics = {name: metric for name, metric in run["metrics"].items() if not metric["tabled"]}
         rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in metrics.items()]
         if rows:
@@ -58,13 +57,13 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
             used = list(table["columns"]) == ["name", "utilisation"]
             screen.table(_use(table) if used else Table(table["title"], table["columns"], table["rows"]))
     screen.say()
-    if not proof.sources:
+    if not sources:
         screen.say(_NO_EVIDENCE, "red")
     else:
-        for kind, parameters in proof.kinds.items():
+        for kind, parameters in evidence.kinds(sources).items():
             screen.say(f"evidence: {kind} for {', '.join(parameters)}")
-        screen.say(f"weakest evidence: {proof.weakest}:")
-        for text, parameters in proof.texts(proof.weakest).items():
+        screen.say(f"weakest evidence: {kind}:")
+        for text, parameters in evidence.texts(sources, kind).items():
             screen.say(f"  {', '.join(parameters)}: {text}", "dim")
     if calibration := run["evidence"].get("calibration"):
         screen.say(spread(calibration))
@@ -116,12 +115,8 @@ class _Screen:
     def grid(self, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
         # *numeric* columns are to the right
         if self._console is None:
-            lines = [headings, *rows]
-            widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
-            for line in lines:
-                cells = zip(line, widths, numeric, strict=True)
-                padded = (text.rjust(width) if number else text.ljust(width) for text, width, number in cells)
-                self.say("  ".join(padded).rstrip())
+            for line in _aligned([headings, *rows], numeric):
+                self.say(line)
             return
         from rich import box
         from rich.table import Table as Grid
@@ -155,6 +150,14 @@ class _Screen:
             if self._console is not None and width > self._console.width and number:
                 return number
         return len(headings)
+
+
+def _aligned(lines: Sequence[Sequence[str]], numeric: Sequence[bool]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(line, widths, numeric, strict=True)
+        padded = (text.rjust(width) if number else text.ljust(width) for text, width, number in cells)
+        yield "  ".join(padded).rstrip()
 
 
 def _broken(heading: str) -> list[str]:
@@ -359,11 +362,11 @@ def _divided(config: Mapping[str, Any], side: str) -> str:
 
 def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> Iterator[str]:
     """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline."""
-    proof = Evidence(run["evidence"]["sources"])
+    sources = run["evidence"]["sources"]
     metrics = {name: metric["value"] for name, metric in run["metrics"].items()}
     shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _PHASES}
     most = max(shares, key=lambda name: shares[name])
-    if not proof.sources:
+    if not sources:
         yield _NO_EVIDENCE
     elif "ttft_p50_s" in metrics:
         yield from (note for note in run["notes"] if note.startswith("load: "))
@@ -376,8 +379,8 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     yield from (f"failed: {failure}" for failure in failures[:3])
     if len(failures) > 3:
         yield f"... and {len(failures) - 3} more: -v"
-    if proof.sources:
-        yield _evidence(proof, most)
+    if sources:
+        yield _evidence(sources, most)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
     yield from (note for note in run["notes"] if " has no effect on " in note)  # what was typed in vain
@@ -398,6 +401,15 @@ def share(value: float) -> str:
     return f"{percent:.1f} %" if percent >= 10 or not percent else f"{percent:.2g} %"
 
 
+def group(name: str) -> str:
+    """Return *name* with ``*`` for its numbers: the name of all that are alike.
+
+    >>> group("node0.gpu3.hbm")
+    'node*.gpu*.hbm'
+    """
+    return re.sub(r"\d+", "*", name)
+
+
 def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     """Return *used*, shares by name, those whose names differ in numbers only as one, most used first.
 
@@ -406,7 +418,7 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     """
     groups: dict[str, list[str]] = {}
     for name in used:
-        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+        groups.setdefault(group(name), []).append(name)
     rows = []
     for pattern, names in groups.items():
         shares = [used[name] for name in names]
@@ -462,31 +474,29 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
     else:
         table = run["tables"][0]
         rows = [list(table["columns"]), *([cell(value) for value in row] for row in table["rows"][:_MOST])]
-        widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
         yield table["title"]
-        for row in rows:
-            yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        yield from _aligned(rows, [True] * len(rows[0]))
         left = len(table["rows"]) - _MOST
     if left > 0:
         yield f"... and {left} more: -v"
 
 
-def _evidence(proof: Evidence, most: str) -> str:
+def _evidence(sources: Mapping[str, str], most: str) -> str:
     # The parameter that is named is one that the phase which took *most* time depends on, if any, and of those one
     # that was measured elsewhere: it says the most.
-    keys = proof.kinds[proof.weakest]
-    borrowed = [key for key in keys if proof.sources[key].partition(": ")[2].startswith("measured on ")]
+    kind, keys = list(evidence.kinds(sources).items())[-1]
+    borrowed = [key for key in keys if sources[key].partition(": ")[2].startswith("measured on ")]
     begins = (*_RESTS_ON.get(most, ()), "compute", "backend.intra", "backend")
     key = next((key for begin in begins for key in (*borrowed, *keys) if key.startswith(begin)), keys[0])
-    text = proof.sources[key].partition(":")[2].strip()
+    text = sources[key].partition(":")[2].strip()
     text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom
     short = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}..."
     more = f"; {len(keys) - 1} more: -v" if len(keys) > 1 else ""
     are = "are" if key.endswith("s") and "." not in key else "is"
-    trust = _TRUST[proof.weakest]
-    if proof.sources.get("transfers", "").startswith("measured") and proof.weakest != "measured":
+    trust = _TRUST[kind]
+    if sources.get("transfers", "").startswith("measured") and kind != "measured":
         trust = "transfers are measured, the rest is estimated"
-    return f"evidence: {trust}: {key} {are} {proof.weakest} ({short}{more})"
+    return f"evidence: {trust}: {key} {are} {kind} ({short}{more})"
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> list[str]:

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from pdsim.calibration.definition import Calibration
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError, PeerLost
 from pdsim.results import store
@@ -42,8 +44,10 @@ def test_runs_that_start_together_leave_the_same_bytes(config):
     assert all(content(one) == content(other) for other in others)
 
 
-def test_a_real_run_records_its_date_and_duration(tmp_path):
-    about = store.load(Run(make_config(tmp_path, target="real")).finish(make_result()))
+def test_a_real_run_records_its_date_and_duration_and_a_modelled_one_its_calibration(tmp_path):
+    real = make_config(tmp_path, target="real", calibration=Calibration(name="mine"))
+    about, modelled = (store.load(Run(c).finish(make_result())) for c in (real, replace(real, target="model")))
+    assert ("calibration" in about["evidence"], modelled["evidence"]["calibration"]["name"]) == (False, "mine")
     assert about["started"].startswith("20")
     assert about["wall_seconds"] >= 0
 

