@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -97,9 +97,9 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 }  # fmt: skip
 
 
-def listed(parts: Iterable[str] = PARTS) -> list[str]:
-    """Return the lines of *parts* of the list, sorted."""
-    return sorted({line for part in parts for line in PARTS[part]()})
+def listed() -> list[str]:
+    """Return the lines of the list, sorted."""
+    return sorted({line for part in PARTS.values() for line in part()})
 
 
 def part_of(line: str) -> str:

@@ -256,13 +256,13 @@ def _columns(path: Path) -> Columns:
 # --- grids ---------------------------------------------------------------------------------------------------------
 
 
-def compact(kind: Kind, columns: Columns, version: str = "", seed: int = 0) -> tuple[Grid, Summary]:
+def compact(kind: Kind, columns: Columns, version: str = "") -> tuple[Grid, Summary]:
     """Return the grid of *kind* for the rows of *columns*, with as few sizes as its bound allows, and its errors."""
     keys, axes, values = _dense(kind, columns)
     known = ~np.isnan(values)
     disturbed = known & (np.abs(values - _around(axes, values)) > DISTURBED) & kind.noisy
     whole = _rising(kind, _smooth(kind, axes, _filled(values)))
-    chooses = np.random.default_rng(seed).random(values.shape) < 0.5
+    chooses = np.random.default_rng(0).random(values.shape) < 0.5
     kept = _chosen(kind, axes, values, whole, known & chooses & ~disturbed)
     cells = np.ix_(range(len(keys)), *kept)
     thin = whole[cells]

@@ -3,7 +3,8 @@
 
 With one count alone the cost of a call and of a descriptor are one number, with one size alone the cost of a
 descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  Repeats
-within a job share whatever made its host slow: several jobs are run, the geometric mean of their medians counts.
+within a job share whatever made its host slow: several jobs are run, the geometric mean of their medians counts, so
+that a job which is slow by a factor counts for the factor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +26,7 @@ from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
 
 __all__ = [
-    "Cell", "Floor", "Sample", "Samples", "floor", "from_transfers", "grid", "mean", "read", "reads", "repeats",
+    "Cell", "Floor", "Sample", "Samples", "floor", "from_transfers", "grid", "read", "reads", "repeats",
     "write", "write_points",
 ]  # fmt: skip
 
@@ -107,7 +109,7 @@ def _sample(label: str, flows: Sequence[Sequence[float]], jobs: Sequence[Sequenc
     return Sample(
         pattern=match["pattern"],
         flows=len(flows),
-        seconds=mean(per_job) if len(jobs) > 1 else per_job[0],
+        seconds=geometric_mean(per_job) if len(jobs) > 1 else per_job[0],
         low=low,
         high=high,
         repeats=len(every),
@@ -181,15 +183,6 @@ class Floor:
     apart: float  # median distance of a job's median from the mean of the others
     median: float  # of the absolute error that is left
     p95: float  # its 95th percentile
-
-
-def mean(medians: Sequence[float]) -> float:
-    """Return the geometric mean of the *medians* of jobs: a job that is slow by a factor counts for the factor.
-
-    >>> round(mean([1.0, 4.0]), 9)
-    2.0
-    """
-    return float(np.exp(np.mean(np.log(medians))))
 
 
 def floor(points: Iterable[Sequence[float]]) -> Floor | None:

@@ -263,7 +263,6 @@ class OperatorForward:
     launch_factor: float = 1.0  # of eager launches and of *prompt_host*
     graph_tokens: int = 0  # of an iteration that is launched as one
     scale: float = 1.0
-    even: bool = False  # whether tokens are spread over experts evenly, instead of independently of each other
     _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
 
     @cached_property
@@ -495,13 +494,11 @@ class OperatorForward:
         roof = self.kernels.roof(name, model.name)
         tile, columns = roof.cut(routed / model.experts)
         size = 1 if narrow else 2
-        work = grouped(routed, hit, model.hidden, width, size, tile, columns, self.peaks.processors, self.even)
+        work = grouped(routed, hit, model.hidden, width, size, tile, columns, self.peaks.processors, even=False)
         return roof.seconds(work, self.peaks, narrow, model.experts)
 
     def _hit(self, tokens: int) -> float:
         model = self.model
-        if self.even:
-            return min(model.experts, tokens * model.experts_per_token)
         return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
 
     def _absorb(self, tokens: int) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
         values = tuple(value.value for value in same)
         if len(same) == len(runs):
             several = len(values) > 1 and min(values) > 0
-            means.append(replace(same[0], value=samples.mean(values), per_job=values) if several else same[0])
+            means.append(replace(same[0], value=geometric_mean(values), per_job=values) if several else same[0])
     return means
 
 
