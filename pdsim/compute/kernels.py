@@ -3,8 +3,7 @@
 
 Each operator has a `Roof`: a constant, and the norm of three times, those of its arithmetic, its bytes and its tiles
 (`pdsim.compute.tiles`).  Rates are shares of the hardware's own, so that numbers of one GPU say something of
-another.  `kernel_fit` beside
-this module finds them; their errors are in the file that it writes, and `forward` adds them up.
+another.  `pdsim.calibration.kernels` finds them, and `forward` adds them up.
 """
 
 from __future__ import annotations

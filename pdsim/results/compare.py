@@ -7,9 +7,7 @@ evidence no number is given.  People see units; plain data has base units.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import isfinite
@@ -17,7 +15,8 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from pdsim.config import Config
+from pdsim.config import Config, hints_of
+from pdsim.config.keys import dataclasses_in
 from pdsim.core import units
 from pdsim.core.errors import ConfigError
 from pdsim.results import schema
@@ -147,10 +146,8 @@ def _format(key: str) -> Callable[[float], str] | None:
     # The unit is the parser in the annotation of the field at the dotted key.
     hint: Any = Config
     for name in key.split("."):
-        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
-        if inner is None:
-            return None
-        hint = typing.get_type_hints(inner, include_extras=True).get(name)
+        inner = dataclasses_in(hint)
+        hint = hints_of(inner[0]).get(name) if inner else None
     return next((_FORMATS[each] for each in getattr(hint, "__metadata__", ()) if each in _FORMATS), None)
 
 

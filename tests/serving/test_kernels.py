@@ -224,7 +224,7 @@ def test_the_shipped_profile_says_what_was_measured():
     apart = [abs(timed(kernels, row, gpu) / row["seconds"] - 1) for row in steps if row["model"] == "qwen3-8b"]
     assert len(apart) == 18
     assert np.median(apart) < 0.05
-    assert gather(config, serving=True).sources["compute"].startswith("measured: 2 x NVIDIA H200")
+    assert gather(config, serving=True)["compute"].startswith("measured: 2 x NVIDIA H200")
 
 
 def test_another_day_is_foreseen():
