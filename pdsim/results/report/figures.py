@@ -394,14 +394,14 @@ def _of_claims(run: KeptRun) -> list[Figure]:
     return [claims(texts, points)]
 
 
-def claims(texts: Mapping[str, str], points: Iterable[Mapping[str, Any]]) -> Figure:
+def claims(texts: Mapping[str, str], points: Iterable[Mapping[str, Any]], chosen: Sequence[str] = ()) -> Figure:
     """Return the figure of a reproduced report: every claim in a row, simulated at the left, measured at the right.
 
     *points* are mappings with claim, machine, target, at, before, after and unit; *texts* say each claim.
     """
     rows = list(points)
     panels: list[Panel] = []
-    for claim in dict.fromkeys(row["claim"] for row in rows):
+    for claim in chosen or dict.fromkeys(row["claim"] for row in rows):
         mine = [row for row in rows if row["claim"] == claim]
         factor, unit = _UNITS.get(mine[0]["unit"], (1.0, "")) if mine else (1.0, "")
         values = [row[side] * factor for row in mine for side in ("before", "after") if row[side]]
