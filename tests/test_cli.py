@@ -140,7 +140,7 @@ run backend=mori -> backend=mori runs on amd machines, hw=8xh20 is nvidia; leave
 run hw.nic.count=0 backend=mooncake -> moves bytes over rdma, but hw=8xh20 has no network cards
 run workload.rate=2 -> workload.rate=2.0 has no effect on embedded arrivals; choose workload=poisson, or
 run workload=poisson workload.cv=3 -> has no effect on poisson arrivals; choose workload=gamma, or
-run workload=smoke workload.trace=x -> workload.rate=6.0 has no effect on a trace; leave it out, and
+run workload=smoke workload.trace=x -> workload.trace=x has requests of its own, and workload.arrivals=poisson gen
 run target=real hw=loopback backend.options.thread=4 -> backend.options.thread is not an option of backend=mooncake_t
 run target=real -> target=real on hw=8xh20 needs 8 nvidia GPUs, but
 run target=real hw=loopback backend=mooncake_nvlink -> moves bytes over nvlink, but hw=loopback has no
@@ -164,7 +164,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once(pdsim_says):
     assert [line.split(";")[0] for line in err.splitlines()] == [
         "pdsim: unknown key hw.gpuss",
         "pdsim: unknown key kv.pol",
-        "pdsim: slo.ttft must be > 0, got 0.0",
+        "pdsim: slo.ttft must be > 0, got 0",
     ]
 
 

@@ -91,9 +91,13 @@ def test_all_mistakes_are_told_at_once_one_a_line():
         (
             "model.parameters",
             float("inf"),
-            "model.parameters: inf is not a finite number; write a number or something like 7B or 671e9",
+            "model.parameters: inf is not a finite number; write a number or something like 8k, 7B or 671e9",
         ),
-        ("hw.nic", 3, "hw.nic must have keys of its own (count, rate, latency), got 3"),
+        (
+            "hw.nic",
+            3,
+            "hw.nic must have keys of its own (count, rate, latency), got 3; set one of them, as hw.nic.count=VALUE",
+        ),
         (
             "hw.gpu.memory",
             "80Gb",
@@ -115,12 +119,11 @@ def test_a_value_of_the_wrong_type_has_its_full_key(key, value, message):
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("hw.nic.rate", -1, "hw.nic.rate must be >= 0, got -1.0"),
+        ("hw.nic.rate", -1, "hw.nic.rate must be >= 0, got -1"),
         ("hw.gpus", -1, "hw.gpus must be >= 0, got -1"),
         ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
-        ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
-        ("target", "rael", "target must be one of model, real, live, got 'rael'"),
+        ("backend.timeout", "0s", "backend.timeout must be > 0, got '0s'"),
         ("seed", -1, "seed must be >= 0 and < 9223372036854775808, got -1"),
     ],
 )
@@ -128,6 +131,19 @@ def test_a_value_out_of_range_has_its_key_and_remedy(key, value, rule):
     assert (
         refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("target", "rael", "target must be one of model, real, live, got 'rael'; did you mean real?"),
+        ("hw.gpus", "8k", "hw.gpus must be a whole number, got '8k'; write 8000 or 8192"),
+        ("backend.serial", "70%", "backend.serial must be a finite number, got '70%'; write 0.7"),
+        ("backend.serial", "2x", "backend.serial must be a finite number, got '2x'; write 2"),
+    ],
+)
+def test_what_was_meant_is_asked(key, value, message):
+    assert refusal(Config, changed(CONFIG, key, value)) == message
 
 
 RULES = [

@@ -62,6 +62,7 @@ class Processes:
     # called now and then with the seconds since the start and what a rank has counted
     progress: Callable[[float, int, int], None] = lambda *_: None
     lateness: list[Lateness] = field(default_factory=list)  # of the packet forwarder, in each job so far
+    most_ranks: int = field(default=0, init=False)  # of the jobs so far
 
     def __post_init__(self) -> None:
         positive("Processes", deadline=self.deadline, startup=self.startup, silence=self.silence)
@@ -70,7 +71,12 @@ class Processes:
     @property
     def notes(self) -> list[str]:
         """Notes for readers of the results of the jobs so far."""
-        return [late.complaint for late in self.lateness if late.complaint]
+        ranks, cores = self.most_ranks, len(os.sched_getaffinity(0))
+        crowded = (
+            f"warning: {ranks} processes share {cores} cores, and each spins while it waits, so times include waits "
+            "for a core; use a machine with more cores, or fewer ranks (pdsim list parallel)"
+        )
+        return [*([crowded] if ranks > cores else []), *(late.complaint for late in self.lateness if late.complaint)]
 
     def run(
         self,
@@ -90,6 +96,7 @@ class Processes:
         """
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
+        self.most_ranks = max(self.most_ranks, len(ranks))
         processors, keys = shares(ranks), job_keys(names)
         network = nullcontext() if self.link is None else joined(self.link, self.nodes)
         with _stoppable(), network as link, _ProcessJob(self) as job:

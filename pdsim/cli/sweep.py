@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def sweep(words: Sequence[str]) -> int:
             raise ConfigError("a key has no value; see pdsim sweep --help")
         if searched is None and all(point.config is None for point in points):
             raise ConfigError(points[0].refusal)
+        if searched is None and len(points) == 1 and not (json or quiet):
+            sys.stderr.write("one point only: no key has several values; write KEY=A,B, as workload.rate=1,2\n")
         folder = _folder(points, space, searched, options)
         with only_json(json) as out:
             if (folder / collect.LEDGER).is_file() and not (json or quiet):

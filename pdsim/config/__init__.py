@@ -12,6 +12,7 @@ import json
 import marshal
 import math
 import operator
+import re
 import sys
 import types
 import typing
@@ -172,7 +173,8 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
     """
     if not isinstance(values, Mapping):
         names = ", ".join(each.name for each in fields(cls))  # type: ignore[arg-type]  # typing cannot name them
-        raise ConfigError(f"{at} must have keys of its own ({names}), got {values!r}")
+        way = f"; set one of them, as {at}.{fields(cls)[0].name}=VALUE"  # type: ignore[arg-type]
+        raise ConfigError(f"{at} must have keys of its own ({names}), got {values!r}{way}")
     hints = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     if "sources" in hints:
         values = _gathered(values)
@@ -225,9 +227,9 @@ def convert(hint: Any, value: Any, at: str) -> Any:
         except ValueError as error:
             raise ConfigError(f"{at}: {error}") from error
         if rules and not _holds(rules[-1], made):
-            raise ConfigError(
-                f"{at} must be {rules[-1]}, got {made!r}; leave {at} out to keep what the configuration has"
-            )
+            choices = rules[-1].removeprefix("one of ").split(", ") if rules[-1].startswith("one of ") else ()
+            hint = near(str(value), choices).strip() or _leave_out(at)
+            raise ConfigError(f"{at} must be {rules[-1]}, got {value!r}; {hint}")
         return made
     if origin in (types.UnionType, typing.Union):
         inner = [argument for argument in arguments if argument is not type(None)]
@@ -258,6 +260,10 @@ def _annotated(hint: Any) -> tuple[list[Any], list[str]]:
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
+def _leave_out(at: str) -> str:
+    return f"leave {at} out to keep what the configuration has"
+
+
 def _holds(rule: str, value: Any) -> bool:
     if rule == "not empty":
         return len(value) > 0
@@ -286,7 +292,20 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
     if number and (hint is float or (hint is int and float(value).is_integer())):
         return hint(value)
     rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
-    raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
+    meant = _number_meant(hint, value) if hint in (int, float) else ""
+    raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}{meant}")
+
+
+def _number_meant(hint: type, value: Any) -> str:
+    # ``8k`` is 8000 or 8192, ``70%`` is 0.7, and what is in any other unit is a number without one
+    if not isinstance(value, str) or not (match := re.fullmatch(r"([-+]?\d+\.?\d*) ?(\S*)", value.strip())):
+        return ""
+    number, unit = float(match[1]), match[2]
+    if unit in ("k", "K"):
+        return f"; write {number * 1000:.0f} or {number * 1024:.0f}"
+    if unit == "%":
+        return f"; write {number / 100:g}" if hint is float else ""
+    return f"; write {number:.12g}"
 
 
 @cache
@@ -313,7 +332,7 @@ def _located(message: str, cls: type, at: str) -> str:
         return f"{at}: {message}" if at else message
     key = join(at, name)
     value = owner.partition("=")[1] + owner.partition("=")[2]
-    return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
+    return f"{key}{value} {rest}; {_leave_out(key)}"
 
 
 def join(at: str, name: str) -> str:
@@ -361,7 +380,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     """
     keys = tuple(overridden)
     if "policy" in values:
-        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
+        key = next(iter(values["policy"]), "KEY") if isinstance(values["policy"], Mapping) else "KEY"
+        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy.{key}")
     values, policy = dict(values), {}
     if isinstance(values.get("backend"), Mapping):
         values["backend"] = dict(values["backend"])

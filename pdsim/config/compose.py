@@ -253,11 +253,10 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
         # Hydra takes letters of other alphabets only in quotes
         quoted = not value.isascii() and re.fullmatch(r"[^'\"\\()\[\]{},=]*", value)
         return f"++{key}='{value}'" if quoted else f"++{key}={value}"
-    if value.startswith("["):
-        several = value.strip("[]")
+    if (several := value.strip("[]")) != value and several:
         ways = f"choose one, as in {key}={several.partition(',')[0]}, or run each with pdsim sweep {key}={several}"
         raise ConfigError(f"{word} would mix several files into one; {ways}")
-    if not value:
+    if not several:
         raise ConfigError(f"{word} chooses nothing; there are {', '.join(known[key])}")
     # Hydra takes a bare 1 or true for a number or a truth value, which are the names of no file to it
     return f"{key}='{value}'" if _NOT_TEXT.fullmatch(value) else f"{key}={value}"
@@ -277,7 +276,7 @@ def _hint(word: str, known: Mapping[str, Sequence[str]]) -> str:
 def explain(error: BaseException) -> str | None:
     """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
@@ -296,6 +295,9 @@ def explain(error: BaseException) -> str | None:
         return f"{match[1].lstrip('+')} names several values; pdsim sweep runs one point for each"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {text}; correct it"
+    if match := re.fullmatch(r"(.*?) full_key: (\S+) object_type=\w+", text):  # of OmegaConf
+        what = "it has no value yet" if isinstance(error, MissingMandatoryValue) else match[1]
+        return f"{match[2]}: {what}; write {match[2]}=VALUE, or name another key in full, as ${{kv.page_size}}"
     cause = " ".join(str(error.__cause__).split()) if error.__cause__ is not None else ""
     return f"{text.replace('++', '')}{f' ({cause})' if cause and cause not in text else ''}; see pdsim run --help"
 

@@ -61,11 +61,22 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
     serves = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "SERVES", False)
-    forwards = computing.notes(config) if serves else []
+    lines = [*_uncalibrated(config), *(computing.notes(config) if serves else [])]
     if not options:
-        return forwards
+        return lines
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
-    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)", *forwards]
+    return [f"{named} has no effect on target=model: only the real engine reads options (target=real)", *lines]
+
+
+def _uncalibrated(config: Config) -> Iterator[str]:
+    # Host memory and processors differ more than GPUs: on a busy machine a transfer takes a hundred times as long.
+    hw, backend = config.hw, config.backend
+    if hw.vendor == "cpu" and not hw.guest and config.calibration is None:
+        yield (
+            f"warning: backend={backend.name} is not calibrated on hw={hw.name}, where transfers may take a hundred "
+            f"times as long as predicted; calibrate first: pdsim calibrate target=real hw={hw.name} "
+            f"backend={backend.name} --to own/calibration, then run with --config-dir own"
+        )
 
 
 # --- within one part -----------------------------------------------------------------------------------------------
@@ -130,9 +141,9 @@ def _network_link(link: NetworkLink, nodes: int) -> Iterator[str]:
 def _costs(config: Config) -> Iterator[str]:
     backend, collective = config.backend, config.collective
     if unknown := [vendor for vendor in backend.vendors if vendor not in VENDORS]:
-        yield f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}"
+        yield f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}; write backend.vendors=[nvidia]"
     if backend.intra is None and backend.inter is None:
-        yield f"backend={backend.name} says neither what intra nor what inter costs"
+        yield f"backend={backend.name} has costs neither in backend.intra nor in inter; leave one of them as it is"
     for at in ("intra", "inter"):
         model = getattr(backend, at)
         if model is not None and model.pipelined and not model.overlap:
@@ -151,7 +162,9 @@ def _llm(model: Llm) -> Iterator[str]:
     hybrid = model.hybrid
     if "a" not in hybrid.pattern or set(hybrid.pattern) - set("awm"):
         yield f"model.hybrid.pattern must be of a, w and m with at least one a, got {hybrid.pattern!r}"
-    needed = {"latent_dim": model.latent_dim} if model.attention == "mla" else {}
+    if model.attention == "mla" and not model.latent_dim > 0:
+        yield f"model.latent_dim must be > 0 for attention=mla, got {model.latent_dim}; write model.latent_dim=512"
+    needed: dict[str, float] = {}
     if "w" in hybrid.pattern:
         needed["hybrid.window"] = hybrid.window
     if "m" in hybrid.pattern:
@@ -175,7 +188,8 @@ def _division(parallel: Parallel) -> Iterator[str]:
     for name, side in (("prefill", prefill), ("decode", decode)):
         key, tp = f"parallel.{name}", side.tp
         if tp % side.dp:
-            yield f"{key}.dp must divide tp={tp}, whose ranks it divides among groups, got {side.dp}"
+            fit = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)
+            yield f"{key}.dp must divide tp={tp}, whose ranks it divides among groups, got {side.dp}; use {fit}"
         if side.ep not in (1, tp):
             yield f"{key}.ep must be 1 or tp={tp}, over all of whose ranks experts go, got {side.ep}"
         elif side.ep > 1 and side.pp * side.cp > 1:
@@ -229,7 +243,7 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
     if router and router not in routers:
         yield f"experiment.router={router} is provided by no installed package; {instead(router, routers)}"
     if not config.output:
-        yield "output must name a folder, got ''"
+        yield "output must name a folder, got ''; write output=FOLDER, or leave output out for results"
     if config.target == "live":
         from backends.live.live_deployment import problems
 
@@ -248,7 +262,7 @@ def _general(config: Config, experiment: Any) -> Iterator[str]:
 
 
 def _serving(config: Config) -> Iterator[str]:
-    yield from _workload(config.workload)
+    yield from _workload(config.workload, config.model.context)
     if config.target == "live":
         return  # the servers have their own memory and places
     yield from _placement(config)
@@ -272,7 +286,9 @@ def _engine(config: Config) -> Iterator[str]:
     models = (backend.intra,) if hw.nodes == 1 else (backend.intra, backend.inter)
     for path in sorted({model.path for model in models if model is not None}):
         if path == "nvlink" and (not hw.gpus or hw.interconnect.kind == "none"):
-            lack = "has no GPUs" if not hw.gpus else "has no link between GPUs (hw.interconnect.kind=none)"
+            lack = (
+                "has no GPUs (hw.gpus=0)" if not hw.gpus else "has no link between GPUs (hw.interconnect.kind=none)"
+            )
         elif path == "rdma" and not hw.nic.count:
             lack = "has no network cards (hw.nic.count=0)"
         else:
@@ -351,14 +367,27 @@ _USES = {
 """Which arrivals a key of the workload is for; the others do not look at it."""
 
 
-def _workload(workload: Workload) -> Iterator[str]:
-    arrivals = "embedded" if workload.trace is not None else workload.arrivals
+def _workload(workload: Workload, context: int) -> Iterator[str]:
+    trace, arrivals = workload.trace, workload.arrivals
+    if trace is not None and arrivals != Workload.arrivals:
+        yield (
+            f"workload.trace={trace} has requests of its own, and workload.arrivals={arrivals} generates some; "
+            "leave out workload.trace, or workload=NAME and the keys of generated requests"
+        )
+        return
+    prompt, answer = workload.shared + workload.input_mean, workload.output_mean
+    if arrivals in _GENERATED and prompt + answer > context:
+        yield (
+            f"prompts of {prompt:g} tokens in the mean (workload.input_mean) and answers of {answer:g} "
+            f"(workload.output_mean) exceed model.context={context}; lower them, choose a model with a longer "
+            "context (pdsim list model), or set model.context"
+        )
     for name, uses in _USES.items():
         value = getattr(workload, name)
         if arrivals in uses or value == getattr(Workload, name):
             continue
-        if workload.trace is not None:
-            yield f"workload.{name}={value} has no effect on a trace; leave it out, and any workload=NAME too"
+        if trace is not None:
+            yield f"workload.{name}={value} has no effect on a trace; leave it out"
             continue
         other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
         yield f"workload.{name}={value} has no effect on {arrivals} arrivals; choose workload={uses[0]}, {other}"
@@ -615,7 +644,8 @@ def _beyond(quantity: _Quantity, text: str) -> str:
     assert row is not None
     show, meant = _KINDS[quantity.kind].show, _meant(quantity, text)
     return (
-        f"{quantity.key}={show(quantity.value)} is not plausible, expected {show(row[1])} to {show(row[3])}; "
+        f"{quantity.key}={text if re.search('[a-zA-Z]', text) else show(quantity.value)} is not plausible, expected "
+        f"{show(row[1])} to {show(row[3])}; "
         + (f"did you mean {meant}? Correct it, " if meant else "correct it, ")
         + "or set check.plausible=false to take it as it is"
     )

@@ -30,7 +30,9 @@ _TIME = {"": Fraction(1), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3
     "ns": Fraction(1, 10**9),
 }
 _FLOPS = {f"{prefix}FLOPS": Fraction(factor) for prefix, factor in _DECIMAL.items()} | {"": Fraction(1)}
-_FREQUENCY = dict.fromkeys(("", "/s", "req/s"), Fraction(1))
+_FREQUENCY = dict.fromkeys(("", "/s", "req/s", "rps", "qps"), Fraction(1)) | dict.fromkeys(
+    ("/min", "req/min", "rpm"), Fraction(1, 60)
+)
 _COUNT = {
     "": Fraction(1),
     "k": Fraction(10**3),
@@ -84,11 +86,11 @@ def parse_flops(text: float | str) -> float:
 
 def parse_count(text: float | str) -> float:
     """Return a number of things that come in billions, such as parameters.  Raise a `ValueError` otherwise."""
-    return float(_parse(text, _COUNT, "number", "a number or something like 7B or 671e9"))
+    return float(_parse(text, _COUNT, "number", "a number or something like 8k, 7B or 671e9"))
 
 
 def parse_frequency(text: float | str) -> float:
-    """Return how many a second.  Raise a `ValueError` for anything but a number, ``4/s`` or ``4req/s``."""
+    """Return how many a second.  Raise a `ValueError` for anything but a number, ``4req/s`` or ``240/min``."""
     return float(_parse(text, _FREQUENCY, "number a second", "something like 4 or 4req/s"))
 
 

@@ -91,7 +91,7 @@ def _all(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tup
         )
         return RequestTable.of(sessions(workload, starts, seed, context)), ()
     if workload.trace is None and workload.arrivals != "embedded":
-        return _generate(workload, seed, context), ()
+        return _generate(workload, seed, context)
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
     requests = read_trace(path, context)
     if workload.jitter == "auto":
@@ -145,6 +145,7 @@ def read_trace(path: Path, context: int) -> Iterator[Request]:
 
 def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
     parse = origin = previous = None
+    count = 0
     for number, line in enumerate(file, start=1):
         text, where = line.strip(), f"{path}:{number}"
         if not text:
@@ -165,12 +166,13 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
         if wrong:
             raise ConfigError(f"{where}: {wrong}; correct or delete the line")
         if given + wanted > context:
+            cut = f"cut the trace before this line with workload.count={count}" if count else "delete the line"
             raise ConfigError(
                 f"{where}: {given} + {wanted} tokens exceed model.context={context}; choose a model with a longer "
-                f"context, set model.context, or cut the trace before this line with "
-                f"workload.count={number - (2 if parse is _azure else 1)}"
+                f"context, set model.context, or {cut}"
             )
         previous = time
+        count += 1
         origin = time if origin is None else origin
         yield Request(time - origin, given, wanted, None, hash_ids)
 
@@ -245,14 +247,20 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
 # --- generated -----------------------------------------------------------------------------------------------------
 
 
-def _generate(workload: Workload, seed: int, context: int) -> RequestTable:
+def _generate(workload: Workload, seed: int, context: int) -> tuple[RequestTable, tuple[str, ...]]:
     # The tail of a log-normal has no end, the model's context has: what exceeds it is taken from the input.
     arrivals = _arrivals(workload, seed)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
     wanted = lengths(outputs, len(arrivals), workload.output_mean, workload.output_cv)
-    given = lengths(inputs, len(arrivals), workload.input_mean, workload.input_cv)
+    prompts = lengths(inputs, len(arrivals), workload.input_mean, workload.input_cv)
     wanted = np.minimum(wanted, context - 1)
-    return RequestTable(arrivals, np.minimum(given, context - wanted), wanted)
+    given = np.minimum(prompts, context - wanted)
+    cut = int(np.sum(given < prompts))
+    note = (
+        f"warning: {cut} of {len(given)} prompts were cut to model.context={context}: their mean is "
+        f"{given.mean():.0f} tokens, with workload.input_mean={workload.input_mean:g}"
+    )
+    return RequestTable(arrivals, given, wanted), (note,) if cut else ()
 
 
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:

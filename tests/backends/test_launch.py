@@ -64,6 +64,14 @@ def test_ranks_agree_on_the_origin_and_are_children(processes):
     assert same == too
 
 
+def test_ranks_beyond_the_cores_are_noted(processes, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    only(processes, programs.sleep, seconds=0.0)
+    assert processes.notes == []
+    processes.run([spec(name, programs.sleep, seconds=0.0) for name in "ab"])
+    assert [note[:36] for note in processes.notes] == ["warning: 2 processes share 1 cores, "]
+
+
 def test_memory_that_a_rank_has_freed_stays_with_it(processes):
     assert only(processes, programs.use_memory_again, rounds=20).value < 20
 

@@ -13,7 +13,7 @@ import pytest
 from pdsim.core.errors import ConfigError
 from pdsim.serving.data.generate import lines
 from pdsim.serving.settings import Workload
-from pdsim.serving.workload import Request, load
+from pdsim.serving.workload import Request, draw, load
 
 CONTEXT = 131_072
 
@@ -98,6 +98,18 @@ def test_a_request_beyond_the_models_context_says_how_to_go_on(tmp_path: Path):
     with pytest.raises(ConfigError, match=r":2: 4000 \+ 97 tokens exceed model.context=4096; .*workload.count=1$"):
         load(workload, 0, 4096)
     assert len(load(replace(workload, count=1), 0, 4096)) == 1
+    with pytest.raises(ConfigError, match=r":2: .* or delete the line$"):
+        load(trace(tmp_path, "", mooncake(0, 5000)), 0, 4096)
+
+
+def test_prompts_that_are_cut_to_the_context_are_noted():
+    workload = Workload(arrivals="poisson", count=100, input_mean=3000.0)
+    assert draw(workload, 0, CONTEXT).notes == ()
+    drawn = draw(workload, 0, 4096)
+    cut = sum(request.input + request.output == 4096 for request in drawn.requests)
+    (note,) = drawn.notes
+    assert note.startswith(f"warning: {cut} of 100 prompts were cut to model.context=4096: their mean is ")
+    assert 10 < cut < 40
 
 
 @pytest.mark.parametrize(("text", "reason"), [("a,b,c", "neither a Mooncake trace"), ("", "has no requests")])

@@ -56,6 +56,12 @@ def test_the_same_command_does_nothing_again(pdsim_says, tmp_path, in_this_proce
     assert {path: path.stat().st_mtime_ns for path in only(tmp_path).glob("*/run.json")} == before
 
 
+def test_a_sweep_of_one_point_says_so(pdsim_says):
+    status, out, err = pdsim_says("sweep", *QUICK, "seed=1")
+    assert (status, "1 points in" in out) == (0, True)
+    assert "one point only: no key has several values; write KEY=A,B, as workload.rate=1,2\n" in err
+
+
 def test_a_sweep_of_which_no_point_can_be_run_is_refused(pdsim_says, tmp_path):
     status, out, err = pdsim_says("sweep", "backend=mori", "seed=1,2")
     assert (status, out) == (2, "")
