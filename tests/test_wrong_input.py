@@ -48,13 +48,13 @@ hw=link hw.link.mtu=100 -> hw.link.mtu must be >= 576 and <= 65000, got 100
 hw=link hw.link.filled=1.5 -> hw.link.filled must be > 0 and <= 1, got 1.5
 output= -> output must name a folder, got ''; write output=FOLDER, or leave output out
 output=/dev/null/x -> output=/dev/null/x: Not a directory; name a folder that can be written to
-experiment.router=random -> must be one of cache_aware, least_tokens, power_of_two, round_robin, transfer_aware, got
+experiment.router=random -> experiment.router=random is provided by no installed package; there are cache_aware,
 "experiment=[]" -> experiment=[] chooses nothing; there are allgather,
-experiment=transfer "experiment.size=[]" -> experiment.size must have one value or more, got none
+experiment=transfer "experiment.size=[]" -> experiment.size must be not empty, got []; leave
 experiment=transfer "experiment.patterns=[pairs:x]" -> 'pairs:x' has a count that it cannot have; write pairs:2
 experiment=transfer experiment.points=/ -> experiment.points=/: Is a directory; name a CSV file of points
-experiment=handoff "experiment.tp=[x]" -> experiment.tp must be of pairs such as 1to2, got 'x'
-experiment=faults "experiment.without=[noise]" -> experiment.without names 'noise'; there are delays,
+experiment=handoff "experiment.tp=[x]" -> 'x' is not a pair of numbers of ranks; write one such as 1to2
+experiment=faults "experiment.without=[noise]" -> got 'noise'; did you mean nodes?
 experiment=faults experiment.seed=-4 -> experiment.seed must be >= 0, got -4; leave experiment.seed out
 seed=9223372036854775808 -> seed must be >= 0 and < 9223372036854775808, got 9223372036854775808
 hw.interconnect.kind=nvswitch -> must be one of switch, mesh, none, got 'nvswitch'; did you mean switch?

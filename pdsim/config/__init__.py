@@ -12,7 +12,6 @@ import json
 import marshal
 import math
 import operator
-import re
 import sys
 import types
 import typing
@@ -28,7 +27,7 @@ from pdsim.compute.forward import Compute
 from pdsim.config.computing import AUTO, chosen
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
-from pdsim.core.units import Seconds, is_number, parse_time
+from pdsim.core.units import Seconds, instead_of, is_number, parse_time
 from pdsim.hardware.costs import Collective, Engine, EngineModel, Jitter, OptionCosts
 from pdsim.hardware.machine import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
@@ -61,7 +60,7 @@ class Launch:
 class Check:
     """Guards that can be left out."""
 
-    plausible: bool = True  # refuse quantities that nothing has: `pdsim.config.rules.BOUNDS`
+    plausible: bool = True  # refuse quantities that nothing has: `pdsim.config.quantities.BOUNDS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,20 +291,8 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
     if number and (hint is float or (hint is int and float(value).is_integer())):
         return hint(value)
     rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
-    meant = _number_meant(hint, value) if hint in (int, float) else ""
+    meant = instead_of(value, whole=hint is int) if hint in (int, float) and isinstance(value, str) else ""
     raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}{meant}")
-
-
-def _number_meant(hint: type, value: Any) -> str:
-    # ``8k`` is 8000 or 8192, ``70%`` is 0.7, and what is in any other unit is a number without one
-    if not isinstance(value, str) or not (match := re.fullmatch(r"([-+]?\d+\.?\d*) ?(\S*)", value.strip())):
-        return ""
-    number, unit = float(match[1]), match[2]
-    if unit in ("k", "K"):
-        return f"; write {number * 1000:.0f} or {number * 1024:.0f}"
-    if unit == "%":
-        return f"; write {number / 100:g}" if hint is float else ""
-    return f"; write {number:.12g}"
 
 
 @cache

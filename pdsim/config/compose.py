@@ -169,7 +169,7 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
     Raise a `ConfigError` with a line for each mistake.
     """
     from pdsim import config as schema
-    from pdsim.config import rules
+    from pdsim.config import quantities, rules
     from pdsim.models import huggingface
 
     for word in words:
@@ -180,7 +180,7 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
     if isinstance(model, Mapping) and {"id", "path"} & set(model):
         values = {**values, "model": huggingface.expanded(model)}
     config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
-    rules.check_quantities(config, values, leaves(ready(words)))
+    quantities.check(config, values, leaves(ready(words)))
     rules.check(config)
     return config
 

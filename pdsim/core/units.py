@@ -115,6 +115,23 @@ def format_time(seconds: float) -> str:
     return _scaled(seconds, ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
 
 
+def instead_of(text: str, *, whole: bool = False) -> str:
+    """Return what to write instead of *text*, a number with a unit where none belongs; nothing if it is none.
+
+    >>> instead_of("8k", whole=True), instead_of("70%"), instead_of("2x"), instead_of("fast")
+    ('; write 8000 or 8192', '; write 0.7', '; write 2', '')
+    """
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return ""
+    number, unit = float(match[1]), match[2]
+    if unit in ("k", "K"):
+        return f"; write {number * 1000:.0f} or {number * 1024:.0f}"
+    if unit == "%":
+        return "" if whole else f"; write {number / 100:g}"
+    return f"; write {number:.12g}"
+
+
 def is_number(text: str) -> bool:
     """Return whether *text* alone is a number to Python, infinities and NaN included; one with a unit is none."""
     try:
