@@ -63,7 +63,7 @@ cache.host=100GB -> cache.host: '100GB' is not a number; write a number or somet
 workload=poisson workload.count=1k -> workload.count must be a whole number, got '1k'; write 1000 or 1024
 workload.load=70% -> workload.load must be a finite number, got '70%'; write 0.7
 workload.speed=2x -> workload.speed must be a finite number, got '2x'; write 2
-policy.queues=3 -> unknown key policy; it belongs to the backend: set backend.policy.queues
+policy.queues=3 -> unknown key policy; it belongs to the backend: write backend.policy.KEY=VALUE
 """
 
 NONSENSE = """

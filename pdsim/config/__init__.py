@@ -226,8 +226,7 @@ def convert(hint: Any, value: Any, at: str) -> Any:
         except ValueError as error:
             raise ConfigError(f"{at}: {error}") from error
         if rules and not _holds(rules[-1], made):
-            choices = rules[-1].removeprefix("one of ").split(", ") if rules[-1].startswith("one of ") else ()
-            hint = near(str(value), choices).strip() or _leave_out(at)
+            hint = near(str(value), rules[-1].removeprefix("one of ").split(", ")).strip() or _LEAVE_OUT.format(at)
             raise ConfigError(f"{at} must be {rules[-1]}, got {value!r}; {hint}")
         return made
     if origin in (types.UnionType, typing.Union):
@@ -256,11 +255,8 @@ def _annotated(hint: Any) -> tuple[list[Any], list[str]]:
     return [*filter(callable, kinds)], [each for each in kinds if isinstance(each, str)]
 
 
+_LEAVE_OUT = "leave {} out to keep what the configuration has"
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-
-
-def _leave_out(at: str) -> str:
-    return f"leave {at} out to keep what the configuration has"
 
 
 def _holds(rule: str, value: Any) -> bool:
@@ -319,7 +315,7 @@ def _located(message: str, cls: type, at: str) -> str:
         return f"{at}: {message}" if at else message
     key = join(at, name)
     value = owner.partition("=")[1] + owner.partition("=")[2]
-    return f"{key}{value} {rest}; {_leave_out(key)}"
+    return f"{key}{value} {rest}; {_LEAVE_OUT.format(key)}"
 
 
 def join(at: str, name: str) -> str:
@@ -367,8 +363,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     """
     keys = tuple(overridden)
     if "policy" in values:
-        key = next(iter(values["policy"]), "KEY") if isinstance(values["policy"], Mapping) else "KEY"
-        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy.{key}")
+        raise ConfigError("unknown key policy; it belongs to the backend: write backend.policy.KEY=VALUE")
     values, policy = dict(values), {}
     if isinstance(values.get("backend"), Mapping):
         values["backend"] = dict(values["backend"])
