@@ -7,6 +7,7 @@ receiver that does not read.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sized
 from itertools import count
 from math import inf, nextafter
@@ -100,7 +101,7 @@ class ScheduledArrivals:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.passed = 0  # how many of them the rank has acted upon, or will
+        self.passed = 0  # how many of them have come
         self.acted = 0.0  # when it acts upon the last of those
 
 
@@ -142,23 +143,19 @@ class HostLatency:
         """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
         self._catch_up(now)
         self._coming.remove(series)
-        while series.passed < count:
-            self._act(series)
+        for at in series.times[series.passed : count]:
+            series.acted = self._acts_at(at)
         return series.acted
 
     def _catch_up(self, now: float) -> None:
-        while True:
-            first, at = None, now
-            for series in self._coming:
-                if series.passed < len(series.times) and series.times[series.passed] < at:
-                    first, at = series, series.times[series.passed]
-            if first is None:
-                return
-            self._act(first)
-
-    def _act(self, series: ScheduledArrivals) -> None:
-        series.acted = self._acts_at(series.times[series.passed])
-        series.passed += 1
+        due: list[tuple[float, int]] = []
+        for place, series in enumerate(self._coming):
+            end = bisect_left(series.times, now, series.passed)
+            due += [(at, place) for at in series.times[series.passed : end]]
+            series.passed = end
+        due.sort()
+        for at, place in due:
+            self._coming[place].acted = self._acts_at(at)
 
 
 class Inbox:
