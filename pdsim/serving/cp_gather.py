@@ -58,7 +58,7 @@ class ForwardGather:
         contents.gathered = self._keeps
 
     def open(self) -> Program:
-        """Reserve the symmetric pool if there is to be one, and have the ranks meet: before the first request."""
+        """Reserve the symmetric pool if there is to be one, and gather once: before the first request."""
         if self.memory != "plain":
             try:
                 yield self._group.reserve(self._pool)

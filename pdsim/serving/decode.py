@@ -66,7 +66,7 @@ class DecodeRequest(Room):
                       |                                                             |   ^
                     fail                                                      preempt   resume
                       v                                                             v   |
-                   failed --quiet (nothing of it moves on any rank)--> over        preempted
+                   failed --quiesced (nothing of it moves on any rank)--> over        preempted
 
     The scheduler notices, joins, preempts and resumes between two steps.  Times are seconds on the clock.
     """
@@ -177,7 +177,7 @@ class DecodeLeader(HandoffLeader):
         """Take note that a room which had no pages is given up."""
 
     def failed(self, room: DecodeRequest) -> None:
-        """Have *room* given up on both sides: its pages are in quarantine until every rank is quiet about it."""
+        """Have *room* given up on both sides: its pages are in quarantine until every rank has quiesced it."""
 
     def forget(self, number: int) -> None:
         """Give back what this part has of a room that failed, and of which nothing moves any more."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves: the instances that have enrolled, which pairs of them were introduced, and what follows from a loss.
+"""Who serves: the instances that have registered, which pairs of them were introduced, and what follows from a loss.
 
 An *incarnation* names one run of an instance from its start to its loss, ``"prefill0@2"``: the instance and its
-epoch, which counts how often all of its ranks had enrolled.
+epoch, which counts how often all of its ranks had registered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Side:
 
 @dataclass(slots=True)
 class _Instance:
-    """The ranks of an instance that have enrolled."""
+    """The ranks of an instance that have registered."""
 
     size: int
     places: dict[int, int] = field(default_factory=dict)  # start of each rank, in ns
@@ -56,7 +56,7 @@ class _Instance:
 class InstanceRegistry:
     """The instances of *job*, the pairs of them that were introduced, and the tokens outstanding at each.
 
-    Life of an instance: ranks `enroll`, the last one forms it, and it may be chosen; `lose` removes it, and it may
+    Life of an instance: ranks `register`, the last one forms it, and it may be chosen; `lose` removes it, and it may
     form again, of ranks that were started later.  It is *awaited* until it is formed or lost for the first time.
     The first room of a pair introduces its ranks (`introduce`): decode in SGLang registers with prefill as late.
     """
@@ -67,7 +67,7 @@ class InstanceRegistry:
         self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
         self.awaited = set(self.prefills.names + self.decodes.names)
         self._instances = {name: _Instance(job.grid(name).size) for name in (*job.prefills, *job.decodes)}
-        self._spec: tuple[str, KvSpec] | None = None  # of the first that enrolled, who sets them
+        self._spec: tuple[str, KvSpec] | None = None  # of the first that registered, who sets them
         self._introduced: set[tuple[str, str]] = set()  # incarnations of prefill and decode
         self._under_way = dict.fromkeys(self.decodes.names, 0)  # tokens whose KV is not there yet
 
@@ -82,7 +82,7 @@ class InstanceRegistry:
         return known is not None and known.formed and incarnation == self.current(instance_of(incarnation))
 
     def formed(self, instance: str) -> bool:
-        """Return whether *instance* may be chosen: all its ranks have enrolled, and none was lost since."""
+        """Return whether *instance* may be chosen: all its ranks have registered, and none was lost since."""
         return self._instances[instance].formed
 
     def side(self, instance: str) -> _Side:
@@ -112,7 +112,7 @@ class InstanceRegistry:
         known = self._instances[message.instance]
         return known.formed and message.started > known.places.get(message.index, message.started)
 
-    def enroll(self, message: RegisterRank) -> bool:
+    def register(self, message: RegisterRank) -> bool:
         """Give a rank its place; return whether that forms its instance.
 
         A process older than the one that has the place gets none, nor does one that was started before its instance
@@ -142,7 +142,7 @@ class InstanceRegistry:
                 yield rank_name(instance, index), ConnectPeer(mine, theirs, started)
 
     def lose(self, instance: str) -> int:
-        """Remove *instance*; return when its newest rank was started, in ns, -1 if none has enrolled."""
+        """Remove *instance*; return when its newest rank was started, in ns, -1 if none has registered."""
         self.awaited.discard(instance)
         self.side(instance).load.pop(instance, None)
         self._introduced = {pair for pair in self._introduced if instance not in map(instance_of, pair)}
@@ -182,8 +182,8 @@ class Membership:
     """Keeps the registry of instances for *process*, the router, and declares instances lost.
 
     SGLang runs this beside its router, as the bootstrap server.  An instance is lost if a rank of it has been silent
-    for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or enrolls again: its other ranks are
-    told to end, and those of the other side to forget it.
+    for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or registers again: its other ranks
+    are told to end, and those of the other side to forget it.
 
     *changed* is called each time that an instance is formed or lost.  *lost* is called with the incarnation, the
     reason and whether it was formed, before the other side hears of the loss: what that is asked about rooms must
@@ -207,7 +207,7 @@ class Membership:
         self._changed = changed
         self._lost = lost
         handlers: dict[type[KvMessage], Handler] = {
-            RegisterRank: self._enroll,
+            RegisterRank: self._register,
             RoomQuery: self._locate,
             Gone: lambda _, message: self.lose_incarnation(message.instance, message.reason),
         }
@@ -246,7 +246,7 @@ class Membership:
         else:
             self._process.ignore()
 
-    def _enroll(self, sender: str, message: RegisterRank) -> None:
+    def _register(self, sender: str, message: RegisterRank) -> None:
         # A rank that has a place already was started again: its instance is lost first, with all its other ranks.
         # One that cannot serve with the others is refused.
         try:
@@ -257,7 +257,7 @@ class Membership:
         if self.registry.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self._process.clock.now
-        if self.registry.enroll(message):
+        if self.registry.register(message):
             self._changed()
 
     def _locate(self, sender: str, message: RoomQuery) -> None:

@@ -111,7 +111,7 @@ class PrefillRequest(Room):
           |                  |                  |                      pull: kept --read--> over
           +------ fail ------+------ fail ------+                              |                 |
                              v                                               revoke -> revoked --+
-                          failed --quiet (nothing of it moves on any rank)--> over
+                          failed --quiesced (nothing of it moves on any rank)--> over
 
     It waits until its KV has somewhere to go; pushed, that is its *destination*.  Times are seconds on the clock.
     """

@@ -357,7 +357,7 @@ class InstanceScheduler(Generic[AnyRoom, AnyPages, AnyHandoff]):
 
 
 class EngineRank(RankProcess):
-    """A rank of an instance, the *index*-th: enrolls with the router, and ends with its instance.
+    """A rank of an instance, the *index*-th: registers with the router, and ends with its instance.
 
     *mover*, *worker* and *scheduler* are its parts.  They are given this rank, register in `handlers` the messages
     that they take, and are set before it runs.
@@ -392,7 +392,7 @@ class EngineRank(RankProcess):
         return cast("LinkTraffic", self.rank.device.traffic)  # type: ignore[attr-defined]
 
     def run(self) -> Program:
-        """As `RankProcess.run`, after enrolling."""
+        """As `RankProcess.run`, after registering."""
         self.mover.begin()
         if self.scheduler is not None:
             self.scheduler.begin()

@@ -230,7 +230,7 @@ def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63wha
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def enroll(instance: str, index: int, started: int = 0, page_size: int = 16) -> RegisterRank:
+def register(instance: str, index: int, started: int = 0, page_size: int = 16) -> RegisterRank:
     return RegisterRank(instance, index, started, KvSpec(page_size, "bf16"))
 
 
@@ -240,24 +240,24 @@ def registry(ranks: int) -> InstanceRegistry:
 
 def test_a_newer_incarnation_replaces_and_an_older_does_not():
     table = registry(1)
-    table.enroll(enroll("prefill0", 0, 5))
-    assert [table.replaces(enroll("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
+    table.register(register("prefill0", 0, 5))
+    assert [table.replaces(register("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
     assert table.lose("prefill0") == 5
-    table.enroll(enroll("prefill0", 0, 6))
+    table.register(register("prefill0", 0, 6))
     assert table.current("prefill0") == "prefill0@2"
 
 
 def test_a_rank_that_was_told_to_end_gets_no_place():
     table = registry(2)
-    table.enroll(enroll("prefill0", 0, 5))
+    table.register(register("prefill0", 0, 5))
     assert table.lose("prefill0") == 5
     for index, started in ((1, 4), (1, 7)):  # the first was on the way when its instance was given up
-        table.enroll(enroll("prefill0", index, started))
+        table.register(register("prefill0", index, started))
         assert not table.alive("prefill0@1")
-    table.enroll(enroll("prefill0", 0, 6))
+    table.register(register("prefill0", 0, 6))
     assert table.alive("prefill0@1")
 
 
 def test_a_rank_without_a_place_is_refused():
     with pytest.raises(MessageError, match="rank 2 of prefill0 has no place; there are prefill0 of 2, decode0 of 1"):
-        registry(2).check(enroll("prefill0", 2))
+        registry(2).check(register("prefill0", 2))

@@ -1,4 +1,4 @@
-"""The pulled handoff: contents, leases, and readers and lenders that end, on the model in exact times."""
+"""The pulled handoff: contents, leases, and readers and sources that end, on the model in exact times."""
 
 from __future__ import annotations
 

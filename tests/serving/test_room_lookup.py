@@ -15,19 +15,19 @@ from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 
 
 class Bench:
-    """A finder whose questions are answered *after* some seconds from what *incarnations* says then."""
+    """A room lookup whose questions are answered *after* some seconds from what *incarnations* says then."""
 
     def __init__(self, after: float = 0.25) -> None:
         self.clock = Clock()
         self.asked: list[tuple[float, tuple[int, ...]]] = []
-        self.found: list[tuple[float, int, str]] = []
+        self.located: list[tuple[float, int, str]] = []
         self.lost: list[tuple[float, int]] = []
         self.known: dict[int, str] = {}
         self.after = after
         self.lookup = RoomLookup(
             self.clock,
             self.ask,
-            lambda request: self.found.append((self.clock.now, request.room, request.prefill)),
+            lambda request: self.located.append((self.clock.now, request.room, request.prefill)),
             lambda request: self.lost.append((self.clock.now, request.room)),
         )
 
@@ -52,7 +52,7 @@ def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
         bench.add(0.1 * room, room)
     bench.clock.run()
     assert bench.asked == [(0.1, (1,)), (0.35, (2, 3))]
-    assert bench.found == [(0.35, 1, "prefill0d1@1"), (0.6, 2, "prefill0d0@1"), (0.6, 3, "prefill0d1@1")]
+    assert bench.located == [(0.35, 1, "prefill0d1@1"), (0.6, 2, "prefill0d0@1"), (0.6, 3, "prefill0d1@1")]
     assert len(bench.lookup) == 0
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_room_is_asked_for_again_and_holds_up_no_other():
     bench.take(0.3, 1, "prefill0d1@1")
     bench.clock.run()
     assert bench.asked == [(0.0, (1,)), (0.25, (2,)), (0.5, (1,))]  # when the question before is answered
-    assert bench.found == [(0.5, 2, "prefill0d0@1"), (0.75, 1, "prefill0d1@1")]
+    assert bench.located == [(0.5, 2, "prefill0d0@1"), (0.75, 1, "prefill0d1@1")]
 
 
 def test_a_room_that_stays_unknown_is_given_up_at_the_first_answer_after_the_limit():
@@ -74,7 +74,7 @@ def test_a_room_that_stays_unknown_is_given_up_at_the_first_answer_after_the_lim
     bench.clock.call_at(0.1, bench.lookup.drop, 2)  # and is not asked for again
     bench.clock.run()
     ((at, room),) = bench.lost
-    assert (room, bench.found) == (1, [])
+    assert (room, bench.located) == (1, [])
     assert PATIENCE <= at < PATIENCE + RETRY + 0.25 + 1e-9
     assert len(bench.asked) == pytest.approx(PATIENCE / (RETRY + 0.25), abs=1)
     assert len(bench.lookup) == 0

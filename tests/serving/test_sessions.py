@@ -68,11 +68,11 @@ def test_a_session_that_outgrows_the_context_begins_anew():
 def test_a_cache_has_what_the_turns_repeat():
     requests = load(SESSIONS, 0, MODEL.context)
     result = serve(SESSIONS, cache=Cache(prefill=True))
-    counted, found = hit_share(requests), values(result)["prefix_hit_prefill"]
+    counted, hit = hit_share(requests), values(result)["prefix_hit_prefill"]
     assert counted is not None
     # answers are not computed by prefill, and a page that is not full is not cached
     lost = 24 * (16 + max(request.output for request in requests)) / sum(request.input for request in requests)
-    assert counted - lost <= found <= counted
+    assert counted - lost <= hit <= counted
 
 
 def test_a_ramp_brings_as_many_requests_as_its_rate():

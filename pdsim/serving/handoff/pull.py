@@ -57,7 +57,7 @@ class PullPrefillLeader(PrefillLeader):
 
     When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease`
     seconds since the answer or the last `Renew`; then the request fails.  The pages of a room that is revoked, by
-    the router or by the end of its lease, are in quarantine until decode collects it or a fence proves that it reads
+    the router or by the end of its lease, are in quarantine until decode has read it or a fence proves that it reads
     nothing.
     """
 
@@ -69,7 +69,7 @@ class PullPrefillLeader(PrefillLeader):
         self._leases = Timers(engine.clock, scheduler.job.engine.lease, self._lease_ends)
         self._fence = mover.fence
         self._fence.free = self._return
-        engine.handlers |= {ReadDone: self._collected, Renew: engine.current(self._renew)}
+        engine.handlers |= {ReadDone: self._read_done, Renew: engine.current(self._renew)}
 
     def drop(self, incarnation: str) -> None:
         rooms = [number for number, room in self._kept.items() if room.request.decode == incarnation]
@@ -157,7 +157,7 @@ class PullPrefillLeader(PrefillLeader):
                 self._leases.drop(number)
                 self._leases.add(number)
 
-    def _collected(self, _: str, message: ReadDone) -> None:
+    def _read_done(self, _: str, message: ReadDone) -> None:
         room = self._kept.get(message.room)
         if room is None or message.incarnation != self._engine.incarnation:
             self._engine.ignore()
@@ -213,7 +213,7 @@ class PullDecodeLeader(DecodeLeader):
         self._beats = False  # whether a heartbeat is due
         engine.handlers |= {
             Abort: engine.introduced(self._abort),
-            ReadDone: engine.current(lambda _, message: self._take_up(message.room)),
+            ReadDone: engine.current(lambda _, message: self._noticed(message.room)),
             TransferDone: self._count_read,
         }
 
@@ -222,11 +222,11 @@ class PullDecodeLeader(DecodeLeader):
         return len(self._sources) + len(self._asked) + len(self._nbytes)
 
     def drop(self, incarnation: str) -> None:
-        # Pages of failed rooms come back when the reads into them have settled.
+        # Pages of failed rooms come back when the reads into them are quiesced.
         for room in [room for room in self._scheduler.rooms.values() if room.request.prefill == incarnation]:
             self._scheduler.fail(room)
         for number in [number for number, room in self._unseen.items() if room.request.prefill == incarnation]:
-            self._take_up(number)
+            self._noticed(number)
 
     def submitted(self, request: Submit) -> bool:
         assert request.source is not None
@@ -260,7 +260,7 @@ class PullDecodeLeader(DecodeLeader):
 
     def notice(self, number: int) -> None:
         if number in self._unseen:
-            self._take_up(number)
+            self._noticed(number)
 
     def unadmitted(self, number: int) -> None:
         self._over.set(number, None)
@@ -306,9 +306,9 @@ class PullDecodeLeader(DecodeLeader):
             self._give_back(self._sources.pop(message.room), self._nbytes.pop(message.room))
             self._unseen[message.room] = room
             if self._scheduler.job.engine.noticed == "decode":
-                self._take_up(message.room)
+                self._noticed(message.room)
 
-    def _take_up(self, number: int) -> None:
+    def _noticed(self, number: int) -> None:
         room = self._unseen.pop(number, None)
         if room is None:
             self._engine.ignore()

@@ -2,7 +2,7 @@
 """Push: prefill writes each chunk into pages that decode has reserved, as soon as it is computed (SGLang).
 
 =====================  =====================================================================================
-`Submit`               router to both leaders; rooms meet by their number, whichever side hears first
+`Submit`               router to both leaders; a room is known by its number, whichever side hears first
 `Destination`          decode leader to prefill leader: here are the pages, and a row for metadata
 `Arrival`              with each write, prefill rank to decode rank; `TransferDone` goes to the decode leader
 `TransferDone`         prefill leader to router: all of it is written
@@ -200,20 +200,20 @@ class PushDecode(DecodeMover):
         super().__init__(engine, self.kv)
         self.peers = self.fence = PeerFence(engine, self.kv.pool, self.kv.writers, self.kv.sever)
         engine.handlers |= {Destination: engine.current(self._reserve), Arrival: self._arrive}
-        landing = self.kv.landing
-        if landing is not None:
+        staging = self.kv.landing
+        if staging is not None:
             engine.handlers |= {
                 StagingRequest: engine.current(self.kv.ask),
-                StagingRelease: lambda _, message: landing.give_back(message),
+                StagingRelease: lambda _, message: staging.give_back(message),
             }
 
     def report(self) -> dict[str, Any]:
         """Return, of a staging ring, most bytes in slots, bytes held to the end, and how often there was no slot."""
-        landing = self.kv.landing
-        if landing is None:
+        staging = self.kv.landing
+        if staging is None:
             return {}
-        ring = landing.ring
-        return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": landing.refused}
+        ring = staging.ring
+        return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": staging.refused}
 
     def _reserve(self, _: str, message: Destination) -> None:
         self.kv.reserve(message)
