@@ -365,9 +365,7 @@ class OperatorForward:
         kernels, layers = self.kernels, self.model.layers
         mixed = layers - self.shape.dense if self.model.experts else 0
         eager = (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
-        if (
-            self.model.attention == "mla"
-        ):  # its projections, norms and quantisations are a dense layer's launches more
+        if self.model.attention == "mla":  # projections, norms and quantisations: a dense layer's launches more
             eager += layers * kernels.layer_launch
         return self.launch_factor * eager
 

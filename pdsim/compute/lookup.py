@@ -57,9 +57,8 @@ class Lookup:
     heads: int
     kv_heads: int
     imbalance: str = "power_law_1.01"
-    by_heads: bool = (
-        False  # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
-    )
+    # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
+    by_heads: bool = False
     _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
     _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)

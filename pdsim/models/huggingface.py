@@ -251,9 +251,8 @@ def _hybrid(own: Mapping[str, Any], name: str) -> dict[str, Any]:
             "ssm_heads": own["linear_num_value_heads"],
             "ssm_head_elements": own["linear_key_head_dim"] * own["linear_value_head_dim"],
         }
-    if index := own.get(
-        "index_head_dim"
-    ):  # a key in FP8 with a scale of four bytes for each 128, as SGLang keeps it
+    if index := own.get("index_head_dim"):
+        # a key in FP8 with a scale of four bytes for each 128, as SGLang keeps it
         found["index_bytes"] = index + 4 * -(-index // 128)
     return found
 

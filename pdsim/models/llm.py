@@ -67,9 +67,8 @@ class Llm:
     dense_layers: NotNegativeInt = 0  # without experts, of a mixture of experts
     context: PositiveInt = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
-    hf_config: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what config.json says besides, for servers of target=live
+    # what config.json says besides, for servers of target=live
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
