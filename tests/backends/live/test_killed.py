@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,45 +21,17 @@ WORDS = (
     *("run", "-q", "target=live", "hw=loopback", "live.vocabulary=512", "live.warmup=1", f"workload.count={COUNT}"),
     *("workload.rate=40", "workload.input_mean=20", f"workload.output_mean={OUTPUT}", "workload.output_cv=0"),
 )
-KILLS = 10
 LATER = 0.5  # seconds that a client on a busy machine may take from the end of its connection to its journal
 
 
-class Counterpart(threading.Thread):
-    """Streams `OUTPUT` tokens to every request, as OpenAI's API has it; *ended* are the times of the ends seen."""
+async def killed_among(words: list[str], moment: int) -> int:
+    """Serve a run as OpenAI's API has it and kill it when *moment* requests have ended; return how many it must keep."""
+    ended: list[float] = []
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.ended: list[float] = []
-        self.ready = threading.Event()
-        self.start()
-        assert self.ready.wait(10)
-
-    def run(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.loop.run_until_complete(self._serve())
-
-    async def _serve(self) -> None:
-        self._over = asyncio.Event()
-        app = web.Application()
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ((_, self.port),) = runner.addresses
-        self.ready.set()
-        await self._over.wait()
-        await runner.cleanup()
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self._over.set)
-        self.join()
-
-    async def _models(self, _: web.Request) -> web.Response:
+    async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "tiny"}]})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         with suppress(ConnectionError):  # the client was killed
@@ -76,29 +44,31 @@ class Counterpart(threading.Thread):
             await stream.write_eof()
             while request.transport is not None and not request.transport.is_closing():  # until the client hangs up
                 await asyncio.sleep(0.005)
-            self.ended.append(time.monotonic())
+            ended.append(time.monotonic())
         return stream
 
-
-@pytest.fixture
-def counterpart() -> Iterator[Counterpart]:
-    server = Counterpart()
-    yield server
-    server.close()
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    run = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdsim", *words, f"live.url={url}")
+    while len(ended) < moment + 2:  # two requests go before the workload
+        assert run.returncode is None
+        await asyncio.sleep(random.random() * 0.02)
+    killed = time.monotonic()
+    run.kill()
+    await run.wait()
+    await runner.cleanup()
+    return sum(at < killed - LATER for at in ended) - 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(KILLS))
-def test_a_killed_run_loses_no_request_that_had_ended(counterpart: Counterpart, tmp_path: Path, number: int, capsys):
-    words = [*WORDS, f"live.url=http://127.0.0.1:{counterpart.port}", f"seed={number}", f"output={tmp_path}"]
-    with subprocess.Popen([sys.executable, "-m", "pdsim", *words]) as run:
-        moment = 2 + random.randrange(1, COUNT - 20)  # two are the requests before the workload
-        while len(counterpart.ended) < moment:
-            assert run.poll() is None
-            time.sleep(random.random() * 0.02)
-        killed = time.monotonic()
-        run.send_signal(signal.SIGKILL)
-    ended = sum(at < killed - LATER for at in counterpart.ended) - 2
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]):
+    words = [*WORDS, f"seed={seed}", f"output={tmp_path}"]
+    ended = asyncio.run(killed_among(words, random.randrange(1, COUNT - 20)))
     (folder,) = tmp_path.iterdir()
     assert folder.name.endswith(".incomplete")
     assert main(["show", str(folder)]) == 0
