@@ -24,7 +24,8 @@ from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer.job import Place, Target
 
 if TYPE_CHECKING:
-    from backends.emulation.guest.engines import Engines, GuestTarget
+    from backends.emulation.guest.engines import GuestTarget
+    from backends.emulation.guest.machine import Guest
     from backends.jobs.spawn import WarmStart
 
 MODELS = ("model-timing", "model-tracked")
@@ -207,13 +208,13 @@ def unavailable(error: BackendUnavailable) -> NoReturn:
     pytest.skip(str(error))
 
 
-def guest_target(engines: Engines, engine: Engine, **options: Any) -> GuestTarget:
-    """Return the target for *engine* in the guest of *engines*; *options* are `Processes`'s."""
-    from backends.emulation.guest.engines import GuestTarget
+def guest_target(guest: Guest, engine: Engine, **options: Any) -> GuestTarget:
+    """Return the target for *engine* in *guest*; *options* are `Processes`'s."""
+    from backends.emulation.guest.engines import GuestTarget, server
     from backends.emulation.guest.machine import PATIENCE
 
     try:
-        engines.server(engine.implementation)
+        server(guest, engine.implementation)
     except BackendUnavailable as error:
         unavailable(error)
-    return GuestTarget(engines, engine, **{"deadline": GUEST_JOB * PATIENCE, "device_capacity": 1 << 30, **options})
+    return GuestTarget(guest, engine, **{"deadline": GUEST_JOB * PATIENCE, "device_capacity": 1 << 30, **options})

@@ -101,7 +101,7 @@ def job(request: pytest.FixtureRequest) -> Job:
 
     def target() -> Target:
         if case.guest:
-            return cases.guest_target(request.getfixturevalue("rdma_engines"), case.engine)
+            return cases.guest_target(request.getfixturevalue("rdma_guest"), case.engine)
         return cases.make_target(case.name, required=asked)
 
     return _make_job(case, target, request)

@@ -14,7 +14,6 @@ import pytest
 from pdsim.core import plugins
 
 if TYPE_CHECKING:
-    from backends.emulation.guest.engines import Engines
     from backends.emulation.guest.machine import Guest
 
 MARKS = {
@@ -55,11 +54,3 @@ def rdma_guest() -> Iterator[Guest]:
             yield machine
     except BackendUnavailable as error:
         unavailable(error)
-
-
-@pytest.fixture(scope="session")
-def rdma_engines(rdma_guest: Guest) -> Engines:
-    """Return the engines that go over RDMA verbs, in the guest."""
-    from backends.emulation.guest.engines import Engines
-
-    return Engines(rdma_guest)

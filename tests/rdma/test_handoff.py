@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.emulation.guest.engines import Engines
-from backends.emulation.guest.machine import PATIENCE
+from backends.emulation.guest.machine import PATIENCE, Guest
 from experiments.serve import ServeOptions, run
 from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
@@ -29,7 +28,7 @@ HEAVY = Llm(name="heavy", parameters=1e6, active=1e6, layers=7, hidden=128, head
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, rdma_engines: Engines):
+def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, rdma_guest: Guest):
     config = make_config(
         Path("unused"),
         target="real",
@@ -44,7 +43,7 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         scheduler=SchedulerLimits(chunk=512, decode_batch=2),
         compute=Compute(scale=0.1),
     )
-    result = run(config, target(rdma_engines, config.backend), silent)
+    result = run(config, target(rdma_guest, config.backend), silent)
     assert result.failures == []
     assert result.requests["status"] == ["ok"]
     assert result.requests["path"] == ["staged"]

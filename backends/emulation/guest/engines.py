@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from pdsim.core.errors import BackendUnavailable
 from pdsim.hardware.costs import Engine
 from pdsim.transfer.job import Outcome, RankSpec
 
-__all__ = ["Engines", "GuestTarget", "Recipe", "Server", "backends", "emulated", "missing_requirements"]
+__all__ = ["GuestTarget", "Recipe", "Server", "backends", "emulated", "missing_requirements", "server"]
 
 OWN = 1024  # MiB of memory beside what ranks allocate: for the kernel, its files and their libraries; assumed
 START = 240.0  # seconds that a server may take to import everything, on an emulated processor; assumed
@@ -95,9 +96,6 @@ class Recipe:
     # what this machine lacks for a backend, besides what every guest needs: the guest's files are this machine's
     missing: Callable[[str], str] = registry.diagnose_library
 
-    def server(self, guest: Guest) -> Server:
-        return Server(guest, self.implementation, self.module, *self.prepare(guest))
-
 
 _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
 """Libraries, with Debian's versions, that replace NIXL's own, which do not support soft-RoCE."""
@@ -127,33 +125,26 @@ MOONCAKE = Recipe("mooncake", "mooncake.engine")
 NIXL = Recipe("nixl", "nixl_cu13._api", _with_soft_roce)
 
 
-class Engines:
-    """The servers of jobs in *guest*, one for each engine, started when first needed and kept until its end."""
+@cache
+def server(guest: Guest, name: str) -> Server:
+    """Return the server of *name*, an implementation, in *guest*, started when first needed and kept until its end.
 
-    def __init__(self, guest: Guest) -> None:
-        self.guest = guest
-        self._servers: dict[str, Server] = {}
-
-    def server(self, name: str) -> Server:
-        """Return the server of *name*, an implementation.  Raise `BackendUnavailable` if a part of it is missing."""
-        if name not in self._servers:
-            recipe = _recipe(registry.variants(name))
-            if recipe is None:
-                raise BackendUnavailable(
-                    f"{name} does not run in the guest; it takes backend={', '.join(backends())}"
-                )
-            self._servers[name] = recipe.server(self.guest)
-        return self._servers[name]
+    Raise `BackendUnavailable` if a part of it is missing.
+    """
+    recipe = _recipe(registry.variants(name))
+    if recipe is None:
+        raise BackendUnavailable(f"{name} does not run in the guest; it takes backend={', '.join(backends())}")
+    return Server(guest, recipe.implementation, recipe.module, *recipe.prepare(guest))
 
 
 class GuestTarget:
-    """A `Target` for *engine* in the guest of *engines*; *options* are those of `backends.jobs.launcher.Processes`.
+    """A `Target` for *engine* in *guest*; *options* are those of `backends.jobs.launcher.Processes`.
 
     Deadlines and startup are longer than on the host: by `PATIENCE` where no other is given.
     """
 
-    def __init__(self, engines: Engines, engine: Engine, **options: Any) -> None:
-        self.engines, self.engine = engines, engine
+    def __init__(self, guest: Guest, engine: Engine, **options: Any) -> None:
+        self.guest, self.engine = guest, engine
         self.options = {"deadline": 3600.0, "startup": 60.0 * PATIENCE, **options}
 
     def run(
@@ -163,8 +154,8 @@ class GuestTarget:
         restart: Mapping[str, float] | None = None,
     ) -> Outcome:
         job = (self.engine, list(ranks), dict(kill or {}), dict(restart or {}), self.options)
-        server = self.engines.server(self.engine.implementation)
-        outcome: Outcome = server.run(job, self.options["deadline"] + self.options["startup"] + 60.0 * PATIENCE)
+        seconds = self.options["deadline"] + self.options["startup"] + 60.0 * PATIENCE
+        outcome: Outcome = server(self.guest, self.engine.implementation).run(job, seconds)
         return outcome
 
     def using(self, engine: Engine) -> GuestTarget:
@@ -182,7 +173,7 @@ def emulated(engine: Engine, memory: int, silence: float = SILENCE, **options: A
     emulated.
     """
     with boot(memory=(memory >> 20) + OWN) as guest:
-        yield GuestTarget(Engines(guest), engine, silence=silence * PATIENCE, **options)
+        yield GuestTarget(guest, engine, silence=silence * PATIENCE, **options)
 
 
 def backends() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ LATER = 0.5  # seconds that a client on a busy machine may take from the end of 
 
 
 async def killed_among(words: list[str], moment: int) -> int:
-    """Serve a run as OpenAI's API has it and kill it when *moment* requests have ended; return how many it must keep."""
+    """Serve a run as OpenAI's API does, kill it at *moment* ended requests; return how many it must keep."""
     ended: list[float] = []
 
     async def models(_: web.Request) -> web.Response:
