@@ -55,6 +55,18 @@ def test_help_explains_commands_and_keys(pdsim_says):
         "slo.ttft: time, > 0 (default: 5 s)",
         "slo.tpot: time, > 0 (default: 50 ms)",
     ]
+    assert pdsim_says("help", "hw.nic.rate", "hw=8xh200")[1].splitlines()[2:] == [
+        "  now: 49.6 GB/s (hw=8xh200)",
+        "  source: published: MORI-IO write fit on ConnectX-7 400G, MORI-IO-BENCHMARK.md 624002c",
+        "  write: hw.nic.rate=50GB/s",
+    ]
+    assert pdsim_says("help", "hw.nic.rate=200Gbps")[1].splitlines()[2:4] == [
+        "  now: 25 GB/s (hw.nic.rate=200Gbps)",
+        "  source: assumed: set on the command line",
+    ]
+    assert pdsim_says("help", "cache.eviction")[1].endswith(
+        "  now: block (the default)\n  write: cache.eviction=radix\n"
+    )
     status, _, err = pdsim_says("help", "kv.pol")
     assert status == 2
     assert err.startswith("pdsim: no command and no key 'kv.pol'; did you mean kv.pool?")

@@ -52,7 +52,7 @@ usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
   pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
   pdsim COMMAND --help                                the arguments of a command
 
-  --help  --version  help COMMAND  help KEY
+  --help  --version  help COMMAND  help KEY [KEY=VALUE ...]
 
 Environment:
   NO_COLOR=1           no colours; pipes never get any

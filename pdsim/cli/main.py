@@ -89,7 +89,7 @@ def _command(words: Sequence[str]) -> int:
     command, *rest = words
     if command == "help":
         if rest[0] not in _DO:
-            return _say(_help_of_key(rest[0]))
+            return _say(_help_of_key(rest[0], rest[1:]))
         command, *rest = (*rest, "--help")
     if command in ("--version", "-V"):
         return _say(f"pdsim {pdsim.__version__}")
@@ -100,11 +100,16 @@ def _command(words: Sequence[str]) -> int:
     return _DO[command](rest)
 
 
-def _help_of_key(name: str) -> str:
-    from pdsim.config import keys
+def _help_of_key(name: str, words: Sequence[str]) -> str:
+    # Of one key alone it also says what it is in the configuration of *words*.
+    from pdsim.config import compose, keys
 
     group = name.partition("=")[0]
-    lines = [str(key) for key in keys.named(group)]
+    every = keys.named(group)
+    lines = [str(key) for key in every]
+    if {key.name for key in every} == {group}:
+        typed = [word for word in (name, *words) if "=" in word]
+        lines += keys.now(every[0], compose.compose(typed), typed)
     if group in plugins.groups():
         lines.insert(
             0, f"{group}= chooses one of {', '.join(plugins.options(group))}; pdsim list {group} describes them"

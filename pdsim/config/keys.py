@@ -9,16 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from pdsim.config import Config, ExperimentOptions, hints_of, join
+from pdsim.config import Config, ExperimentOptions, covers, hints_of, join, quantities
 from pdsim.core import plugins
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
 
-__all__ = ["Key", "dataclasses_in", "known", "named", "of", "type_of"]
+__all__ = ["Key", "dataclasses_in", "known", "named", "now", "of", "type_of"]
 
 _KINDS = {
     "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
@@ -57,6 +57,31 @@ def named(text: str) -> list[Key]:
         for name in plugins.names(plugins.EXPERIMENTS):
             own += of(ExperimentOptions.class_for({"name": name}), "experiment")
     return list(dict.fromkeys(key for key in own if f"{key.name}.".startswith(f"{text}.")))
+
+
+def now(key: Key, config: Config, words: Sequence[str]) -> list[str]:
+    """Return lines about *key* in *config*: its value and who set it, the source of that, and what can be written.
+
+    *words* are the overrides that *config* was composed of.  There are no lines for a key that it has not, such as
+    one of another experiment.
+    """
+    group, _, rest = key.name.partition(".")
+    part: Any = getattr(config, group)
+    value: Any = config
+    for name in key.name.replace("backend.policy", "policy", 1).split("."):
+        value = getattr(value, name, None)
+    if value is None:
+        return []
+    text, typed = _text(value, key.kind), {word.partition("=")[0]: word for word in words}
+    who = "the default" if text == key.default else f"{group}={getattr(part, 'name', 'NAME')}"
+    who = typed.get(key.name) or (who if text == key.default else typed.get(group, who))
+    named = {name.strip(): text for names, text in getattr(part, "sources", {}).items() for name in names.split(",")}
+    sources = sorted((name for name in named if not name or covers([name], rest)), key=len)
+    choices = key.rule.removeprefix("one of ").split(", ") if key.rule.startswith("one of ") else []
+    usual = quantities.usual(key.name, key.kind) or value
+    example = "true" if key.kind == "bool" else (choices or [_text(usual, key.kind).replace(" ", "")])[-1]
+    about = [f"  source: {named[sources[-1]]}"] if sources else []
+    return [f"  now: {text} ({who})", *about, f"  write: {key.name}={example}"]
 
 
 def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:
@@ -105,8 +130,10 @@ def _rule(hint: Any) -> str:
 
 def _default(field: Field[Any], kind: str) -> str:
     value = field.default_factory() if field.default_factory is not MISSING else field.default
-    if value is MISSING:
-        return "required"
+    return "required" if value is MISSING else _text(value, kind)
+
+
+def _text(value: Any, kind: str) -> str:
     if kind in _FORMATS and isinstance(value, int | float):
         return "unlimited" if value == float("inf") else str(_FORMATS[kind](value))
     if isinstance(value, tuple | dict):

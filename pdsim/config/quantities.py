@@ -19,7 +19,7 @@ from pdsim.config import Config, covers, hints_of
 from pdsim.core import units
 from pdsim.core.errors import ConfigError
 
-__all__ = ["BOUNDS", "check"]
+__all__ = ["BOUNDS", "check", "usual"]
 
 _DAY = 86400.0
 _MONTH = 30 * _DAY
@@ -139,6 +139,12 @@ def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> No
             problems[by_hand].append(line)
     if lines := problems[True] or problems[False]:  # what was typed may be why others are beyond their bounds
         raise ConfigError("\n".join(lines))
+
+
+def usual(name: str, kind: str) -> float | None:
+    """Return a usual value of the key *name*, of a *kind* such as ``rate``, in its base unit; None if unknown."""
+    row = _row(name, kind)
+    return None if row is None else row[2]
 
 
 def _bare(quantity: _Quantity, text: str) -> str:
