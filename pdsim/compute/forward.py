@@ -264,6 +264,7 @@ class OperatorForward:
     graph_tokens: int = 0  # of an iteration that is launched as one
     scale: float = 1.0
     _heads_of: dict[int, float] = field(default_factory=dict, repr=False)  # seconds of the head, by sequences
+    _steps_of: dict[int, float] = field(default_factory=dict, repr=False)  # likewise of decode iterations
 
     @cached_property
     def shape(self) -> LayerShape:
@@ -288,6 +289,12 @@ class OperatorForward:
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
+        seconds = self._steps_of.get(batch)
+        if seconds is None:
+            seconds = self._steps_of[batch] = self._step(batch)
+        return seconds
+
+    def _step(self, batch: int) -> float:
         part = -(-batch // self.stages)
         if self._table is not None:
             attention = self._table.decode(part)[0]

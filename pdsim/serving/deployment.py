@@ -158,8 +158,8 @@ class Deployment:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:
-        """Return the job that `plain` made *plain* of."""
-        return msgspec.convert(dict(plain), cls, dec_hook=_forward)
+        """Return the job that `plain` made *plain* of; ranks in one process share it, and what it has looked up."""
+        return _unpack(msgspec.msgpack.encode(plain))
 
     def plain(self) -> dict[str, Any]:
         """Return the job as dictionaries and numbers."""
@@ -370,6 +370,11 @@ def staging_problems(
 def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
     for engine in range(engines):
         yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]
+
+
+@lru_cache(4)
+def _unpack(packed: bytes) -> Deployment:
+    return msgspec.convert(msgspec.msgpack.decode(packed), Deployment, dec_hook=_forward)
 
 
 def _forward(_: type, plain: Any) -> ForwardModel:
