@@ -248,8 +248,10 @@ class SimEndpoint:
             if posted.posting is not None:
                 posted.connection.send_queue.abort(posted.posting)
             posted.release()
-        for other in self._fabric.endpoints.values():
-            other.disconnect(self)
+        known = {connection.remote for connection in self._connections.values()}.union(*self.inbound.values())
+        for other in self._fabric.endpoints.values():  # in their order
+            if other in known:
+                other.disconnect(self)
         for registration in self.regions.values():
             registration.buffer.registered = ""
         self.regions.clear()

@@ -256,7 +256,8 @@ class _ModelJob:
         watch = observer.sent if observer is not None else None
         delay = self._delay if model.machine.link is not None else None
         channel = SimChannel(name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
-        peers = tuple(other for other in self._specs if other != name)
+        names = tuple(self._specs)
+        peers = names[: (place := names.index(name))] + names[place + 1 :]
         rank = Rank(name, clock, device, endpoint, channel, records, peers)
         if groups is not None:
             rank.groups = lambda names: groups.group(names, clock, device, records)
