@@ -2,12 +2,15 @@
 """How fast the model serves: requests simulated per second of one core, and events per request.
 
     python -m benchmarks.serve [--trace conversation_trace.jsonl] [--requests 2000] [--case NAME ...] [--command]
+    python -m benchmarks.serve --start 64 128 256
 
 A line for each of `CASES`.  Without a trace the requests are generated: Poisson, means of 12,000 and 340 tokens, as
 in Mooncake's conversation trace; `light` and `main` take the trace if there is one.  With --command, the whole
 command
 too: start, simulation and files.  Seconds are of the processor, user and system together, which other jobs on the
 machine disturb less than the wall clock.
+
+With --start, jobs of 100 requests on so many nodes of 8 GPUs, half of them prefill instances: what starting costs.
 
 Events per request do not depend on the machine, so they are asserted; seconds are only stated.
 """
@@ -94,6 +97,13 @@ def command(overrides: Sequence[str]) -> float:
         return spent() - started
 
 
+def start(nodes: int) -> list[str]:
+    """Return the overrides of a job of 100 requests on *nodes* nodes, each an instance of 8 ranks."""
+    sides = [f"parallel.{side}.instances={nodes // 2}" for side in ("prefill", "decode")]
+    load = [*LENGTHS.split(), "workload.rate=1000", "workload.count=100"]
+    return ["hw=8x8xh200", f"hw.nodes={nodes}", "parallel=tp8", *sides, *load]
+
+
 def overrides_of(case: Case, trace: str | None, requests: int | None) -> list[str]:
     """Return the overrides of *case*, with the requests of *trace* if it is for one, at most so many *requests*."""
     count = [f"workload.count={requests}"] if requests else []
@@ -114,7 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, help="at most so many; 2000 if they are generated")
     parser.add_argument("--case", action="append", choices=CASES, help="this case only; repeatable")
     parser.add_argument("--command", action="store_true", help="measure the whole command too")
+    parser.add_argument("--start", type=int, nargs="+", help="jobs on so many nodes instead")
     options = parser.parse_args(argv)
+    if options.start:
+        print(f"{'nodes':>6}{'CPU s':>8}{'events':>10}")
+        for nodes in options.start:
+            result, seconds = measure(configuration(start(nodes)))
+            assert result.outcome is not None
+            assert not result.failures, result.failures[:3]
+            print(f"{nodes:6}{seconds:8.2f}{result.outcome.events:10}", flush=True)
+        return 0
     print(f"{'case':16}{'requests':>9}{'transfers':>10}{'CPU s':>8}{'requests/s':>12}{'events':>8}", end="")
     print(f"{'command CPU s':>15}{'requests/s':>12}" if options.command else "")
     bad = 0
