@@ -181,13 +181,14 @@ def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: list
 def test_metadata_that_the_engine_does_not_take_fails_or_falls_back(fallback: str):
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
     policy = replace(POLICIES["mooncake"], metadata_fallback=fallback)
-    result = serve(staged(1, 1, workload=ONE, backend=narrow, kv=SLICED, policy=policy))
+    apart = replace(ONE, count=2, rate=1.0)
+    result = serve(staged(1, 1, workload=apart, backend=narrow, kv=SLICED, policy=policy))
     if not fallback:
-        assert ["SendQueueFull" in failure for failure in result.failures] == [True]
+        assert ["SendQueueFull" in failure for failure in result.failures] == [True, True]
         return
     assert result.failures == []
-    assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4]
-    assert "metadata over the control channel, 1 times: SendQueueFull over the data path" in result.notes
+    assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4, 4]
+    assert "metadata over the control channel, 2 times: SendQueueFull over the data path" in result.notes
 
 
 # --- queues --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 
 from pdsim.core.errors import ConfigError
 from pdsim.sim.endpoint import DETECTION
+from pdsim.sim.hosts import JobClock
 from pdsim.sim.model import STRIDE, Model
 from pdsim.transfer import Batch
 from pdsim.transfer.job import Place, RankSpec
@@ -237,3 +238,11 @@ def test_memory_and_gauges_are_sampled_as_often_as_asked():
     gauges = rows(outcome, "pages", "spent")
     assert gauges == [(time, pytest.approx(time / 100.0)) for time, _ in gauges]
     assert len(gauges) >= 50
+
+
+def test_a_turn_processes_no_more_events_than_asked():
+    clock = JobClock()
+    for at in range(5):
+        clock.call_at(float(at), lambda _: None, None)
+    clock.turn(3, {"a rank"}, pytest.fail)
+    assert (clock.events, clock.now) == (3, 2.0)
