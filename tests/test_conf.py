@@ -1,6 +1,8 @@
 """Every file under conf/ can be run, says what it is, and says of each of its numbers where it comes from."""
 
+import re
 from dataclasses import MISSING, fields, replace
+from functools import reduce
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
 from pdsim.calibration.calibrate import link_of
-from pdsim.config import UNSAID, Config, ExperimentOptions, numbers, rules
+from pdsim.config import UNSAID, Config, ExperimentOptions, as_written, load, numbers, presets, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.plugins import describe, groups, options
@@ -174,6 +176,7 @@ def test_the_machine_decides_what_is_not_said(words, backend, prefill, decode):
 
 AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
 NVIDIA = {
+    "nixl_trtllm",
     "mooncake",
     "mooncake_efa",
     "mooncake_nvlink",
@@ -254,16 +257,91 @@ def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
     assert "name: mybox" in said
 
 
+DOCUMENTED = re.findall(
+    r"^\| `engine=(\w+) engine.version=([\w.]+)` \| `([\w.]+)` \| [^|]+ \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$",
+    (Path(conf.__file__).parents[1] / "docs" / "serving-engines.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)  # engine, release, key, and the engine's own value on an L40S, an H100, an H200 and a B200
+
+
+@pytest.mark.parametrize(("engine", "version", "key", "values"), [(*row[:3], row[3:]) for row in DOCUMENTED])
+def test_a_documented_default_of_an_engine_is_what_composes(engine, version, key, values):
+    for hw, value in zip(("8xl40s", "8xh100", "8xh200", "8xb200"), values, strict=True):
+        config = composed(f"engine={engine}", f"engine.version={version}", f"hw={hw}", "model=qwen3-32b")
+        if key == "backend":
+            assert config.backend.name == value
+            continue
+        found = reduce(getattr, key.removeprefix("backend.").split("."), config)
+        # the driver reports up to 0.7 % more memory than the machine's file, and SGLang's fraction follows it
+        assert found == pytest.approx(float(value), abs=0.002) if key.endswith("fraction") else str(found) == value
+
+
+def test_every_setting_of_every_release_is_documented():
+    rows = {(engine, version, key) for engine, version, key, *_ in DOCUMENTED}
+    settings = {
+        (engine, version, setting.key)
+        for engine, releases in presets.RELEASES.items()
+        for version, changed in releases.items()
+        for setting in changed
+    }
+    assert settings - rows == set()
+
+
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words",
     [
-        (("hw=8xh200", "engine=vllm"), ("nixl_vllm", 16, 0.92, 1024)),
-        (("kv.page_size=32", "engine=vllm26", "backend=mooncake", "hw=8xh200"), ("mooncake", 32, 0.92, 1024)),
-        (("engine=vllm", "hw=2x8xh200"), ("mooncake", 16, 0.92, 1024)),
-        (("engine=sglang", "hw=8xh200"), ("mooncake_nvlink", 64, 0.88, 256)),
+        ("kv.page_size=32", "engine=vllm", "scheduler.memory_fraction=0.8", "hw=8xh200"),
+        ("hw=8xh200", "engine=vllm", "scheduler.memory_fraction=0.8", "kv.page_size=32"),
+        ("engine=vllm", "scheduler.memory_fraction=0.8", "kv.page_size=32", "hw=8xh200", "engine.version=0.26"),
     ],
 )
-def test_an_engine_brings_its_settings_and_typed_keys_win(words, expected):
+def test_typed_keys_win_over_those_of_an_engine_in_any_order(words):
     config = composed("model=qwen3-8b", *words)
-    limits = config.scheduler
-    assert (config.backend.name, config.kv.page_size, limits.memory_fraction, limits.decode_batch) == expected
+    assert (config.kv.page_size, config.scheduler.memory_fraction, config.scheduler.decode_batch) == (32, 0.8, 1024)
+
+
+def test_a_release_changes_what_changed_between_releases():
+    old, middle, new = (
+        composed("engine=vllm", f"engine.version={name}").engine for name in ("0.22", "0.24", "0.26")
+    )
+    assert (old.version, old.pages, old.packed) == ("0.22.1", "queue", False)
+    assert (middle.version, middle.pages, middle.packed) == ("0.24.0", "stack", False)
+    assert (new.version, new.pages, new.packed) == ("0.26.0", "stack", True)
+    assert composed("engine=vllm26").engine == replace(
+        new, name="vllm26", sources=composed("engine=vllm26").engine.sources
+    )
+    typed = composed("engine=vllm", "engine.version=0.26", "engine.pages=queue").engine
+    assert (typed.pages, typed.packed) == ("queue", True)
+
+
+def test_an_unknown_release_is_refused_with_those_known():
+    with pytest.raises(ConfigError, match=r"engine.version=0.99 .* pdsim knows 0.22.1, 0.24.0, 0.26.0"):
+        composed("engine=vllm", "engine.version=0.99")
+    with pytest.raises(ConfigError, match="only vllm, sglang and trtllm have releases"):
+        composed("engine=generic", "engine.version=0.99")
+
+
+def test_a_written_configuration_keeps_what_it_was_given():
+    config = composed("hw=8xh100", "engine.version=0.5.23")
+    again = load(as_written(config))
+    assert (again.kv, again.scheduler, again.policy, again.engine) == (
+        config.kv, config.scheduler, config.policy, config.engine,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("engine=vllm", "kv.page_size=24"), "--block-size of engine=vllm takes multiples of 16"),
+        (
+            ("engine=trtllm", "kv.page_size=24"),
+            "kv_cache_config.tokens_per_block of engine=trtllm takes powers of two",
+        ),
+        (("engine=sglang", "hw=8xb200", "kv.page_size=1"), "--page-size of engine=sglang takes 16, 32 or 64"),
+        (("engine=sglang", "backend=nvlink"), "backend=nvlink has no KV connector in engine=sglang"),
+    ],
+)
+def test_what_an_engine_does_not_have_is_warned_of_once(words, said):
+    lines = rules.notes(composed("hw=8xh100", "model=qwen3-8b", *words), ())
+    assert len([line for line in lines if said in line]) == 1
+    assert not [line for line in rules.notes(composed("hw=8xh100", "model=qwen3-8b"), ()) if "engine=" in line]

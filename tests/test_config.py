@@ -193,9 +193,10 @@ def test_the_options_of_an_experiment_are_typed_and_completed():
     assert experiment == transfer.TransferOptions(size=(65536, 1048576))
 
 
-def test_the_defaults_are_those_of_the_dataclasses():
+def test_the_defaults_are_those_of_the_dataclasses_and_of_engines():
     plain = defaults()
-    assert (plain["kv"], plain["workload"], "hw" in plain) == (asdict(Kv()), asdict(Workload()), False)
+    kv = asdict(Kv()) | {"page_size": "auto"}
+    assert (plain["kv"], plain["workload"], "hw" in plain) == (kv, asdict(Workload()), False)
 
 
 # --- where numbers come from

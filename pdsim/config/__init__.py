@@ -24,6 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pdsim.calibration.definition import Calibration, drawn, on_host
 from pdsim.compute.forward import Compute
+from pdsim.config import presets
 from pdsim.config.computing import AUTO, chosen
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
@@ -364,7 +365,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     keys = tuple(overridden)
     if "policy" in values:
         raise ConfigError("unknown key policy; it belongs to the backend: write backend.policy.KEY=VALUE")
-    values, policy = dict(values), {}
+    (values, open_keys), policy = presets.opened(values), dict[str, Any]()
     if isinstance(values.get("backend"), Mapping):
         values["backend"] = dict(values["backend"])
         policy = values["backend"].pop("policy", {})
@@ -375,7 +376,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         spans = {key: span for key, span in calibration.intervals.items() if not covers(keys, key)}
         # no parameters any more, for they are in the values: a run that is repeated changes nothing
         calibration = replace(calibration, parameters={}, intervals=spans)
-    config = build(Config, values, known=_known)
+    config, preset = presets.filled(build(Config, values, known=_known), open_keys)
     if config.compute.name == AUTO:
         compute = chosen(config, values["compute"], keys, folders, lambda own: build(Compute, own, "compute"))
         config = replace(config, compute=compute)
@@ -401,7 +402,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
     parts = {name: getattr(config, name) for name in ("hw", "model", "engine", "collective")} | {"backend": backend}
     return replace(
         config,
-        policy=build(Policy, policy, "backend.policy"),
+        policy=build(Policy, policy | preset, "backend.policy"),
         host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
         draw_host=False,
         calibration=calibration,
@@ -462,13 +463,13 @@ def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the defaults of a `Config` as plain data, *policy* below ``backend``, where it is written."""
+    """Return the defaults of a `Config` as plain data, `presets.KEYS` as ``auto``, *policy* below ``backend``."""
     values: dict[str, Any] = {"backend": {"policy": asdict(Policy())}}
     for each in fields(Config):
         if not required(each) and each.name != "policy":
             value = each.default if each.default_factory is MISSING else each.default_factory()
             values[each.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return values
+    return presets.left_open(values)
 
 
 def _with_options(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from pdsim.config import Config, ExperimentOptions, covers, hints_of, join, quantities
+from pdsim.config import Config, ExperimentOptions, covers, hints_of, join, presets, quantities
 from pdsim.core import plugins
 from pdsim.core.units import format_rate, format_size, format_time
 from pdsim.kv.policy import Policy
@@ -74,6 +74,8 @@ def now(key: Key, config: Config, words: Sequence[str]) -> list[str]:
         return []
     text, typed = _text(value, key.kind), {word.partition("=")[0]: word for word in words}
     who = "the default" if text == key.default else f"{group}={getattr(part, 'name', 'NAME')}"
+    if key.default == presets.AUTO:
+        who = f"engine={config.engine.name} {config.engine.version}".strip()
     who = typed.get(key.name) or (who if text == key.default else typed.get(group, who))
     named = {name.strip(): text for names, text in getattr(part, "sources", {}).items() for name in names.split(",")}
     sources = sorted((name for name in named if not name or covers([name], rest)), key=len)
@@ -96,7 +98,8 @@ def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:
                 yield from of(each, key)
         else:
             kind = _kind(field)
-            yield Key(key, kind, _rule(hint), _default(field, kind), meanings.get(field.name, ""))
+            default = presets.AUTO if key in presets.KEYS else _default(field, kind)
+            yield Key(key, kind, _rule(hint), default, meanings.get(field.name, ""))
 
 
 def dataclasses_in(kind: Any) -> list[type]:

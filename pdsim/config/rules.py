@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config, Launch, computing, covers
+from pdsim.config import Config, Launch, computing, covers, presets
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
@@ -48,14 +48,17 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 
     Among them are options of a backend that were *typed* and that the model does not look at.
     """
-    if config.target != "model":
-        from backends import registry
+    from backends import registry
+    from backends.live.commands import refusals
 
+    if config.target != "model":
         return list(registry.notes(config.backend)) if config.backend.implementation in registry.names() else []
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
     serves = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "SERVES", False)
-    lines = [*_uncalibrated(config), *(computing.notes(config) if serves else [])]
+    lines = [*_uncalibrated(config), *([*computing.notes(config), *presets.notes(config)] if serves else [])]
+    if serves and (engine := presets.of_servers(config)):
+        lines += [f"warning: {problem}" for problem in refusals(config, engine)]
     if not options:
         return lines
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"

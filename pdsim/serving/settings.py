@@ -68,7 +68,7 @@ class Workload:
 class Kv:
     """The KV cache and how it is handed over."""
 
-    page_size: PositiveInt = 64  # tokens
+    page_size: PositiveInt = 64  # tokens; auto: what the release of the engine starts with, as for all such keys
     # requests, from the first, whose contents are compared where memory has any; None: all
     checked: NotNegativeInt | None = None
     pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times `scheduler.memory_fraction`
@@ -108,7 +108,10 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """The knobs of every prefill and decode engine; what they mean is up to `engine.scheduler`."""
+    """The knobs of every prefill and decode engine; what they mean is up to `engine.scheduler`.
+
+    The defaults here are those of engine=generic; other engines have their own (`pdsim.config.presets`).
+    """
 
     chunk: PositiveInt = 8192  # tokens of one prefill iteration, over all its requests
     prefill_batch: PositiveInt = 32  # requests in one prefill iteration
@@ -144,6 +147,7 @@ class ServingEngine:
     """
 
     name: str = "generic"
+    version: Annotated[str, str] = ""  # the release, such as 0.26; "" is the one that the costs were measured with
     scheduler: str = "fcfs"  # what runs in the next step: a class of the entry-point group pdsim.schedulers
     scheduler_options: Mapping[str, Any] = field(default_factory=dict)  # of that class
     handoff: str = "push"  # who moves the KV: a class of the entry-point group pdsim.handoffs

@@ -118,7 +118,13 @@ def staging(pool, buffer):
 def test_sglang_prefill_gets_exactly_this_line_and_environment(words, release, options, environment):
     backend, *more = words.split()
     values = {"tp": 1, "chunk": 8192, "batch": 256, "more": "", "backend": backend.partition("_")[0]} | options
-    prefill = made("sglang", f"backend={backend}", *more, release=release)[0]
+    sizes = (
+        "kv.page_size=64",
+        "scheduler.decode_batch=256",
+        "scheduler.memory_fraction=0.88",
+        "scheduler.chunk=8192",
+    )
+    prefill = made("sglang", f"backend={backend}", *sizes, *more, release=release)[0]
     assert flags(prefill) == (BASE.format(**values), environment)
 
 

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serving engines start with where nobody sets a key, by release: `RELEASES`.
+
+A key whose composed value is ``auto`` takes the value of the release that ``engine.version`` names, so a value that
+was typed, or that stands in a file, wins in any order.  Keys without a row keep the schema's default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from pdsim.compute.roofline import kv_shape, weight_bytes
+from pdsim.core.errors import ConfigError
+from pdsim.models.llm import Side
+
+__all__ = [
+    "AUTO", "KEYS", "RELEASES", "Setting", "family", "filled", "left_open", "notes", "of_servers", "opened",
+    "release", "settings",
+]  # fmt: skip
+
+_Config = TypeVar("_Config")  # a `pdsim.config.Config`, which imports this
+
+AUTO = "auto"
+KEYS = (
+    "kv.page_size", "scheduler.chunk", "scheduler.prefill_batch", "scheduler.decode_batch",
+    "scheduler.memory_fraction",
+)  # fmt: skip
+"""Keys that are ``auto`` unless a file or the command line says more."""
+
+
+class Setting(NamedTuple):
+    """What one key is in a release."""
+
+    key: str
+    value: Any  # or a function of the `pdsim.config.Config`; None keeps the schema's default
+    flag: str  # of the engine, or where it has none, what decides
+    source: str  # its file in the engine's repository
+
+
+# --- SGLang --------------------------------------------------------------------------------------------------------
+
+_SIZES = (
+    (20, 2048, 8, 8),
+    (35, 2048, 24, 80),
+    (60, 4096, 32, 160),
+    (160, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
+)
+"""GPU memory below so many GiB, --chunked-prefill-size, and the largest captured batch below and from tp=4 on."""
+_NEWER_SIZES = (_SIZES[0], (35, 4096, 48, 160), *_SIZES[2:])
+_Sizes = tuple[tuple[float, int, int, int], ...]
+_BLACKWELL = ("B200", "B300", "GB200", "GB300")  # of compute capability 10
+
+
+def _mebibytes(config: Any) -> float:
+    return float(config.hw.gpu.memory) / 2**20 if config.hw.gpu else 0.0
+
+
+def _size(sizes: _Sizes, config: Any) -> tuple[float, int, int, int]:
+    return next(row for row in sizes if _mebibytes(config) < row[0] * 1024)
+
+
+def _sides(config: Any) -> tuple[tuple[str, Side], ...]:
+    if getattr(config.experiment, "colocated", False):
+        return (("null", config.parallel.prefill),)
+    return ("prefill", config.parallel.prefill), ("decode", config.parallel.decode)
+
+
+def _sglang_chunk(sizes: _Sizes, config: Any) -> int | None:
+    # attention groups share it
+    return _size(sizes, config)[1] // config.parallel.prefill.dp if config.hw.gpu else None
+
+
+def _sglang_page(config: Any) -> int | None:
+    # kernels of TensorRT-LLM on Blackwell, and sparse attention, take pages of 64; radix nodes with state need 1
+    if config.hw.gpu is None:
+        return None
+    blackwell = config.hw.gpu.name in _BLACKWELL and "m" not in config.model.hybrid.pattern
+    return 64 if blackwell or config.model.hybrid.index_bytes else 1
+
+
+def _sglang_memory(sizes: _Sizes, by_mode: bool, config: Any) -> float | None:
+    # Each side has a fraction of its own there and one key here, which takes the lower.  In *by_mode* releases one
+    # reserves only for the phase that it runs.
+    total = _mebibytes(config)
+    if not total:
+        return None
+    fractions = []
+    for mode, side in _sides(config):
+        chunk = config.scheduler.chunk * config.parallel.prefill.dp
+        _, _, few, many = _size(sizes, config)
+        tp = side.tp * side.cp  # SGLang's tp_size is all GPUs of a stage
+        captured = few if tp < 4 else many
+        tokens = captured if by_mode and mode == "decode" else chunk
+        reserved = 512 + 1.5 * max(tokens, 2048) + 128 * tp * side.pp
+        if not (by_mode and mode == "prefill"):
+            more = 4.5 if captured > 300 else 3.0
+            reserved += 2 * captured + (more * captured * side.dp if side.dp > 1 else 0)
+        graphs = mode in (("null", "prefill") if by_mode else ("null",))
+        if graphs and side.pp == side.cp == 1 and (by_mode or side.dp == 1) and config.hw.vendor == "nvidia":
+            reserved += 1536 if config.model.attention == "mla" else 8 * _prefill_graphs(chunk)
+        if total > 60 * 1024:
+            reserved = max(reserved, 10 * 1024)
+        fractions.append(round((total - reserved) / total, 3))
+    with_aiter = config.hw.vendor == "amd" and config.model.attention != "mla" and config.model.context > 8192
+    return max(0.01, round(min(fractions) * (0.85 if with_aiter else 1.0), 6))
+
+
+def _prefill_graphs(most: int) -> int:
+    steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, most + 1, 512))
+    return sum(size <= most for step in steps for size in range(*step))
+
+
+def _sglang_batch(config: Any) -> int | None:
+    # of an attention group; a model with state gets what its state pool holds, which is not modelled
+    if config.hw.gpu is None or "m" in config.model.hybrid.pattern:
+        return None
+    side = config.parallel.prefill if len(_sides(config)) == 1 else config.parallel.decode
+    left = config.hw.gpu.memory * config.scheduler.memory_fraction - weight_bytes(config.model, side)
+    try:
+        tokens = (config.kv.pool or left) / (kv_shape(config.model).token_bytes(side.attention_tp) / side.pp)
+    except ValueError:  # which the rules say better, later
+        return None
+    return max(1, min(max(min(int(tokens / config.model.context * 512), 4096), 2048), int(tokens) // 2))
+
+
+def _same_batch(config: Any) -> int | None:
+    # of engines that limit the requests of a prompt step by nothing but those of a server
+    return None if config.hw.gpu is None else int(config.scheduler.decode_batch)
+
+
+def _sglang_grouping(config: Any) -> str:
+    return "pages" if config.backend.implementation == "nixl" else "runs"
+
+
+# --- vLLM and TensorRT-LLM -----------------------------------------------------------------------------------------
+
+
+def _vllm_large(large: int, small: int, config: Any) -> int:
+    gpu = config.hw.gpu
+    return large if gpu is None or (gpu.memory >= 70 * 2**30 and "A100" not in gpu.name) else small
+
+
+def _trtllm_memory(config: Any) -> float:
+    # kv_cache_config.free_gpu_memory_fraction is of what the weights leave, which are those of the side with more
+    if config.hw.gpu is None:
+        return 0.9
+    weights: float = max(weight_bytes(config.model, side) for _, side in _sides(config))
+    share = weights / float(config.hw.gpu.memory)
+    return round(min(1.0, 0.9 + 0.1 * share), 3)
+
+
+# --- releases ------------------------------------------------------------------------------------------------------
+
+_ARGS, _MEMORY = "srt/server_args.py", "srt/arg_groups/memory_hook.py"
+_LLM_ARGS = "tensorrt_llm/llmapi/llm_args.py"
+_Value = Callable[[Any], Any]
+_newer_memory: _Value = partial(_sglang_memory, _NEWER_SIZES, True)
+
+RELEASES: Mapping[str, Mapping[str, tuple[Setting, ...]]] = {
+    "sglang": {
+        "0.5.12": (
+            Setting("kv.page_size", _sglang_page, "--page-size", _ARGS),
+            Setting("scheduler.chunk", partial(_sglang_chunk, _SIZES), "--chunked-prefill-size", _ARGS),
+            Setting(
+                "scheduler.memory_fraction", partial(_sglang_memory, _SIZES, False), "--mem-fraction-static", _ARGS
+            ),
+            Setting(
+                "scheduler.decode_batch",
+                _sglang_batch,
+                "--max-running-requests",
+                "srt/model_executor/model_runner_kv_cache_mixin.py",
+            ),
+            Setting("scheduler.prefill_batch", _same_batch, "--prefill-max-requests", _ARGS),
+            Setting(
+                "backend.policy.grouping", "runs", "group_concurrent_contiguous", "srt/disaggregation/nixl/conn.py"
+            ),
+        ),
+        "0.5.23": (
+            Setting("scheduler.chunk", partial(_sglang_chunk, _NEWER_SIZES), "--chunked-prefill-size", _MEMORY),
+            Setting("scheduler.memory_fraction", _newer_memory, "--mem-fraction-static", _MEMORY),
+            Setting(
+                "backend.policy.grouping", _sglang_grouping, "prep_xfer_dlist", "srt/disaggregation/nixl/conn.py"
+            ),
+        ),
+    },
+    "vllm": {
+        "0.22.1": (
+            Setting("kv.page_size", 16, "--block-size", "vllm/config/cache.py"),
+            Setting("scheduler.memory_fraction", 0.92, "--gpu-memory-utilization", "vllm/config/cache.py"),
+            Setting(
+                "scheduler.chunk",
+                partial(_vllm_large, 8192, 2048),
+                "--max-num-batched-tokens",
+                "vllm/engine/arg_utils.py",
+            ),
+            Setting(
+                "scheduler.decode_batch",
+                partial(_vllm_large, 1024, 256),
+                "--max-num-seqs",
+                "vllm/engine/arg_utils.py",
+            ),
+            Setting("scheduler.prefill_batch", _same_batch, "--max-num-seqs", "vllm/v1/core/sched/scheduler.py"),
+            Setting("engine.pages", "queue", "free_blocks", "vllm/v1/core/block_pool.py"),
+            Setting("engine.packed", False, "get_kv_cache_shape", "vllm/v1/attention/backends/flash_attn.py"),
+        ),
+        "0.24.0": (Setting("engine.pages", "stack", "free_blocks, prepend_n", "vllm/v1/core/block_pool.py"),),
+        "0.26.0": (
+            Setting("engine.packed", True, "get_kv_cache_shape", "vllm/v1/attention/backends/flash_attn.py"),
+        ),
+    },
+    "trtllm": {
+        "1.4.0rc4": (
+            Setting("kv.page_size", 32, "kv_cache_config.tokens_per_block", _LLM_ARGS),
+            Setting(
+                "scheduler.memory_fraction",
+                _trtllm_memory,
+                "kv_cache_config.free_gpu_memory_fraction",
+                _LLM_ARGS,
+            ),
+            Setting("scheduler.chunk", 8192, "--max_num_tokens", _LLM_ARGS),
+            Setting("scheduler.decode_batch", 2048, "--max_batch_size", _LLM_ARGS),
+            Setting("scheduler.prefill_batch", 2048, "--max_batch_size", _LLM_ARGS),
+        ),
+    },
+}
+"""By engine and release, oldest first, the settings that differ from those of the release before."""
+
+
+def family(name: str) -> str:
+    """Return the engine of `RELEASES` that the engine called *name* is, such as vllm for vllm26; "" of others."""
+    return next((each for each in RELEASES if name.startswith(each)), "")
+
+
+def release(name: str, version: str) -> str:
+    """Return the release that *version* names of the engine called *name*: ``0.26`` is 0.26.0.
+
+    No version is the oldest release, which the costs in ``conf/engine`` are of.  Raise a `ConfigError` if there is
+    none, or if there are several.
+    """
+    known = list(RELEASES.get(family(name), ()))
+    if not version:
+        return known[0] if known else ""
+    fit = [each for each in known if each == version or each.startswith(f"{version}.")]
+    if len(fit) != 1:
+        rule = f"pdsim knows {', '.join(known)}" if known else "only vllm, sglang and trtllm have releases"
+        raise ConfigError(f"engine.version={version} is no release of engine={name}; {rule}; or leave it out")
+    return fit[0]
+
+
+def of_servers(config: Any) -> str:
+    """Return the engine whose pairs of prefill and decode servers *config* models: vllm or sglang; "" of others."""
+    pair = config.hw.gpus and not getattr(config.experiment, "colocated", False)
+    name = family(config.engine.name)
+    return name if pair and name in ("vllm", "sglang") else ""
+
+
+def settings(name: str, version: str) -> dict[str, Setting]:
+    """Return the settings of a release of the engine called *name*, by key.  Raise a `ConfigError` as `release`."""
+    chosen, made = release(name, version), dict[str, Setting]()
+    for each, changes in RELEASES.get(family(name), {}).items():
+        made |= {setting.key: setting for setting in changes}
+        if each == chosen:
+            break
+    return made
+
+
+def left_open(values: dict[str, Any]) -> dict[str, Any]:
+    """Return *values*, the schema's defaults, with those of `KEYS` as ``auto``."""
+    for part, name in (key.split(".") for key in KEYS):
+        values[part][name] = AUTO
+    return values
+
+
+def opened(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return *values* of a configuration without the keys that are ``auto``, and those keys.
+
+    Keys of engines, also of those that an experiment compares, have their values then.
+    """
+    keys: list[str] = []
+
+    def without(part: Any, at: str) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        own = (
+            settings(str(part["name"]), str(part["version"])) if AUTO in part.values() and "version" in part else {}
+        )
+        kept = {}
+        for name, value in part.items():
+            if f"engine.{name}" in own and value == AUTO:
+                kept[name] = own[f"engine.{name}"].value
+            elif value == AUTO:
+                keys.append(f"{at}{name}")
+            else:
+                kept[name] = without(value, f"{at}{name}.")
+        return kept
+
+    places = ("kv", "scheduler", "engine", "backend", "experiment")
+    return {name: without(part, f"{name}.") if name in places else part for name, part in values.items()}, tuple(
+        keys
+    )
+
+
+def filled(config: _Config, keys: tuple[str, ...]) -> tuple[_Config, dict[str, Any]]:
+    """Return *config* with its release's values for *keys*, and the values among them of the backend's policy.
+
+    Raise a `ConfigError` for a release that is not known.
+    """
+    whole: Any = config
+    name = release(whole.engine.name, whole.engine.version)
+    if name != whole.engine.version:
+        whole = replace(whole, engine=replace(whole.engine, version=name))
+    policy = {}
+    for key, setting in settings(whole.engine.name, name).items():
+        # in their order: memory depends on the chunk, the batch on memory
+        value = setting.value(whole) if key in keys and callable(setting.value) else setting.value
+        if key not in keys or value is None:
+            continue
+        part, _, field = key.rpartition(".")
+        if part == "backend.policy":
+            policy[field] = value
+        else:
+            whole = replace(whole, **{part: replace(getattr(whole, part), **{field: value})})
+    return whole, policy
+
+
+def notes(config: Any) -> Iterator[str]:
+    """Yield a warning for a page size that servers of the engine in *config* do not have."""
+    name, page, sparse = family(config.engine.name), config.kv.page_size, config.model.hybrid.index_bytes
+    takes, flag = "", ""
+    if name == "vllm" and page % 16:
+        takes, flag = "multiples of 16", "--block-size"
+    elif name == "sglang" and _sglang_page(config) == 64 and page not in ((64,) if sparse else (16, 32, 64)):
+        takes, flag = "64" if sparse else "16, 32 or 64", "--page-size"
+    elif name == "trtllm" and page & (page - 1):
+        takes, flag = "powers of two", "kv_cache_config.tokens_per_block"
+    if takes:
+        engine, hw = config.engine.name, config.hw.name
+        yield f"warning: kv.page_size={page}: {flag} of engine={engine} takes {takes} on hw={hw}"
