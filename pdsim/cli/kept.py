@@ -123,7 +123,7 @@ def best(folders: Sequence[Path], asked: Asked) -> str:
         return dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str)
     title = f"best of {len(ranked)} points in {folders[0]}, {slo or 'the SLO of each'}"
     terminal.show_table(ranking.table(ranked, title), definitions="--verbose" in asked)
-    return "\n".join(["", *ranking.chart(ranked)])
+    return "\n".join(["", *ranking.verdict(ranked), *ranking.chart(ranked)])
 
 
 def explain(folders: Sequence[Path], asked: Asked) -> str:

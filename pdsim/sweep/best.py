@@ -16,10 +16,10 @@ from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time, parse_time
 from pdsim.results import schema
 from pdsim.results.record import Table, pareto, percentile
-from pdsim.results.terminal import share
+from pdsim.results.terminal import GOAL, share
 from pdsim.sweep import collect
 
-__all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table"]
+__all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table", "verdict"]
 
 _LATENCIES = ("ttft", "tpot", "e2e")
 
@@ -168,6 +168,16 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
         for number, each in enumerate(ranked[:count], 1)
     ]
     return Table(title, columns, rows)
+
+
+def verdict(ranked: Sequence[Ranked]) -> list[str]:
+    """Return a line if all of *ranked* keep up, whose order then is that of the offered rates; else nothing."""
+    if any(each.attainment < GOAL for each in ranked):
+        return []
+    return [
+        f"every point meets its SLO for {100 * GOAL:.0f} % of requests, so the order is mostly that of the offered "
+        "rates: sweep higher ones, or find the limit of each with pdsim run experiment=capacity"
+    ]
 
 
 def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[str]:
