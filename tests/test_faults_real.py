@@ -19,7 +19,7 @@ from tools.faults_trial import KINDS, PAGE, Check, Plan, draw
 FREE = {"pages": 320, "free_pages": 320, "used_pages": 0, "quarantined_pages": 0, "open_rooms": 0}
 BYTES = 2 * PAGE * (1 << 14)
 LOST = "PeerLost: nothing from decode0 for 3.0 s"
-APART = "PeerLost: they are not connected"
+APART = "PeerLost: one of them is not there"
 LATE = "TransferTimeout: too late"
 KILLED = "killed by signal 9, as was asked for"
 

@@ -164,7 +164,7 @@ class Causes:
         """Return whether the request of that *number* may have ended with *status*.
 
         - ``Aborted``: its user leaves.
-        - ``PeerLost``: the instance that it names was lost, or no connected pair was left.
+        - ``PeerLost``: the instance that it names was lost, or a side had none left.
         - ``TransferTimeout``: a transfer of it was held up, something of its instances was slow, or the limit that
           *status* names has passed.
         - ``TransferFailed``: the engine reported a transfer of it as failed.
@@ -214,17 +214,12 @@ class Causes:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
 
     def _lost(self, status: str, past: History) -> bool:
-        missing = re.search(r"no (\w+) instance is left", status)
-        if missing:
+        if re.search(r"no \w+ instance is left", status):
             out = [name for name in self._instances if self._is_out(name, past.ended, past.ended)]
             sides = self._scenario.job.prefills, self._scenario.job.decodes
-            return any(all(name in out for name in side) for side in sides) or self._parted(missing[1], out)
+            return any(all(name in out for name in side) for side in sides)
         named = _INSTANCE.search(status)
         return named is not None and named[0] in past.instances and self._is_out(named[0], past.began, past.ended)
-
-    def _parted(self, side: str, out: list[str]) -> bool:
-        job = self._scenario.job
-        return side == "connected" and all(p in out or d in out for p in job.prefills for d in job.decodes)
 
     def _is_out(self, instance: str, start: float, end: float) -> bool:
         return instance in self._outages and self._outages[instance].reaches(start, end)

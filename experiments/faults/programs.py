@@ -25,7 +25,7 @@ LINGER = 5.0
 good."""
 
 _LOOK = 0.2
-"""Seconds between two looks whether the expected instances are connected."""
+"""Seconds between two looks whether the expected instances are formed."""
 
 _PROBE = 9, 3
 """Input and output tokens of a probe."""
@@ -45,7 +45,7 @@ def router(
     """Serve as `pdsim.serving.router.program` does, then probe every pair of instances, and stop the ranks.
 
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
-    fault; if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The
+    fault; if then not every one of the *expected* instances is formed, up to *patience* seconds later.  The
     value has also ``probes``, rows of prefill instance, decode instance and status; and ``histories``, for each
     request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
     two instances.
@@ -86,17 +86,17 @@ class _QuietRouter(Router):
         self._resting = True
         if self._probes is None:
             start = max(self.clock.now, self.calm) + self.linger
-            self.clock.call_at(start, self._probe_connected, start + self.patience)
+            self.clock.call_at(start, self._probe_formed, start + self.patience)
         else:
             self.clock.call_at(
                 self.clock.now + self.linger, lambda _: super(_QuietRouter, self)._stop_if_done(), None
             )
 
-    def _probe_connected(self, until: float) -> None:
+    def _probe_formed(self, until: float) -> None:
         if self.clock.now >= until or all(map(self.registry.formed, self.expected)):
             self._probe()
         else:
-            self.clock.call_at(min(self.clock.now + _LOOK, until), self._probe_connected, until)
+            self.clock.call_at(min(self.clock.now + _LOOK, until), self._probe_formed, until)
 
     def _probe(self) -> None:
         self._resting = False
