@@ -105,6 +105,20 @@ def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept():
     assert alone("keeping").ranks["alone"].value == [2, 0]
 
 
+def misled(rank: Rank, plain: Any) -> Program:
+    engine = prefill_rank(rank, Deployment.from_plain(plain), "prefill0", 0)
+    engine.incarnation = "prefill0@2"
+    engine.handlers[Forward]("prefill0.0", Forward("prefill0@1", 0.5, ()))
+    engine.handlers[Destination]("decode0.0", Destination("prefill0@1", 7, 10, ((0, 1),), 0))
+    yield rank.clock.timeout(0.1)
+    return engine.ignored, engine.working(), len(engine.scheduler.handoff._destinations)
+
+
+def test_forwards_and_pages_of_an_earlier_incarnation_are_ignored():
+    """D7, D8: they left a room behind at a rank that was started again."""
+    assert alone("misled").ranks["alone"].value == [2, False, 0]
+
+
 def dropping(rank: Rank, plain: Any) -> Program:
     router = Router(rank, Deployment.from_plain(plain | {"retries": 1}), [])
     request = RoutedRequest(0.0, 100, 4, room=7, tries=1, lost="PeerLost: prefill0", asked="decode0.0")
