@@ -77,7 +77,7 @@ def test_a_batch_may_have(source_offset, target_offset, size, nbytes):
         ([0, 0], [0, 9], [10, 10], "targets of descriptors 0 and 1 overlap"),
         ([0, 0, 0], [100, 9, 0], [10, 10, 10], "targets of descriptors 2 and 1 overlap"),
         ([0, 0], [0, 0], [10, 10], "targets of descriptors 0 and 1 overlap"),
-        (np.array([2**64 - 1], np.uint64), [0], [1], ""),
+        (np.array([2**64 - 1], np.uint64), [0], [1], "source descriptor 0 covers"),
         ([0.0], [0], [1], "source_offset must be a one-dimensional array of integers, got float64"),
         ([[0]], [0], [1], "source_offset must be a one-dimensional array"),
         ([0], [0], 1, r"size must be a one-dimensional array of integers, got int64 of \(\)"),
