@@ -87,6 +87,9 @@ class Compute:
     exchange_latency: Seconds = 23e-6
     exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
+    # of small kernels in turn, that an iteration adds in each layer with experts, and with latent attention
+    mixed_latency: Seconds = 0.0
+    latent_latency: Seconds = 0.0
     # times as long as the mean host of data/live (0.6 to 1.5) this one takes to launch an eager prefill from a table
     launch_factor: Positive = 1.0
     # tokens of an iteration up to which prompts run in CUDA graphs, without launches (vLLM compiled: 512); 0: eager
@@ -184,6 +187,8 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
     narrow = model.dtype_bytes == 1 or model.mlp_dtype in ("nvfp4", "mxfp4")
     linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and narrow else peak
     weights = weight_bytes(model, side)
+    latency = (model.layers - model.dense_layers) * compute.mixed_latency if model.experts else 0.0
+    latency += model.layers * compute.latent_latency if model.attention == "mla" else 0.0
     pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
     if model.attention == "mla":
         pairs = _mla_pairs(model)
@@ -216,7 +221,7 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
         blend=compute.blend,
         token_allreduce=token_allreduce,
         allreduce=allreduce,
-        overhead=compute.overhead,
+        overhead=compute.overhead + latency / side.pp,
         scale=compute.scale,
         stages=side.pp,
         exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),

@@ -183,7 +183,7 @@ def weight_bytes(model: Llm, side: Side) -> float:
     Tensor parallelism divides all of them.  With expert parallelism the experts are divided among all ranks and the
     rest among those of an attention group, each of which has it whole.
     """
-    four = four_bit_parameters(model)
+    four = four_bit_parameters(model) if model.mlp_dtype else 0.0
     total = four * model.mlp_bytes + (model.parameters - four) * model.dtype_bytes
     if side.ep == 1:
         return total / side.tp / side.pp

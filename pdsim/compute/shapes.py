@@ -66,9 +66,7 @@ def layer_shape(model: Llm) -> LayerShape:
 
 
 def four_bit_parameters(model: Llm) -> float:
-    """Return how many weights of *model* have 4 bits (`Llm.mlp_dtype`)."""
-    if not model.mlp_dtype:
-        return 0.0
+    """Return how many weights of *model* are of its `Llm.mlp_dtype`."""
     shape = layer_shape(model)
     if not model.experts:
         return model.parameters - 2 * shape.vocabulary * model.hidden

@@ -49,8 +49,10 @@ def chosen(
         if compute.kernels is None or _serves(config, compute):
             return compute
     here = config.hw.gpu.name if config.hw.gpu else ""
+    if not here:
+        return build({"name": "roofline", **own, "chosen": "without a GPU compute is emulated"})
     why = f"{config.engine.name} with {config.model.name} was not measured on {here}; {ROOFLINE}"
-    return build({"name": "roofline", **own, "chosen": why if here else "without a GPU compute is emulated"})
+    return build({**_content(plugins.conf() / "compute" / "roofline.yaml"), **own, "chosen": why})
 
 
 def notes(config: Any) -> list[str]:

@@ -68,6 +68,20 @@ def test_tensor_parallelism_divides_work_and_adds_two_all_reduces():
     assert four.prefill([(0, tokens)]) == pytest.approx((one.prefill([(0, tokens)]) - 1e-3) / 4 + 1e-3 + 20 * ring)
 
 
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 0.0),
+        ({"experts": 8, "experts_per_token": 2, "dense_layers": 3}, 7e-4),  # seven layers have experts
+        ({"attention": "mla", "latent_dim": 576, "rope_dim": 64}, 2e-3),
+    ],
+)
+def test_small_kernels_of_experts_and_latent_attention_add_a_latency_a_layer(changes, seconds):
+    model, more = replace(MODEL, **changes), replace(PLAIN, mixed_latency=1e-4, latent_latency=2e-4)
+    without, with_them = (forward_time(model, MACHINE, each, Side(tp=1)).step(4) for each in (PLAIN, more))
+    assert with_them - without == pytest.approx(seconds)
+
+
 def test_a_decode_step_reads_weights_keys_and_values_once():
     times = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert times.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
