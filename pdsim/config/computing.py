@@ -126,6 +126,6 @@ def _serves(config: Any, compute: Compute) -> bool:
             warnings.simplefilter("ignore", tables.RangeWarning)
             for side in (config.parallel.prefill, config.parallel.decode):
                 forward(config.model, config.hw, compute, side)
-    except (ConfigError, ValueError):
+    except (ConfigError, ValueError, ZeroDivisionError):  # of a model that the rules refuse, later
         return False
     return True
