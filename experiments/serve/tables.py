@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -311,10 +312,31 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
     return int(numbers[slice(None) if which is None else which].sum())
 
 
+def first_token(table: Columns) -> str:
+    """Return where the time to the first token goes, as means that sum to that of the requests of *table*.
+
+    >>> table = dict(arrival=[1.0], started_at=[1.5], prefilled_at=[3.5], arrived_at=[3.75], ttft=[3.0])
+    >>> first_token(table)
+    'TTFT: 3 s on average = queue 500 ms + prefill 2 s + handoff 250 ms + decode 250 ms to its first token'
+    """
+    stamps = [_numbers(table[name]) for name in ("arrival", "started_at", "prefilled_at", "arrived_at")]
+    times = [*stamps, stamps[0] + _numbers(table["ttft"])]
+    known = np.all(np.isfinite(times), axis=0)
+    if not known.any():
+        return ""
+    means = [float(np.mean(later[known] - before[known])) for before, later in pairwise(times)]
+    parts = [
+        f"{name} {format_time(mean)}"
+        for name, mean in zip(("queue", "prefill", "handoff", "decode"), means, strict=True)
+    ]
+    few = "" if known.all() else f" of {known.sum()} requests"
+    return f"TTFT: {format_time(sum(means))} on average{few} = {' + '.join(parts)} to its first token"
+
+
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
     """Return what a reader must know beside the numbers, a sentence each; at the end the size of KV."""
-    lines = []
     steady = _steady(table, workload)
+    lines = [line for line in (first_token(steady),) if line]
     if len(steady["id"]) < len(table["id"]):
         lines.append(
             f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "

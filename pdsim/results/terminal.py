@@ -372,6 +372,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield from (note for note in run["notes"] if note.startswith("load: "))
         yield _verdict(metrics, schema.read_configuration(folder / "config.yaml"))
         yield from () if page else _latencies(metrics)
+        yield from (note for note in run["notes"] if note.startswith("TTFT: "))
         yield from _bound(run, metrics, shares, most)
     elif not page:
         yield from _measured(run)
