@@ -57,8 +57,8 @@ def test_what_cannot_be_run_is_refused_and_leaves_nothing(tmp_path, choices, mes
 
 
 def test_a_shape_beyond_a_table_is_a_note(recwarn):
-    run = pdsim.simulate("hw=8xh200", "model=gpt-oss-120b", "parallel=tp4", "workload.count=1")
-    counts = "moe: (2880, 720, 4, 128) counts as (2048, 768, 8, 128), the nearest measured, times 0.93"
+    run = pdsim.simulate("hw=2x8xh200", "model=minimax-m2.5", "parallel=tp8", "workload.count=1")
+    counts = "moe: (3072, 192, 8, 256) counts as (3072, 256, 8, 256), the nearest measured, times 0.75"
     assert f"warning: h200_sglang_table, {counts}" in run.notes
     assert not recwarn.list
 

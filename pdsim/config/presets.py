@@ -106,8 +106,10 @@ def _sglang_memory(sizes: _Sizes, by_mode: bool, config: Any) -> float | None:
         if total > 60 * 1024:
             reserved = max(reserved, 10 * 1024)
         fractions.append(round((total - reserved) / total, 3))
+    if min(fractions) < 0.3:  # of very many GPUs, whose servers do not start unless the flag is set
+        return None
     with_aiter = config.hw.vendor == "amd" and config.model.attention != "mla" and config.model.context > 8192
-    return max(0.01, round(min(fractions) * (0.85 if with_aiter else 1.0), 6))
+    return round(min(fractions) * (0.85 if with_aiter else 1.0), 6)
 
 
 def _prefill_graphs(most: int) -> int:

@@ -223,6 +223,7 @@ NOT_DRAWN = {
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
+    "engine.version": "names the settings that a release starts with, which are drawn one by one",
     "layerwise, cache.prefill, cache.decode, cache.eviction, cache.found, cache.early, cache.host, cache.limit, "
     "colocated": "contents cannot be checked: pdsim refuses or skips them with memory=tracked; tests/serving",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "

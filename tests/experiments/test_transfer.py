@@ -149,7 +149,7 @@ def test_points_come_from_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pattern,blocks,size,concurrency\npair,0,4096,1\n", "row 1: blocks must be > 0, got 0"),
+        ("pattern,blocks,size,concurrency\npair,0,4096,1\n", "row 1: blocks must be > 0, got '0'"),
         ("pattern,blocks,size\npair,1,4096\n", "row 1: .*concurrency"),
         ("pattern,blocks,size,concurrency\n", "has no points"),
         (None, r"experiment\.points=.*points\.csv: No such file"),
