@@ -30,7 +30,7 @@ from pdsim.serving.requests import RequestTable
 __all__ = ["TARGETS", "ScorecardOptions", "run"]
 
 TARGETS = ("model",)
-SEEN = ("h200", "b200")
+SEEN = ("h200", "b200", "mi300x", "mi355x")
 """GPUs whose rows were looked at while the model was made."""
 ENGINES = {"sglang": "sglang", "dynamo-sglang": "sglang", "mori-sglang": "sglang"}
 """Choices of ``engine`` by the rows' ``framework``; others are left out."""
