@@ -97,7 +97,7 @@ model.kv_dtype=int8 -> model.kv_dtype must be one of bf16, fp16,
 model.attention=mla -> model.latent_dim must be > 0 for attention=mla, got 0; write model.latent_dim=512
 parallel.prefill.dp=3 -> parallel.prefill.dp must divide tp=4, whose ranks it divides among groups, got 3; use 1, 2,
 parallel.decode.cp=2 -> decode ranks are not context-parallel; leave decode.cp at 1
-kv.pool=1MiB -> a page of kv.page_size=64 tokens takes 5 MiB a rank, and 1 MiB are left for KV
+kv.pool=1MiB kv.page_size=64 -> a page of kv.page_size=64 tokens takes 5 MiB a rank, and 1 MiB are left for KV
 scheduler.memory_fraction=88 -> scheduler.memory_fraction must be > 0 and <= 1, got 88
 compute.flops_share=2 -> compute.flops_share must be > 0 and <= 1, got 2
 workload.aborts=1.5 -> workload.aborts must be >= 0 and <= 1, got 1.5

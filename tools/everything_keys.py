@@ -89,6 +89,7 @@ GIVEN = {
 }
 OWN = {
     r"workload\.trace": "workload.trace={root}/pdsim/serving/data/conversation_small.jsonl",
+    r"engine\.name": "engine.name=sglang_mine",
     r"engine\.version": "engine.version=0.5.23",
     r"launch\.bind": "launch.bind=127.0.0.2",
     r"live\.(url|prefill|decode)": "live.\\1=[http://localhost:8001]",
