@@ -11,6 +11,7 @@ import pytest
 from pdsim.kv.messages import ConnectPeer, RegisterPool
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
+from pdsim.serving.deployment import incarnation_name, instance_of
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import serve
@@ -85,6 +86,22 @@ def test_what_overtakes_the_introduction_is_kept(
     assert outcome.statuses == ["ok"]
     assert max(begun(outcome)) > LATE
     assert outcome.at_rest("prefill0.0", "decode0.0")
+
+
+@pytest.mark.parametrize(("side", "changes"), [("prefill", {}), ("decode", {"engine": PULL})])
+def test_an_introduction_of_an_earlier_process_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, side: str, changes: dict[str, Any]
+):
+    send: Callable[..., None] = RankProcess.send
+
+    def again(self: RankProcess, receivers: Any, message: Any) -> None:
+        send(self, receivers, message)
+        if isinstance(message, ConnectPeer) and receivers.startswith(side):
+            other = incarnation_name(instance_of(message.peer), 9)
+            send(self, receivers, ConnectPeer(message.incarnation, other, message.started - 1))
+
+    monkeypatch.setattr(RankProcess, "send", again)
+    assert serve([ONE, ONE], **SIDES, **changes).statuses == ["ok", "ok"]
 
 
 def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyPatch):
