@@ -59,7 +59,7 @@ class ValidateLiveOptions(ExperimentOptions):
     lengths: tuple[PositiveInt, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
     single_output: PositiveInt = 16  # tokens that a single request generates
     singles: PositiveInt = 5  # requests of each length
-    loads: Annotated[tuple[Positive, ...], "not empty"] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
+    loads: Annotated[tuple[Positive, ...], "non-empty"] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
     runs: PositiveInt = 2  # of every load: their difference is the floor
     # only: nothing is measured; now: what is stored is predicted anew
     predict: Annotated[str, "one of before, only, now"] = "before"

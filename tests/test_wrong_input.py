@@ -50,7 +50,7 @@ output= -> output must name a folder, got ''; write output=FOLDER, or leave outp
 output=/dev/null/x -> output=/dev/null/x: Not a directory; name a folder that can be written to
 experiment.router=random -> experiment.router=random is provided by no installed package; there are cache_aware,
 "experiment=[]" -> experiment=[] chooses nothing; there are allgather,
-experiment=transfer "experiment.size=[]" -> experiment.size must be not empty, got []; leave
+experiment=transfer "experiment.size=[]" -> experiment.size must be non-empty, got []; leave
 experiment=transfer "experiment.patterns=[pairs:x]" -> 'pairs:x' has a count that it cannot have; write pairs:2
 experiment=transfer experiment.points=/ -> experiment.points=/: Is a directory; name a CSV file of points
 experiment=handoff "experiment.tp=[x]" -> 'x' is not a pair of numbers of ranks; write one such as 1to2

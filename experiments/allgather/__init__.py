@@ -32,13 +32,13 @@ class AllgatherOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured."""
 
     name: str = "allgather"
-    ranks: Annotated[tuple[PositiveInt, ...], "not empty"] = (2, 4, 8)  # that gather, a GPU each
+    ranks: Annotated[tuple[PositiveInt, ...], "non-empty"] = (2, 4, 8)  # that gather, a GPU each
     # bytes of each rank's piece
     size: tuple[Annotated[Size, "> 0"], ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)
     # symmetric: of the output, as SGLang; both: the input's, too
     pools: tuple[Annotated[str, "one of default, symmetric, both"], ...] = ("default", SYMMETRIC)
     # tokens of sequences, split over the ranks in a zigzag and padded
-    batches: tuple[Annotated[tuple[PositiveInt, ...], "not empty"], ...] = ((9, 9), (8192,), (4096, 77, 1000))
+    batches: tuple[Annotated[tuple[PositiveInt, ...], "non-empty"], ...] = ((9, 9), (8192,), (4096, 77, 1000))
     row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     growth: bool = True  # also with a symmetric pool that grows at run time
     repeat: PositiveInt = 20  # measured all-gathers of each point

@@ -42,10 +42,10 @@ class CapacityOptions(ExperimentOptions):
 
     name: str = "capacity"
     # tensor parallelism of prefill instances
-    prefill_tp: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 4, 8)
-    decode_tp: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 4, 8)  # and of decode instances
+    prefill_tp: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 4, 8)
+    decode_tp: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 4, 8)  # and of decode instances
     # of either side, in every combination that fits
-    instances: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 2, 3, 4, 5, 6, 7)
+    instances: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 2, 3, 4, 5, 6, 7)
     attainment: Annotated[float, "> 0 and < 1"] = 0.9  # share of requests that must meet the SLO
     requests: Annotated[int, ">= 100"] = 200  # of a probe
     finalists: PositiveInt = 5  # deployments that are searched again, with more requests and half the tolerance

@@ -52,7 +52,7 @@ class HandoffOptions(ExperimentOptions):
     """What is handed over and how."""
 
     name: str = "handoff"
-    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (512, 2048, 8192)  # of a handoff
+    tokens: Annotated[tuple[PositiveInt, ...], "non-empty"] = (512, 2048, 8192)  # of a handoff
     tp: tuple[Annotated[str, sides], ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
     paths: tuple[Annotated[str, "one of sliced, staged"], ...] = (
         PATHS  # between ranks that keep other heads; equal ones have a single path

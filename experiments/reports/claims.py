@@ -201,8 +201,8 @@ def burst(requests: int, tokens: int, output: int = 1) -> Workload:
 class PromptBurstOptions(ExperimentOptions):
     """Handoffs by themselves, then prompts that arrive at once; a seed says how much of it."""
 
-    tp: Annotated[tuple[Annotated[str, handoff.sides], ...], "not empty"]  # ranks of prefill, ranks of decode
-    tokens: Annotated[tuple[PositiveInt, ...], "not empty"]  # of a handoff
+    tp: Annotated[tuple[Annotated[str, handoff.sides], ...], "non-empty"]  # ranks of prefill, ranks of decode
+    tokens: Annotated[tuple[PositiveInt, ...], "non-empty"]  # of a handoff
     # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
     placement: Annotated[str, "one of packed, sides"] = "packed"
     repeat: PositiveInt = 3  # measured handoffs of each shape

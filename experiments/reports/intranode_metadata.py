@@ -37,8 +37,8 @@ class IntranodeMetadataOptions(PromptBurstOptions):
 
     name: str = "seed_intranode_metadata"
     # ranks of prefill, ranks of decode
-    tp: Annotated[tuple[Annotated[str, sides], ...], "not empty"] = ("4to4",)
-    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (128, 1024, 8192)  # of a handoff
+    tp: Annotated[tuple[Annotated[str, sides], ...], "non-empty"] = ("4to4",)
+    tokens: Annotated[tuple[PositiveInt, ...], "non-empty"] = (128, 1024, 8192)  # of a handoff
     repeat: PositiveInt = 10  # measured handoffs of each shape
     warmup: NotNegativeInt = 2  # before them
     prompts: tuple[PositiveInt, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`

@@ -47,12 +47,12 @@ class NixlStagingOptions(PromptBurstOptions):
 
     name: str = "seed_nixl_staging"
     tp: Annotated[
-        tuple[Annotated[str, unlike], ...], "not empty"
+        tuple[Annotated[str, unlike], ...], "non-empty"
     ] = (  # what needs more GPUs than there are is left out
         *("1to2", "1to4", "1to8", "2to1", "2to4", "2to8"),
         *("4to1", "4to2", "4to8", "8to1", "8to2", "8to4"),
     )
-    tokens: Annotated[tuple[PositiveInt, ...], "not empty"] = (512, 8192)  # of a handoff
+    tokens: Annotated[tuple[PositiveInt, ...], "non-empty"] = (512, 8192)  # of a handoff
     prompts: tuple[PositiveInt, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
     experts: Llm  # that prompts are served with at EP 4, on modelled GPUs
     descriptor: Seconds = UNPREPARED  # across nodes, as NIXL prepared none then; 0: as the backend

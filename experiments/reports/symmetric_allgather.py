@@ -41,7 +41,7 @@ class SymmetricAllgatherOptions(ExperimentOptions):
         *(4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20, 128 << 20, 256 << 20),
     )
     # tokens of sequences, split over the ranks in a zigzag and padded
-    batches: tuple[Annotated[tuple[PositiveInt, ...], "not empty"], ...] = ((9, 9), (8192,), (4096, 77, 1000))
+    batches: tuple[Annotated[tuple[PositiveInt, ...], "non-empty"], ...] = ((9, 9), (8192,), (4096, 77, 1000))
     row: Annotated[Size, "> 0"] = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     repeat: PositiveInt = 20  # measured all-gathers of each point
     warmup: NotNegativeInt = 5  # before them

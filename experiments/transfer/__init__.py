@@ -45,16 +45,16 @@ class TransferOptions(ExperimentOptions):
 
     name: str = "transfer"
     # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
-    patterns: Annotated[tuple[Annotated[str, pattern], ...], "not empty"] = (
+    patterns: Annotated[tuple[Annotated[str, pattern], ...], "non-empty"] = (
         *("pair", "bidirectional", "incast", "fanout", "alltoall"),
     )
-    blocks: Annotated[tuple[PositiveInt, ...], "not empty"] = (1, 16)  # descriptors of a transfer
+    blocks: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1, 16)  # descriptors of a transfer
     # bytes of a descriptor
-    size: Annotated[tuple[Annotated[Size, "> 0"], ...], "not empty"] = (4096, 65536, 1048576)
+    size: Annotated[tuple[Annotated[Size, "> 0"], ...], "non-empty"] = (4096, 65536, 1048576)
     # transfers that an initiator keeps in flight to each of its peers
-    concurrency: Annotated[tuple[PositiveInt, ...], "not empty"] = (1,)
+    concurrency: Annotated[tuple[PositiveInt, ...], "non-empty"] = (1,)
     # how an initiator goes on: rounds, serial; -rotated: each from another peer
-    schedule: Annotated[tuple[Annotated[str, SCHEDULES], ...], "not empty"] = ("free",)
+    schedule: Annotated[tuple[Annotated[str, SCHEDULES], ...], "non-empty"] = ("free",)
     points: str = ""  # a CSV file of points instead of all combinations of the five above
     ranks: Annotated[int, ">= 2"] = 4  # of a pattern that does not say how many itself
     repeat: PositiveInt = 100  # measured transfers of each flow
@@ -64,7 +64,7 @@ class TransferOptions(ExperimentOptions):
     # scattered: every block at a random place of an area twice as large
     layout: Annotated[str, "one of contiguous, scattered"] = "contiguous"
     # or "spread": one node after the other; or the GPU of each rank
-    placement: Annotated[tuple[str, ...], "not empty"] = ("packed",)
+    placement: Annotated[tuple[str, ...], "non-empty"] = ("packed",)
     order: Annotated[str, "one of listed, shuffled"] = "listed"  # shuffled: by the seed
     pause: Seconds = 0.0  # of the model: what a program takes from the end of a transfer to its next one
     verify: bool = True  # compare checksums at the receiver, where memory has contents

@@ -167,7 +167,7 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
     Annotations are plain types, `Annotated` with a parser and a rule, `Literal`, tuples, mappings, unions with None
     and dataclasses.  A rule is what a message says after "must be", ``"> 0 and <= 1"``, ``"one of a, b"`` or, of a
-    list, ``"not empty"``; the last one counts.  A dataclass with a static method ``class_for`` chooses its subclass.
+    list, ``"non-empty"``; the last one counts.  A dataclass with a static method ``class_for`` chooses its subclass.
     A class with a field ``sources`` may have a ``source`` in any mapping below it.  With *known*, fields that have
     not changed since the last call are not made again.
     """
@@ -261,7 +261,7 @@ _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operat
 
 
 def _holds(rule: str, value: Any) -> bool:
-    if rule == "not empty":
+    if rule == "non-empty":
         return len(value) > 0
     if rule.startswith("one of "):
         return value in rule.removeprefix("one of ").replace("''", "").split(", ")
