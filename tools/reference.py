@@ -100,7 +100,10 @@ def output() -> Iterator[str]:
         printed = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=True
         ).stdout
-    lines = [re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip() for line in printed.splitlines()]
+    lines = [
+        re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip().replace(sys.executable, ".venv/bin/python")
+        for line in printed.splitlines()
+    ]
     yield "```text"
     yield from lines[:OUTPUT_LINES]
     yield "```"

@@ -14,7 +14,7 @@ from pdsim.cli.help import parse
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
-from pdsim.results.terminal import show_lines, show_table
+from pdsim.results.terminal import program, show_lines, show_table
 
 __all__ = ["recipe"]
 
@@ -43,7 +43,7 @@ def recipe(words: Sequence[str]) -> int:
         from pdsim.config.compose import compose
 
         compose(command)  # what does not fit is said here, not when it is run
-        show_lines(f"next:\n  pdsim run {shlex.join(command)}")
+        show_lines(f"next:\n  {program()} run {shlex.join(command)}")
         return 0
     from pdsim.cli.main import main
 

@@ -25,7 +25,18 @@ from pdsim.core.units import format_time
 from pdsim.results import evidence, schema, store
 from pdsim.results.record import Table
 
-__all__ = ["Progress", "alike", "as_json", "brief_lines", "group", "share", "show", "show_lines", "show_table"]
+__all__ = [
+    "Progress",
+    "alike",
+    "as_json",
+    "brief_lines",
+    "group",
+    "program",
+    "share",
+    "show",
+    "show_lines",
+    "show_table",
+]
 
 GOAL = 0.99
 """Share of requests that is to meet the SLO."""
@@ -390,6 +401,12 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
         yield from (f"  {command}" for command in _next(run, folder))
 
 
+def program() -> str:
+    """Return how this process was called, for commands that can be pasted: pdsim, or PYTHON -m pdsim."""
+    words = sys.orig_argv[:3]
+    return join(words) if words[1:] == ["-m", "pdsim"] else "pdsim"
+
+
 def share(value: float) -> str:
     """Return *value*, a share of one, for people.
 
@@ -502,7 +519,8 @@ def _evidence(sources: Mapping[str, str], most: str) -> str:
 
 def _next(run: Mapping[str, Any], folder: Path) -> list[str]:
     if run["experiment"].startswith("validate"):
-        return [f"pdsim report {join([str(folder)])}"]
+        return [f"{program()} report {join([str(folder)])}"]
     options = [word for word in run.get("command", ()) if word.startswith("--config-")]
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
-    return [f"pdsim explain {join([str(folder)])}", f"pdsim sweep {join([*options, *words, 'seed=0,1,2'])}"]
+    sweep = [*options, *words, "seed=0,1,2"]
+    return [f"{program()} explain {join([str(folder)])}", f"{program()} sweep {join(sweep)}"]

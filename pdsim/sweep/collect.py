@@ -224,7 +224,7 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
         reason = next((row["error"] for row in table.to_pylist() if row["status"] == "infeasible"), "")
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
-    terminal.show_lines(f"next: pdsim best {folder}", file=file)
+    terminal.show_lines(f"next: {terminal.program()} best {folder}", file=file)
 
 
 # --- rows as they come ---------------------------------------------------------------------------------------------
