@@ -441,11 +441,6 @@ def metadata_route(policy: Policy, mine: Sequence[int], theirs: Sequence[int]) -
 Connected = TypeVar("Connected")
 
 
-def _call_all(actions: list[Callable[[], None]]) -> None:
-    for action in actions:
-        action()
-
-
 class Peers(Generic[Connected]):
     """The ranks of the other side that a rank writes to or reads from, by the incarnation of their instance.
 
@@ -491,16 +486,26 @@ class Peers(Generic[Connected]):
         self._waiting.pop(incarnation, None)
 
     def wait(self, incarnation: str, then: Callable[[], None]) -> None:
-        """Call *then*, from a callback, once `connected`; never if *incarnation* is dropped before."""
+        """Call *then*, from a callback and in the order of these calls, once all ranks are connected.
+
+        It is never called if *incarnation* is dropped before.
+        """
         self._waiting.setdefault(incarnation, []).append(then)
 
-    def _go_on(self, incarnation: str) -> None:
-        if self.connected(incarnation) and (waiting := self._waiting.pop(incarnation, None)):
-            self._rank.clock.call_at(self._rank.clock.now, _call_all, waiting)
-
     def connected(self, incarnation: str) -> bool:
-        """Return whether all ranks of *incarnation* that this rank needs are connected."""
+        """Return whether all ranks of *incarnation* that are needed are connected, and nothing waits for that."""
+        return self._has_all(incarnation) and incarnation not in self._waiting
+
+    def _has_all(self, incarnation: str) -> bool:
         return incarnation in self._peers and len(self._peers[incarnation]) == len(self._parts)
+
+    def _go_on(self, incarnation: str) -> None:
+        if self._has_all(incarnation) and incarnation in self._waiting:
+            self._rank.clock.call_at(self._rank.clock.now, self._call_waiting, incarnation)
+
+    def _call_waiting(self, incarnation: str) -> None:
+        for then in self._waiting.pop(incarnation, ()):
+            then()
 
     def connect(self, message: RegisterPool) -> None:
         """Connect to the rank that sent *message*.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdsim.kv.messages import ConnectPeer, RegisterPool
+from pdsim.kv.plan import Peers
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
 from pdsim.serving.deployment import incarnation_name, instance_of
 from pdsim.serving.rank_process import RankProcess
 from pdsim.serving.workload import Request
+from pdsim.sim.hosts import JobClock
 from tests.serving.test_faults import serve
 from tests.serving.test_pull import PULL
 from tests.support.serving import Served, configured
@@ -118,3 +121,24 @@ def test_pairs_that_no_room_joins_are_not_introduced(monkeypatch: pytest.MonkeyP
     outcome = serve([ONE, ONE], **sides, options={"router": "round_robin"})
     assert outcome.statuses == ["ok", "ok"]
     assert len(sent) == 2 * len({(row["prefill"], row["decode"]) for row in outcome.rows})
+
+
+def test_what_comes_in_the_instant_of_connecting_goes_after_what_waits():
+    clock, moved = JobClock(), list[str]()
+    rank: Any = SimpleNamespace(clock=clock)
+    layout: Any = None
+    peers = Peers[str](rank, layout, {}, lambda *_: "")
+
+    def move(name: str) -> None:
+        if peers.connected("decode0@1"):
+            moved.append(name)
+        else:
+            peers.wait("decode0@1", lambda: move(name))
+
+    move("question")
+    peers.expect("decode0@1")  # all of no ranks
+    move("chunk")
+    assert moved == []
+    clock.turn(1, {"a rank"}, pytest.fail)
+    move("later")
+    assert moved == ["question", "chunk", "later"]
