@@ -2,9 +2,9 @@
 """Samples: which transfers to measure, how long each took, how far jobs are apart, and the CSV files that keep them.
 
 With one count alone the cost of a call and of a descriptor are one number, with one size alone the cost of a
-descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  Repeats
-within a job share whatever made its host slow: several jobs are run, the geometric mean of their medians counts, so
-that a job which is slow by a factor counts for the factor.
+descriptor and of its bytes: so the grid is a cross, with points drawn at random between, which no fit sees.  A slow
+host slows all repeats of a job alike.  So several jobs are run, and the geometric mean of their medians counts: a
+job that is slow by a factor changes it by a root of that factor.
 """
 
 from __future__ import annotations

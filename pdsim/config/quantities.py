@@ -174,7 +174,7 @@ _last: dict[str, tuple[Any, list[tuple[_Quantity, bool]]]] = {}
 
 
 def _questionable(config: Config, typed: Collection[str]) -> Iterator[tuple[_Quantity, bool]]:
-    # all numbers of a part of which something was *typed*, those of the others that are beyond their bounds
+    # All numbers of a part with a key that was *typed*; of other parts, only the numbers beyond their bounds.
     for name in (*_PARTS, "slo", "experiment"):
         part = getattr(config, name)
         if name not in _last or _last[name][0] is not part:

@@ -182,12 +182,12 @@ class Membership:
     """Keeps the registry of instances for *process*, the router, and declares instances lost.
 
     SGLang runs this beside its router, as the bootstrap server.  An instance is lost if a rank of it has been silent
-    for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or registers again: its other ranks
-    are told to end, and those of the other side to forget it.
+    for `Deployment.deadline`, is reported lost by a peer's engine, is refused, or registers again.  Its other ranks
+    then get a message to end, and the ranks of the other side one to forget it.
 
     *changed* is called each time that an instance is formed or lost.  *lost* is called with the incarnation, the
-    reason and whether it was formed, before the other side hears of the loss: what that is asked about rooms must
-    reach it first.
+    reason and whether it was formed, before the other side hears of the loss: questions about its rooms must reach
+    that side first.
     """
 
     def __init__(

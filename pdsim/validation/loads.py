@@ -63,8 +63,8 @@ def values(of: Quantiles) -> list[Value]:
 def compare_files(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
     """Return what the files of a validation of servers have in common; requests that failed are left out.
 
-    What was measured is the median of the runs that have the part, each of which is in *per_job*.  Raise a
-    `ConfigError` if there is nothing.
+    A measured value is the median of the runs that have it; *per_job* has the value of each run.  Raise a
+    `ConfigError` if the files have nothing in common.
     """
     every: list[Value] = []
     for run in measured["runs"]:
