@@ -40,6 +40,7 @@ from pdsim.config.keys import Key
 from pdsim.core import plugins
 from pdsim.core.repository import data
 from pdsim.kv.policy import Policy
+from pdsim.recipes import TAKEN
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
@@ -69,6 +70,12 @@ def configuration() -> Iterator[str]:
             continue  # docs/reports.md
         options = ExperimentOptions.class_for({"name": name})
         yield from (f"### `experiment={name}`", "", *HEAD, *map(_row, _own(options)), "")
+
+
+def flags() -> Iterator[str]:
+    """Yield the table of docs/configuration.md of the flags of vLLM and SGLang that ``pdsim recipe`` reads."""
+    yield from ("## Flags of vLLM and SGLang", "", "`pdsim recipe` reads a whole command.", "")
+    yield from markdown(("flag", "key"), [(f"`--{flag}`", f"`{key}`") for flag, key in sorted(TAKEN.items())])
 
 
 def _own(options: type) -> Iterator[Key]:
@@ -253,7 +260,7 @@ def build(folder: Path) -> Path:
     """Write configuration.md into *folder* and return its path."""
     head = Path(__file__).with_name("configuration.md").read_text(encoding="utf-8")
     page = folder / "configuration.md"
-    page.write_text(head + "\n" + "\n".join(configuration()).strip() + "\n", encoding="utf-8")
+    page.write_text(head + "\n" + "\n".join([*configuration(), *flags()]).strip() + "\n", encoding="utf-8")
     return page
 
 
