@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backends.capabilities import EngineLibrary
 
-__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed", "rdma_devices"]
+__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "gpu_memory", "installed", "rdma_devices"]
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -41,7 +41,12 @@ def devices() -> tuple[Diagnosis, ...]:
 
 def gpu_count() -> int:
     """Return how many NVIDIA GPUs a process of this machine sees."""
-    return len(_nvidia().splitlines())
+    return len(_nvidia())
+
+
+def gpu_memory() -> int:
+    """Return the bytes of the smallest NVIDIA GPU that a process of this machine sees; 0 without one."""
+    return min((memory for memory, _ in _nvidia()), default=0)
 
 
 def rdma_devices() -> list[str]:
@@ -86,26 +91,29 @@ def error_of(statement: str) -> str:
 
 
 _LIST_GPUS = """
-from ctypes import CDLL, byref, c_int, create_string_buffer
-cuda, count, name = CDLL("libcuda.so.1"), c_int(), create_string_buffer(100)
+from ctypes import CDLL, byref, c_int, c_size_t, create_string_buffer
+cuda, count, name, memory = CDLL("libcuda.so.1"), c_int(), create_string_buffer(100), c_size_t()
 status = cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count))
 if status:
     raise SystemExit(f"the NVIDIA driver does not work (CUDA error {status})")
 for number in range(count.value):
     cuda.cuDeviceGetName(name, 100, number)
-    print(name.value.decode())
+    cuda.cuDeviceTotalMem_v2(byref(memory), number)
+    print(memory.value, name.value.decode())
 """
 
 
 @cache
-def _nvidia() -> str:
-    status, names, _ = _python(_LIST_GPUS)
-    return names if not status else ""
+def _nvidia() -> list[tuple[int, str]]:
+    # bytes and name of each GPU
+    status, lines, _ = _python(_LIST_GPUS)
+    found = [] if status else [line.split(" ", 1) for line in lines.splitlines()]
+    return [(int(memory), name) for memory, name in found]
 
 
 def _gpus() -> Diagnosis:
-    if names := _nvidia().splitlines():
-        return Diagnosis("gpu", True, f"{len(names)} x {names[0]}")
+    if found := _nvidia():
+        return Diagnosis("gpu", True, f"{len(found)} x {found[0][1]}")
     if Path("/dev/kfd").exists():
         return Diagnosis("gpu", True, "AMD GPUs (/dev/kfd)")
     why = "no NVIDIA driver and no /dev/kfd"

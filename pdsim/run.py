@@ -247,6 +247,7 @@ def _target(
         with deployed(config, kept.folder, meter, kept.journal.requests.append) as deployment:
             yield deployment
         return
+    from backends.diagnosis import gpu_count
     from backends.jobs.launcher import SILENCE, Processes
 
     host, collective = config.hw.host.memory, config.collective
@@ -269,5 +270,6 @@ def _target(
         collective=collective,
         link=config.hw.link,
         nodes=config.hw.nodes,
+        gpus=gpu_count() if config.launch.share_gpus else 0,
         progress=meter.measured,
     )

@@ -65,7 +65,9 @@ def test_commands_that_are_not_run_compose(tmp_path, monkeypatch, pdsim_says):
     for command in (each for page in PAGES for text in shell(page, run=False) for each in commands(text)):
         typed = re.match(r"python -m pdsim (?=run |validate )", command)
         if typed and "FOLDER" not in command and "NAME" not in command:
-            words = [word for word in shlex.split(command[typed.end() :]) if not word.startswith("target=")]
+            words = [
+                word for word in shlex.split(command[typed.end() :]) if not word.startswith(("target=", "launch."))
+            ]
             status, _, stderr = pdsim_says(*words, "--cfg", "job")
             assert status == 0, f"{command}\n{stderr}"
 

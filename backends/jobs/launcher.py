@@ -45,7 +45,7 @@ TAIL = 2000  # characters of a rank's output that go into the error of a rank th
 class Processes:
     """A `Target` on this machine: every rank is a process, on the GPU of it that its `Place` names, or on the host.
 
-    One object may run several jobs.  Ranks that share a GPU share what it really has.
+    One object may run several jobs.  With *gpus*, the GPUs of places are dealt to so many of this machine in turn.
     """
 
     engine: Engine
@@ -58,6 +58,7 @@ class Processes:
     collective: Collective | None = None  # what groups of ranks gather with
     link: NetworkLink | None = None  # joins the nodes, which then are network namespaces of this machine
     nodes: int = 1
+    gpus: int = 0  # that ranks share; 0: the GPU of each place is there
     silence: float = SILENCE  # seconds after which a rank is killed whose clock does not go
     # called now and then with the seconds since the start and what a rank has counted
     progress: Callable[[float, int, int], None] = lambda *_: None
@@ -76,7 +77,12 @@ class Processes:
             f"warning: {ranks} processes share {cores} cores, and each spins while it waits, so times include waits "
             "for a core; use a machine with more cores, or fewer ranks (pdsim list parallel)"
         )
-        return [*([crowded] if ranks > cores else []), *(late.complaint for late in self.lateness if late.complaint)]
+        shared = (
+            f"warning: ranks share {self.gpus} GPU{'s' if self.gpus > 1 else ''} (launch.share_gpus=true): bytes "
+            "within one cross no link, and its processes take turns, so times are not those of a GPU each"
+        )
+        said = [*([crowded] if ranks > cores else []), *([shared] if self.gpus else [])]
+        return [*said, *(late.complaint for late in self.lateness if late.complaint)]
 
     def run(
         self,
@@ -122,6 +128,7 @@ class Processes:
 
     def _describe(self, spec: RankSpec, keys: Keys, link: EmulatedLink | None, processors: list[int]) -> Start:
         gpu, threads = spec.place.gpu, self.engine.threads
+        gpu = gpu % self.gpus if gpu is not None and self.gpus else gpu
         return Start(
             name=spec.name,
             keys=keys,

@@ -101,13 +101,15 @@ def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config
             runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
-    kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
+    # of the model, it says what the model was told; on a shared GPU, what one GPU's memory does
+    kind = "measured" if config.target == "real" and not config.launch.share_gpus else "assumed"
     about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
-    if kind == "measured":
+    if config.target == "real":
         about |= record.here() | {"turn": f"{measure()[0] * 1e9:.2f}ns"}
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 
 
 def _where(config: Config) -> str:
-    return f"{config.backend.name} on {config.hw.name}" + (" (the model)" if config.target == "model" else "")
+    how = " (the model)" if config.target == "model" else ", ranks share a GPU" if config.launch.share_gpus else ""
+    return f"{config.backend.name} on {config.hw.name}{how}"

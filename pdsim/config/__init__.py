@@ -52,9 +52,9 @@ def _address(text: object) -> str:
 class Launch:
     """How ``target=real`` runs the processes of its ranks."""
 
-    # the address that ranks and their engines listen on; any but loopback can be reached
-    bind: Annotated[str, _address] = "127.0.0.1"
+    bind: Annotated[str, _address] = "127.0.0.1"  # that ranks and engines listen on; any but loopback can be reached
     silence: Seconds = 0.0  # of a rank, after which it is ended; 0: experiment.deadline, 300 s where there is none
+    share_gpus: bool = False  # ranks of the GPUs of `hw` share those of this machine, which has fewer
 
 
 @dataclass(frozen=True, kw_only=True)

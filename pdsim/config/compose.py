@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,24 @@ def load(values: dict[str, Any], words: Sequence[str], folders: Sequence[Path] =
         values = {**values, "model": huggingface.expanded(model)}
     config = schema.load(values, set_keys([word.lstrip("+") for word in words]), folders)
     quantities.check(config, values, leaves(ready(words)))
+    config = _on_shared_gpus(config)
     rules.check(config)
     return config
+
+
+CONTEXT = 1 << 30
+"""Bytes of a GPU that a process takes beside what it allocates: CUDA's context and the kernels of libraries."""
+
+
+def _on_shared_gpus(config: Config) -> Config:
+    # each GPU of the machine that is asked for is a share of one that is here
+    from backends.diagnosis import gpu_count, gpu_memory
+
+    hw = config.hw
+    if config.target != "real" or not config.launch.share_gpus or hw.gpu is None or not (here := gpu_count()):
+        return config
+    share = gpu_memory() // -(-hw.gpus // here) - CONTEXT
+    return replace(config, hw=replace(hw, gpu=replace(hw.gpu, memory=min(hw.gpu.memory, share))))
 
 
 # --- to Hydra ------------------------------------------------------------------------------------------------------

@@ -337,11 +337,33 @@ def _real(config: Config) -> Iterator[str]:
             )
     if hw.link is not None and (problem := emulated_link.missing_requirements()):
         yield problem
+    yield from _gpus(config)
+
+
+def _gpus(config: Config) -> Iterator[str]:
+    hw, shared, collective = config.hw, config.launch.share_gpus, config.collective
+    sharable = hw.gpus > 0 and hw.nodes == 1 and hw.vendor == "nvidia"
     here = _gpus_here(hw.vendor) if hw.gpus else 0
-    if hw.gpus and (hw.nodes > 1 or here < hw.gpus):
+    if shared and (not sharable or here >= hw.gpus):
+        lack = f"this machine has {here}" if sharable else f"hw={hw.name} has others, or none"
+        yield (
+            f"launch.share_gpus=true needs hw.gpus={hw.gpus} above the NVIDIA GPUs of this one machine, and {lack}; "
+            "set hw.gpus=NUMBER of ranks, or leave it out"
+        )
+    elif hw.gpus and (hw.nodes > 1 or here < hw.gpus) and not (shared and here):
+        share = "launch.share_gpus=true to have ranks share them, " if sharable and here else ""
         yield (
             f"target=real on hw={hw.name} needs {hw.nodes * hw.gpus} {hw.vendor} GPUs, but this machine has "
-            f"{here or 'none'}; use hw=loopback for real bytes, or target=model"
+            f"{here or 'none'}; use {share}hw=loopback for real bytes, or target=model"
+        )
+    elif (
+        shared
+        and collective is not None
+        and (config.parallel.prefill.cp > 1 or config.experiment.name == "allgather")
+    ):
+        yield (
+            f"collective={collective.name} takes a GPU for each rank, and launch.share_gpus=true puts several on "
+            "one; leave out parallel.prefill.cp and experiment=allgather, or use target=model"
         )
 
 

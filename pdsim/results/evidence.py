@@ -73,7 +73,12 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> dict[st
             "assumed: timed on emulated processors, which says that bytes arrive and nothing of speed"
         )
     else:
-        sources["transfers"] = "measured: by this run, on the host and with the engine that run.json names"
+        where = (
+            "between ranks that share a GPU, within its memory, and"
+            if config.launch.share_gpus
+            else "on the host and"
+        )
+        sources["transfers"] = f"measured: by this run, {where} with the engine that run.json names"
     if gathering and modelled and config.collective is not None:
         sources |= _named("collective", config.collective.sources)
     if serving:

@@ -11,6 +11,7 @@ import pytest
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
 from experiments.serve import ServeOptions, run
+from pdsim.cli.main import main
 from pdsim.compute.forward import Compute
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy
@@ -77,3 +78,15 @@ def test_heads_that_ranks_do_not_keep_alike_arrive_as_they_were_sent(name, path,
 @pytest.mark.parametrize("policy", [QUEUED, BY_CONTROL], ids=["on the GPU over NVLink", "in host memory over TCP"])
 def test_metadata_arrives_either_way(name, policy):
     assert set(serve(name, 1, 1, staging=False, policy=policy).requests["path"]) == {"grouped"}
+
+
+@pytest.mark.skipif(gpu_count() != 1, reason="needs a machine with one GPU")
+@pytest.mark.parametrize("backend", ["nvlink", "mooncake_nvlink", "nixl"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_ranks_share_one_gpu(backend, tp, tmp_path, capsys):
+    words = (
+        f"backend={backend} hw.gpus={2 * tp} parallel=tp{tp} launch.share_gpus=true kv.pool=1GiB output={tmp_path}"
+    )
+    common = "run target=real hw=8xh100 model=qwen3-8b workload=smoke workload.count=4 compute.scale=0.1"
+    assert main([*common.split(), *words.split()]) == 0
+    assert "ranks share 1 GPU (launch.share_gpus=true)" in capsys.readouterr().out
