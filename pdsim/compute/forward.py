@@ -379,7 +379,8 @@ class OperatorForward:
         eager = (layers - mixed) * kernels.layer_launch + mixed * (kernels.mixed_launch or kernels.layer_launch)
         if self.model.attention == "mla":  # projections, norms and quantisations: a dense layer's launches more
             eager += layers * kernels.layer_launch
-        return self.launch_factor * eager
+        scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
+        return self.launch_factor * (eager + scaled * kernels.scale_launch)
 
     @cached_property
     def _attention_layers(self) -> int:

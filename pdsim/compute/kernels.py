@@ -131,6 +131,7 @@ class Kernels:
     allreduce: Mapping[str, AllReduce] = field(default_factory=dict)  # by the number of GPUs
     layer_launch: Seconds = 0.0  # the least that a layer of prefill takes, launched kernel by kernel
     mixed_launch: Seconds = 0.0  # the same of a layer with experts; 0: as *layer_launch*
+    scale_launch: Seconds = 0.0  # the same of scaling the activations of a product of 8 bits
     prompt_host: Seconds = 0.0  # of an iteration with prompts, beside its kernels: its inputs, its samples
 
     def roof(self, name: str, model: str) -> Roof:

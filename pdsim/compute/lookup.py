@@ -94,16 +94,17 @@ class Lookup:
         return self._product(self._narrow, n, k)
 
     def quantize(self, rows: float, width: int) -> float:
-        """Return the seconds of scaling *rows* by *width* activations to 8 bits, where products are without that."""
+        """Return the seconds that scaling *rows* by *width* activations to 8 bits takes beside a product.
+
+        vLLM's products were measured with the conversion by a constant scale; finding that of a row takes more
+        (aiconfigurator, ``collector/vllm/collect_gemm.py`` and ``collect_computescale.py``).
+        """
         if self._narrow != "fp8" or "quantize" not in self.table:
             return 0.0
         name = ("quantize", width, 0, 0)
         curve = self._curves.get(name)
         if curve is None:
-            parts = [self.table.curve("quantize", (op, "fp8"), "tokens", width=width) for op in ("scale", "static")]
-            sizes = [2.0**power for power in range(16)]
-            seconds = [sum(part(size) for part in parts) for size in sizes]
-            curve = self._curves[name] = Curve(sizes, seconds, sizes[-1], f"{self.table.name}, quantize")
+            curve = self._curves[name] = self.table.curve("quantize", ("scale", "fp8"), "tokens", width=width)
         return curve(rows)
 
     @cached_property

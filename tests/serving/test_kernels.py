@@ -98,6 +98,12 @@ def test_a_layer_with_experts_launches_more_kernels():
     assert graphs.prefill([(0, 10)]) < 1.0 < graphs.prefill([(0, 11)])
 
 
+def test_products_of_8_bits_launch_the_scaling_of_their_activations():
+    slow, narrow = replace(KERNELS, layer_launch=1.0, scale_launch=0.25), replace(DENSE, dtype_bytes=1)
+    assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
+    assert whole(kernels=slow, model=narrow).prefill([(0, 10)]) == 4.0  # 2 layers of 4 products each
+
+
 def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():
     mixed = replace(DENSE, experts=8, experts_per_token=2, hf_config={"moe_intermediate_size": 32})
     slow = replace(KERNELS, experts=ONE, experts_tuned=replace(ONE, launch=5e-6), routing=ONE)
