@@ -217,7 +217,10 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
 
 def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pdsim_says, tmp_path):
     words = (*QUICK, "hw=2xh200", "backend=mooncake_nvlink")
-    printed = OmegaConf.to_container(OmegaConf.create(pdsim_says("run", *words, "--cfg", "job")[1]))
+    text = pdsim_says("run", *words, "--cfg", "job")[1]
+    assert "    rate: 394000000000.0  # 394 GB/s\n" in text
+    assert "    compute: 989000000000000.0  # 989 TFLOPS\n" in text
+    printed = OmegaConf.to_container(OmegaConf.create(text))
     pdsim_says("run", *words, "--quiet")
     (folder,) = (tmp_path / "results").iterdir()
     kept = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))

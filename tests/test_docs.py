@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdsim.config import keys
 from tests.support.documented import blocks, commands
 from tools import reference
 
@@ -35,8 +36,9 @@ def test_generated_parts_are_current(part):
 
 def test_the_configuration_page_lists_keys_of_every_group(tmp_path):
     text = reference.build(tmp_path).read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([^`]*)` \| [^|]+ \| [^|]+ \| ", text, re.MULTILINE)
-    assert {"target", "hw.nic.rate", "experiment.deployment"} <= set(rows)
+    rows = re.findall(r"^\| (`[^|]*`) \| [^|]+ \| [^|]+ \| ", text, re.MULTILINE)
+    listed = {key for row in rows for key in re.findall(r"`([^`]*)`", row)}
+    assert {key.name for key in keys.known()} | {"experiment.deployment"} <= listed
     groups = re.findall(r"^### `([\w=]+)`$", text, re.MULTILINE)
     assert {"backend", "kv", "live", "workload", "experiment=serve", "experiment=validate"} <= set(groups)
     assert len(rows) > 500
@@ -112,6 +114,17 @@ def test_a_walk_passes_as_many_files_as_documented(walk, most):
     row = re.search(rf"^\| `{walk}`: .*\| (\d+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
     assert files <= most, printed
     assert abs(files - int(row[1])) <= 3, printed
+
+
+def test_pages_write_keys_in_full():
+    """So that searching finds them; a last part without a dot, an underscore or a value can be another word."""
+    known = {key.name for key in keys.known()}
+    groups = {name.rpartition(".")[0] for name in known} | {name.split(".")[0] for name in known}
+    ends = {name.split(".", at)[at] for name in known for at in range(1, name.count(".") + 1)}
+    for page in PAGES:
+        spans = re.findall(r"`([a-z_][\w.]*)(=[^`]*)?`", page.read_text(encoding="utf-8"))
+        names = {name for name, value in spans if value or {".", "_"} & set(name)}
+        assert (names & ends) - known - groups - {"decode_batch"} == set(), page
 
 
 def test_the_documentation_stays_short():

@@ -12,7 +12,8 @@ The other parts stand each between two HTML comments of their page:
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - docs/validation.md and data/validation/README.md: what `tools.validation` says.
-- README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
+- README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
+  output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
 """
@@ -53,7 +54,12 @@ KINDS = ("time", "size", "rate")
 ELSEWHERE = ("experiment", "policy", "calibration", "sources")
 """Fields without rows: experiments and policies have sections of their own, the others are written by programs."""
 HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
+FIRST = ("hw=2x8xh200", "parallel.prefill.tp=4", "workload.speed=0.25")
 OUTPUT_LINES = 16
+WITH_STAGING = (
+    "Ranks of TP4 and TP8 hold different heads, so each token and layer is a write of its own: links idle while a\n"
+    "thread posts. With `kv.staging=true` ranks gather heads first:"
+)
 SEEDS = (nixl_staging, intranode_metadata, symmetric_allgather, mori_state, mooncake_tcp)
 
 
@@ -61,7 +67,7 @@ def configuration() -> Iterator[str]:
     """Yield the tables of docs/configuration.md."""
     groups: dict[str, list[str]] = {}
     for cls, names in _classes().items():
-        if rows := [_row(key) for key in keys.of(cls, _joined(names), within=False)]:
+        if rows := [_row(key, names) for key in keys.of(cls, names[0], within=False)]:
             groups.setdefault(names[0].partition(".")[0], []).extend(rows)
     for group in sorted(groups):
         yield from (f"### `{group}`" if group else "### Keys without a group", "", *HEAD, *groups[group], "")
@@ -69,7 +75,7 @@ def configuration() -> Iterator[str]:
         if name.startswith("seed_"):
             continue  # docs/reports.md
         options = ExperimentOptions.class_for({"name": name})
-        yield from (f"### `experiment={name}`", "", *HEAD, *map(_row, _own(options)), "")
+        yield from (f"### `experiment={name}`", "", *HEAD, *(_row(key, ["experiment"]) for key in _own(options)), "")
 
 
 def flags() -> Iterator[str]:
@@ -100,20 +106,27 @@ def columns() -> Iterator[str]:
 
 
 def output() -> Iterator[str]:
-    """Yield the lines of the block in README.md: a modelled run, the time in the folder's name left out."""
+    """Yield the lines of the blocks in README.md: a modelled run, and where TTFT goes with staging.
+
+    The time in the folder's name is left out.
+    """
+    yield "```text"
+    yield from _printed()[:OUTPUT_LINES]
+    yield from ("```", "", WITH_STAGING, "")
+    yield "```text"
+    yield from (line for line in _printed("kv.staging=true") if line.startswith(("SLO: ", "TTFT: ")))
+    yield "```"
+
+
+def _printed(*more: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pdsim", "run", "hw=8xh20"]
+        command = [sys.executable, "-m", "pdsim", "run", *FIRST, *more]
         environment = {**os.environ, "COLUMNS": "120"}
         printed = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=True
         ).stdout
-    lines = [
-        re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip().replace(sys.executable, ".venv/bin/python")
-        for line in printed.splitlines()
-    ]
-    yield "```text"
-    yield from lines[:OUTPUT_LINES]
-    yield "```"
+    lines = (re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip() for line in printed.splitlines())
+    return [line.replace(sys.executable, ".venv/bin/python") for line in lines]
 
 
 def claims() -> Iterator[str]:
@@ -234,19 +247,14 @@ def _classes() -> dict[type, list[str]]:
     return classes
 
 
-def _joined(names: Sequence[str]) -> str:
-    if len({name.count(".") for name in names}) > 1:
-        return ", ".join(names)
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(each[0] if len(set(each)) == 1 else f"{{{','.join(each)}}}" for each in parts)
-
-
-def _row(key: Key) -> str:
+def _row(key: Key, names: Sequence[str]) -> str:
+    # *names* are where its dataclass stands, the first of which is the key's; each is written in full, to be found
+    written = ", ".join(f"`{each}{key.name.removeprefix(names[0])}`" for each in names)
     quoted = (
         key.default if key.default in ("required", "unlimited", "empty") or key.kind in KINDS else f"`{key.default}`"
     )
     kind = f"{key.kind}, {key.rule}" if key.rule else key.kind
-    return f"| {' | '.join(cell.replace('|', '/') for cell in (f'`{key.name}`', kind, quoted, key.meaning))} |"
+    return f"| {' | '.join(cell.replace('|', '/') for cell in (written, kind, quoted, key.meaning))} |"
 
 
 def _columns(of: Sequence[Column]) -> Iterator[str]:

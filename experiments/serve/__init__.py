@@ -419,7 +419,7 @@ def result(
         requests=columns,
         transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failures,
-        notes=tables.notes(columns, config.workload, what, outcome) + tables.path_notes(outcome),
+        notes=tables.notes(columns, config.workload, what, outcome, len(requests)) + tables.path_notes(outcome),
         outcome=outcome,
         offered_load=None if offered is None else offered.plain(config.workload),
         start=value["start"],

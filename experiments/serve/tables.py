@@ -312,12 +312,15 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
     return int(numbers[slice(None) if which is None else which].sum())
 
 
-def first_token(table: Columns) -> str:
+def first_token(table: Columns, moving: Floats) -> str:
     """Return where the time to the first token goes, as means that sum to that of the requests of *table*.
 
+    *moving* are the seconds from the first write of a request's KV to the last completion, NaN where nothing moved.
+
     >>> table = dict(arrival=[1.0], started_at=[1.5], prefilled_at=[3.5], arrived_at=[3.75], ttft=[3.0])
-    >>> first_token(table)
-    'TTFT: 3 s on average = queue 500 ms + prefill 2 s + handoff 250 ms + decode 250 ms to its first token'
+    >>> print(first_token(table, np.array([0.5])))
+    TTFT: 3 s on average = queue 500 ms + prefill 2 s + handoff 250 ms + decode 250 ms to its first token; a KV \
+transfer lasts 500 ms
     """
     stamps = [_numbers(table[name]) for name in ("arrival", "started_at", "prefilled_at", "arrived_at")]
     times = [*stamps, stamps[0] + _numbers(table["ttft"])]
@@ -330,13 +333,38 @@ def first_token(table: Columns) -> str:
         for name, mean in zip(("queue", "prefill", "handoff", "decode"), means, strict=True)
     ]
     few = "" if known.all() else f" of {known.sum()} requests"
-    return f"TTFT: {format_time(sum(means))} on average{few} = {' + '.join(parts)} to its first token"
+    moved = moving[np.isfinite(moving)]
+    own = f"; a KV transfer lasts {format_time(float(moved.mean()))}" if len(moved) else ""
+    return f"TTFT: {format_time(sum(means))} on average{few} = {' + '.join(parts)} to its first token{own}"
 
 
-def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
-    """Return what a reader must know beside the numbers, a sentence each; at the end the size of KV."""
+def moving_times(outcome: Outcome, count: int) -> Floats:
+    """Return for each of *count* requests the seconds from its first write posted to the last seen complete.
+
+    NaN where nothing was written.  A request that was sent out anew counts from its first try.
+    """
+    first, last = np.full(count, np.inf), np.full(count, -np.inf)
+    for log in logs(joined(rank.transfers for rank in outcome.ranks.values())):
+        for columns in log.columns():
+            label = columns["label"]
+            rooms = np.array(
+                [int(word.split("/")[0]) - 1 if word and "/" in word else -1 for word in label.words or ()]
+            )
+            request = rooms[label.values]
+            of = request >= 0
+            np.minimum.at(first, request[of] % count, columns["submitted"].values[of])
+            np.maximum.at(last, request[of] % count, columns["seen"].values[of])
+    return np.where(last >= first, last - first, np.nan)
+
+
+def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome, count: int) -> list[str]:
+    """Return what a reader must know beside the numbers, a sentence each; at the end the size of KV.
+
+    *table* has some or all of the *count* requests of the workload.
+    """
     steady = _steady(table, workload)
-    lines = [line for line in (first_token(steady),) if line]
+    moving = moving_times(outcome, count)[_numbers(steady["id"])]
+    lines = [line for line in (first_token(steady, moving),) if line]
     if len(steady["id"]) < len(table["id"]):
         lines.append(
             f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "

@@ -139,7 +139,7 @@ def _run(words: Sequence[str]) -> int:
     rest, asked = usage.parse("run", words)
     if "--multirun" in asked:
         return _DO["sweep"]([word for word in words if word not in ("-m", "--multirun")])
-    from pdsim.config import as_written, compose
+    from pdsim.config import compose
     from pdsim.kv.policy import described
     from pdsim.results import terminal
     from pdsim.run import run
@@ -154,9 +154,9 @@ def _run(words: Sequence[str]) -> int:
         rest = [*variables, *rest]  # of two values of a key the last one counts
         config = compose.composed(compose.CommandLine.of(rest, asked))
     if "--cfg" in asked:
-        from omegaconf import OmegaConf
+        from pdsim.config import keys
 
-        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(as_written(config))))
+        sys.stdout.write(keys.annotated(config))
         return 0
     begun()
     json, quiet = "--json" in asked, "--quiet" in asked

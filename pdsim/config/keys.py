@@ -13,18 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from pdsim.config import Config, ExperimentOptions, covers, hints_of, join, presets, quantities
+from pdsim.config import Config, ExperimentOptions, as_written, covers, hints_of, join, presets, quantities
 from pdsim.core import plugins
-from pdsim.core.units import format_rate, format_size, format_time
+from pdsim.core.units import format_rate, format_size, format_time, is_number
 from pdsim.kv.policy import Policy
 
-__all__ = ["Key", "dataclasses_in", "known", "named", "now", "of", "type_of"]
+__all__ = ["Key", "annotated", "dataclasses_in", "known", "named", "now", "of", "type_of"]
 
 _KINDS = {
     "Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "Frequency": "per second",
     "str": "text",
 }  # fmt: skip
-_FORMATS: dict[str, Any] = {"time": format_time, "size": format_size, "rate": format_rate}
+_FORMATS: dict[str, Any] = {
+    "time": format_time, "size": format_size, "rate": format_rate, "per second": "{:.12g} /s".format,
+    "FLOPS": lambda value: f"{value / 1e12:.12g} TFLOPS",
+}  # fmt: skip
 _ELSEWHERE = ("experiment", "policy", "calibration", "sources")
 """Fields without keys here: experiments and policies are walked by themselves, programs write the others."""
 
@@ -84,6 +87,22 @@ def now(key: Key, config: Config, words: Sequence[str]) -> list[str]:
     example = "true" if key.kind == "bool" else (choices or [_text(usual, key.kind).replace(" ", "")])[-1]
     about = [f"  source: {named[sources[-1]]}"] if sources else []
     return [f"  now: {text} ({who})", *about, f"  write: {key.name}={example}"]
+
+
+def annotated(config: Config) -> str:
+    """Return *config* as YAML that gives it again, with a comment that has the unit of each time, size and rate."""
+    from omegaconf import OmegaConf
+
+    kinds = {key.name: key.kind for key in (*known(), *of(type(config.experiment), "experiment"))}
+    lines = ["# a key is written in full, as hw.gpu.memory_rate=4.8TB/s; pdsim help KEY says what it means"]
+    at: list[str] = []  # the names that the line is below
+    for line in OmegaConf.to_yaml(OmegaConf.create(as_written(config))).splitlines():
+        name, _, value = line.partition(":")
+        at[(len(name) - len(name.lstrip())) // 2 :] = [name.strip()]
+        kind = kinds.get(".".join(at), "")
+        unit = f"  # {_text(float(value), kind)}" if kind in _FORMATS and is_number(value) and float(value) else ""
+        lines.append(f"{line}{unit}")
+    return "\n".join(lines) + "\n"
 
 
 def of(cls: type, at: str = "", within: bool = True) -> Iterator[Key]:

@@ -325,18 +325,25 @@ def _bar(file: IO[str]) -> Any:
 # --- the dozen lines of a run --------------------------------------------------------------------------------------
 
 
-_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "transfer": "KV transfer"}
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "transfer": "KV exposed"}
 _BOUND = {
     "queueing": "requests wait for an instance: add instances, or lower the load",
     "prefill": "prefill compute dominates: more or faster GPUs for prefill",
     "decode": "decode steps dominate: more or faster GPUs for decode",
     "handshake": "prefill waits for the pages of decode: add memory to decode",
-    "transfer": "KV arrives late: compare backends, or stage",
+    "transfer": "KV arrives late: compare backends, or set kv.staging=true",
     "polling": "decode looks between two steps only: shorter steps",
 }
 _PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
-_RESTS_ON = {"transfer": ("backend", "collective"), "polling": ("engine",), "handshake": ("engine", "hw")}
-"""Parameters that a phase depends on most, by how they begin; next, and of other phases, it is ``compute``."""
+_RESTS_ON = {
+    "transfer": ("backend.PATH.descriptor", "backend.PATH", "backend", "collective"),
+    "polling": ("engine",),
+    "handshake": ("engine", "hw"),
+}
+"""Parameters that a phase depends on most, by how they begin; next, and of other phases, it is ``compute``.
+
+PATH is inter on several nodes, else intra.
+"""
 _TRUST = {
     "measured": "every number rests on measurements",
     "published": "the numbers rest on published figures",
@@ -392,7 +399,7 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     if len(failures) > 3:
         yield f"... and {len(failures) - 3} more: -v"
     if sources:
-        yield _evidence(sources, most)
+        yield _evidence(sources, most, schema.read_configuration(folder / "config.yaml").get("hw.nodes") != 1)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
     yield from (note for note in run["notes"] if " has no effect on " in note)  # what was typed in vain
@@ -499,12 +506,13 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"... and {left} more: -v"
 
 
-def _evidence(sources: Mapping[str, str], most: str) -> str:
+def _evidence(sources: Mapping[str, str], most: str, several: bool) -> str:
     # The parameter that is named is one that the phase which took *most* time depends on, if any, and of those one
-    # that was measured elsewhere: it says the most.
+    # that was measured elsewhere: it says the most. Between *several* nodes other costs decide than within one.
     kind, keys = list(evidence.kinds(sources).items())[-1]
     borrowed = [key for key in keys if sources[key].partition(": ")[2].startswith("measured on ")]
-    begins = (*_RESTS_ON.get(most, ()), "compute", "backend.intra", "backend")
+    begins = (*_RESTS_ON.get(most, ()), "compute", "backend.PATH", "backend")
+    begins = tuple(begin.replace("PATH", "inter" if several else "intra") for begin in begins)
     key = next((key for begin in begins for key in (*borrowed, *keys) if key.startswith(begin)), keys[0])
     text = sources[key].partition(":")[2].strip()
     text = text.partition(": ")[0] if text.startswith("measured o") else text  # on what, and not by whom

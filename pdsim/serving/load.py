@@ -55,9 +55,10 @@ class OfferedLoad:
 
     def line(self, workload: Workload) -> str:
         """Return the load of both sides and the highest setting that can be served, in a sentence."""
-        sides = (f"{name} {100 * load:.0f} %" for name, load in (("prefill", self.prefill), ("decode", self.decode)))
+        sides = (f"{name} {100 * load:.2g} %" for name, load in (("prefill", self.prefill), ("decode", self.decode)))
         verdict = "; overloaded, latencies measure the queue" if self.highest > 1 else ""
-        return f"load: {', '.join(sides)} of capacity{verdict}; at most {self.at_most(workload)} can be served"
+        most = self.at_most(workload)
+        return f"load: {', '.join(sides)} of capacity{verdict}; transfers aside, at most {most} can be served"
 
     def warning(self, workload: Workload) -> str:
         """Return what is wrong with so high a load; nothing below `WARNING`."""

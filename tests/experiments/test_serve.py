@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from experiments.serve import ServeOptions, job, run
+from experiments.serve.tables import moving_times
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
+from pdsim.core.units import format_time
 from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
 from pdsim.results.record import Result
@@ -56,6 +58,18 @@ def test_one_request_alone_takes_what_the_formulas_say():
     assert row["compute"] == pytest.approx(prefill + decode, rel=1e-12)
     assert row["nbytes"] == -(-given // 16) * 16 * (2 * 2 * 2 * 16 * 2) + 1600
     assert row["polling"] == 0  # nothing else runs, so the scheduler looks at once
+
+
+def test_a_transfer_lasts_from_its_first_write_to_its_last_completion():
+    result = serve(configured(workload=replace(GENERATED, count=2)))
+    spans = []
+    for room in ("1", "2"):
+        own = [record for record in result.transfers if record.label.split("/")[0] == room]
+        spans.append(max(record.seen for record in own) - min(record.submitted for record in own))
+    assert result.outcome is not None
+    assert moving_times(result.outcome, 3).tolist() == pytest.approx([*spans, float("nan")], rel=1e-12, nan_ok=True)
+    (line,) = (note for note in result.notes if note.startswith("TTFT: "))
+    assert line.endswith(f"; a KV transfer lasts {format_time(sum(spans) / 2)}")
 
 
 def test_one_seed_gives_one_run_with_contents_and_without():

@@ -97,7 +97,7 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         "TTFT             50 us    1.25 s         -",
         "TPOT                 -         -         -",
         "end to end           -         -         -",
-        "KV transfer          -         -         -",
+        "KV exposed           -         -         -",
         "bound by queueing 90.0 %, compute 10 %, busiest link 0.033 %, fullest memory 94.1 %; "
         "requests wait for an instance: add instances, or lower the load",
         "evidence: the numbers are estimates: hw.host.memory is assumed (as in the shop)",
@@ -107,6 +107,14 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         f"  pdsim explain {folder}",
         "  pdsim sweep --config-dir=mine hw=toy seed=0,1,2",
     ]
+
+
+@pytest.mark.parametrize(("nodes", "path"), [(1, "intra"), (2, "inter")])
+def test_the_evidence_of_a_slow_transfer_is_of_its_path(config, nodes, path):
+    sources = dict.fromkeys(("intra", "inter", "inter.descriptor", "intra.descriptor"), "assumed: here")
+    slow = replace(config, hw=replace(config.hw, nodes=nodes), backend=replace(config.backend, sources=sources))
+    folder = Run(slow).finish(make_result(summary=served(share_transfer=0.95, share_queueing=0.0), tables=[]))
+    assert f"backend.{path}.descriptor is assumed (here; " in printed(folder, verbose=False)
 
 
 @pytest.mark.parametrize(("e2e", "cause"), [(10.0, "decode steps dominate"), (1.5, "prefill compute dominates")])

@@ -27,7 +27,7 @@ _TILES = {
     "tpot_p50_s": "TPOT, median",
     "tpot_p99_s": "TPOT, p99",
     "e2e_p50_s": "end to end, median",
-    "transfer_p50_s": "KV transfer, median",
+    "transfer_p50_s": "exposed KV transfer, median",
 }
 
 
