@@ -23,6 +23,7 @@ from experiments.serve import ServeOptions, job, on_model
 from pdsim.config import Config, ExperimentOptions
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import regular
 from pdsim.core.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.requests import RequestTable
@@ -201,7 +202,7 @@ def _servers(options: ScorecardOptions) -> tuple[dict[tuple[Server, int], list[d
 
 def _read(path: Path) -> Iterator[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8", opener=regular) as file:
             yield from csv.DictReader(file)
     except OSError as error:
         raise ConfigError(f"--against inferencex {path}: {error.strerror}; name a CSV file") from error

@@ -273,7 +273,7 @@ class _ProcessJob:
                     raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
             if time.monotonic() >= deadline:
                 raise TransferTimeout(
-                    f"not ready after {self._target.startup:g} s: {', '.join(late)}; give Processes a longer startup"
+                    f"not ready after {self._target.startup:g} s: {', '.join(late)}; run fewer ranks at a time"
                 )
 
     def go(self, restarts: bool) -> float:

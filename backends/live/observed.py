@@ -15,6 +15,7 @@ from typing import Any
 
 from backends.live.live_deployment import Served
 from backends.live.routes import RequestRow
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.serving.workload import Request
 
@@ -31,9 +32,10 @@ def read(path: Path, kind: str = "") -> list[Observed]:
     Raise a `ConfigError` that says what is missing if it is no such log, or has no request.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}; name a file that a client or a server has written") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: {why}; name a file that a client or a server has written") from error
     kind = kind or next((name for name, (sign, _) in FORMATS.items() if sign in text), "")
     if kind not in FORMATS:
         what = f"--format {kind} is none of these" if kind else f"{path} does not show which of these it is"

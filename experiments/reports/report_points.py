@@ -131,11 +131,10 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def loaded(folder: Path) -> dict[str, Any]:
     """Return the run in *folder* as `keep` takes it.  Raise a `ConfigError` if that is no complete run."""
-    from omegaconf import OmegaConf
-
+    from pdsim.results.schema import read_configuration
     from pdsim.results.store import load
 
-    return load(folder) | {"collective": OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "collective.name")}
+    return load(folder) | {"collective": read_configuration(folder / "config.yaml").get("collective.name")}
 
 
 if __name__ == "__main__":

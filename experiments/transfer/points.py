@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from pdsim.config import convert, hints_of
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import Size, format_size
 from pdsim.hardware.machine import Machine
@@ -106,8 +107,8 @@ def read(path: Path) -> list[TransferPoint]:
     """
     columns = TransferPoint._fields
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+        lines = files.text(path).splitlines(keepends=True)
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     except OSError as error:
         raise ValueError(f"experiment.points={path}: {error.strerror}; name a CSV file of points") from error
     points, hints = [], hints_of(TransferPoint)

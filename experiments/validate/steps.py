@@ -227,13 +227,10 @@ def _part(values: Mapping[str, Any], folder: Path) -> ExperimentOptions:
 
 
 def _config(source: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
     path = source / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"experiment.stored={source} has neither {MEASURED} nor config.yaml; name a run's folder")
-    about: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
-    return about
+    return schema.read_nested(path)
 
 
 # --- what is compared ----------------------------------------------------------------------------------------------

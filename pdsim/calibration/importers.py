@@ -18,6 +18,7 @@ from typing import Any
 
 from pdsim.calibration import samples
 from pdsim.calibration.samples import Sample, Samples
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 
 __all__ = ["FORMATS", "SERVED", "read", "tool_of"]
@@ -35,7 +36,7 @@ def read(path: Path, tool: str = "") -> Samples:
     at its top.  Raise a `ConfigError` if it cannot be read, or if it holds no samples.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.text(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--from {path}: {why}; name a text file") from error

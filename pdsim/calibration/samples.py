@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import positive
 from pdsim.transfer import TransferRecord
@@ -140,7 +141,7 @@ def read(path: Path) -> Samples:
     Raise a `ConfigError` that names the row if it holds what cannot be.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.text(path).splitlines()
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error

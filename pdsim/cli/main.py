@@ -25,6 +25,7 @@ from pdsim.cli import help as usage
 from pdsim.cli.process import begun, only_json, terminable
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, PdsimError, instead, near
+from pdsim.core.files import printable
 from pdsim.core.repository import data
 
 if TYPE_CHECKING:
@@ -341,12 +342,12 @@ _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 
 def _say(text: str) -> int:
     if text:
-        print(text, flush=True)  # noqa: T201
+        print(printable(text), flush=True)  # noqa: T201
     return 0
 
 
 def _fail(status: int, text: str) -> int:
-    for line in text.splitlines():
+    for line in printable(text).splitlines():
         print(f"pdsim: {line}", file=sys.stderr)  # noqa: T201
     return status
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from pdsim.calibration import importers
 from pdsim.calibration import samples as points
 from pdsim.cli.help import parse
-from pdsim.core import plugins
+from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make, whole_file
@@ -32,11 +32,11 @@ def observe(words: Sequence[str]) -> int:
     from pdsim.config.compose import compose
 
     rest, asked = parse("observe", words)
-    files = [word for word in rest if "=" not in word]
-    if len(files) != 1:
-        raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
+    names = [word for word in rest if "=" not in word]
+    if len(names) != 1:
+        raise ConfigError(f"observe needs one file, got {len(names)}; see pdsim observe --help")
     overrides = [word for word in rest if "=" in word]
-    path, kind, to = Path(files[0]), asked.get("--format", ""), asked.get("--to", Path())
+    path, kind, to = Path(names[0]), asked.get("--format", ""), asked.get("--to", Path())
     if (tool := kind or _tool_of(path)) in importers.SERVED:
         return _transfers(path, tool, to)
     requests = observed.read(path, kind)
@@ -55,7 +55,7 @@ def observe(words: Sequence[str]) -> int:
 
 def _tool_of(path: Path) -> str:
     try:
-        return importers.tool_of(path.read_text(encoding="utf-8"))
+        return importers.tool_of(files.text(path))
     except (OSError, UnicodeDecodeError):
         return ""  # said by whoever reads it
 

@@ -27,6 +27,7 @@ from pdsim.compute.forward import peaks
 from pdsim.compute.kernels import Kernels, Roof
 from pdsim.config import Config, load
 from pdsim.config.compose import CommandLine, compose, initialized, plain
+from pdsim.core import files
 from pdsim.core.errors import ConfigError, PdsimError
 from pdsim.results import record, store, terminal
 from pdsim.results.record import Table
@@ -169,10 +170,11 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
     Raise a `ConfigError` if *path* cannot be read as UTF-8 or as CSV, or has no rows.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.text(path).splitlines()
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {error}; name a file that pdsim profile wrote") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: {why}; name a file that pdsim profile wrote") from error
     if not rows:
         raise ConfigError(f"{path} has no rows; name a file that pdsim profile wrote")
     return dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line), rows

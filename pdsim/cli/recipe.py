@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdsim.cli.help import parse
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.recipes import Recipe, servers, translated
 from pdsim.results.record import Table
@@ -28,7 +29,7 @@ def recipe(words: Sequence[str]) -> int:
     if "--to" in asked:
         return _commands(asked["--to"], rest)
     own = [word for word in rest if "=" in word.split(" ")[0] and not Path(word).exists()]
-    texts = [Path(word).read_text("utf-8") if Path(word).is_file() else word for word in rest if word not in own]
+    texts = [files.text(Path(word)) if Path(word).is_file() else word for word in rest if word not in own]
     if not texts:
         raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")
     found = [server for text in texts for server in servers(text)]

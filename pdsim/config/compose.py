@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
+from pdsim.core.files import yaml_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -120,6 +121,7 @@ def initialized(line: CommandLine) -> Iterator[None]:
 
     import conf  # noqa: F401  has the defaults of all keys, also for a primary configuration from elsewhere
 
+    _bound_files()
     here = GlobalHydra.instance()
     outer, here.hydra = here.hydra, None  # of an application of Hydra's, within whose job this may be
     try:
@@ -131,6 +133,22 @@ def initialized(line: CommandLine) -> Iterator[None]:
             yield
     finally:
         here.hydra = outer
+
+
+@cache
+def _bound_files() -> None:
+    # What Hydra opens by the path is of a folder of one's own, or of a stranger's; pdsim's files come from packages.
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+
+    class BoundedSource(FileConfigSource):
+        def load_config(self, config_path: str) -> Any:
+            yaml_text(Path(self.path) / self._normalize_file_name(config_path))
+            return super().load_config(config_path)
+
+    Plugins.instance()  # it registers Hydra's own sources, once
+    SourcesRegistry.instance().types["file"] = BoundedSource
 
 
 def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, ConfigError, instead
+from pdsim.core.files import text
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -148,6 +149,6 @@ def options(group: str, own: Sequence[Path] = ()) -> list[str]:
 def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
     """Return the first comment of the file of *option* that is not a directive of Hydra's; *own* folders first."""
     files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
-    lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
+    lines = text(next(path for path in files if path.is_file())).splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
     return next((comment for comment in comments if not comment.startswith("@")), "")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pdsim.core import plugins
+from pdsim.core import files, plugins
 from pdsim.core.errors import ConfigError, near
 
 __all__ = ["expanded", "find", "read"]
@@ -179,7 +179,7 @@ def read(path: Path, name: str = "") -> dict[str, Any]:
 
 def _content(path: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(files.text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model={name}: {path} cannot be read: {error}; name a folder with a config.json"

@@ -18,6 +18,7 @@ from typing import Any
 
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, near
+from pdsim.core.files import bounded_yaml
 from pdsim.kv.policy import VARIABLES, described
 from pdsim.models.huggingface import expanded
 
@@ -192,7 +193,7 @@ def _of_yaml(text: str) -> Iterator[Server]:
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.safe_load_all(bounded_yaml(text, "the recipe")))
     except yaml.YAMLError:
         return  # a script or a command line
     for document in documents:

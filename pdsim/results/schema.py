@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.hardware.machine import EVIDENCE
 from pdsim.transfer import TransferRecord
@@ -394,7 +395,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content: dict[str, Any] = msgspec.json.decode(files.whole(path), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {_one_line(error)}; {_AGAIN}") from error
     if content.get("schema") != VERSION:
@@ -430,7 +431,7 @@ def read_nested(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     try:
-        plain = yaml.load(path.read_bytes(), Loader=_loader())  # noqa: S506  # it is a safe one
+        plain = yaml.load(files.yaml_text(path), Loader=_loader())  # noqa: S506  # it is a safe one
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} has no keys; {_AGAIN}")
         json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
@@ -452,6 +453,10 @@ def _loader() -> Any:
     return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
 
 
+_CELLS = 2_000_000_000
+"""Values of a table: those of 20 million requests."""
+
+
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the Parquet file at *path*, or *columns* of it.
 
@@ -462,6 +467,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
+        about = pq.read_metadata(path)
+        if about.num_rows * about.num_columns > _CELLS:  # as few bytes may hold: equal values are written once
+            raise ConfigError(f"{path} has {about.num_rows} rows of {about.num_columns}: too many to read at once")
         table = pq.read_table(path, columns=columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_one_line(error)}; {_AGAIN}") from error

@@ -21,6 +21,7 @@ from shlex import join
 from typing import IO, Any, Self
 
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import printable
 from pdsim.core.units import format_time
 from pdsim.results import evidence, schema, store
 from pdsim.results.record import Table
@@ -118,6 +119,7 @@ class _Screen:
             self._console = Console(file=self._file, markup=False, highlight=False, emoji=False)
 
     def say(self, text: str = "", style: str = "") -> None:
+        text = printable(text)
         if self._console is None:
             self._file.write(f"{text}\n")
         else:
@@ -125,6 +127,7 @@ class _Screen:
 
     def grid(self, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
         # *numeric* columns are to the right
+        headings, *rows = [[printable(text) for text in row] for row in (headings, *rows)]
         if self._console is None:
             for line in _aligned([headings, *rows], numeric):
                 self.say(line)

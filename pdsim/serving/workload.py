@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.core.errors import ConfigError
+from pdsim.core.files import regular
 from pdsim.core.units import format_time
 from pdsim.serving.requests import HASHED, Request, RequestTable, stream
 from pdsim.serving.settings import Workload
@@ -116,6 +117,13 @@ def _needed(requests: Iterable[Request], workload: Workload) -> Iterator[Request
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
+_LINE = 1 << 20
+"""Characters of a line; a million tokens have hashes of some 20 KiB."""
+
+_GAP = 7 * 86400.0
+"""Seconds between two requests; each idle day takes a quarter of a second to simulate."""
+
+
 class _MooncakeLine(msgspec.Struct):
     timestamp: float  # milliseconds
     input_length: int
@@ -133,8 +141,8 @@ def read_trace(path: Path, context: int) -> Iterator[Request]:
     for times that decrease, and for more than *context* tokens.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from _parsed(path, file, context)
+        with open(path, encoding="utf-8", opener=regular) as file:
+            yield from _parsed(path, iter(lambda: file.readline(_LINE + 1), ""), context)
     except OSError as error:
         raise ConfigError(f"workload.trace={path} cannot be read: {error.strerror}; name a file that can") from error
     except UnicodeDecodeError as error:
@@ -148,8 +156,10 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
     count = 0
     for number, line in enumerate(file, start=1):
         text, where = line.strip(), f"{path}:{number}"
-        if not text:
+        if not text and len(line) <= _LINE:
             continue
+        if len(line) > _LINE:
+            raise ConfigError(f"{where}: a line of more than {_LINE >> 10} KiB; correct or delete the line")
         if parse is None:
             parse = _parser(text, where)
             if parse is _azure:
@@ -161,6 +171,8 @@ def _parsed(path: Path, file: Iterable[str], context: int) -> Iterator[Request]:
         wrong = ""
         if not (math.isfinite(time) and (previous is None or time >= previous)):
             wrong = f"timestamp {time} after {previous}: timestamps must be finite and must not decrease"
+        elif previous is not None and time - previous > _GAP:
+            wrong = f"{format_time(time - previous)} after the request before, more than {_GAP / 86400:.0f} days"
         elif given < 1 or wanted < 1:
             wrong = f"{given} input and {wanted} output tokens: both must be >= 1"
         if wrong:

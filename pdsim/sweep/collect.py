@@ -17,6 +17,7 @@ from json import dumps, loads
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.results import schema, terminal
 from pdsim.results.record import Table
@@ -271,7 +272,7 @@ def read_ledger(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]
     rows: dict[str, dict[str, Any]] = {}
     definitions: dict[str, str] = {}
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what does not end in a newline was never complete
+        lines = files.whole(path).split(b"\n")[:-1]  # what does not end in a newline was never complete
         for line in lines:
             row = loads(line)
             if "definitions" in row:

@@ -148,6 +148,6 @@ def _work(pipe: Connection, measure: Measure, parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):  # the parent has ended, or given up, as with a full disk
         while True:
             pipe.send(measure(pipe.recv()))

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from pdsim.core import files
 from pdsim.core.errors import ConfigError
 from pdsim.validation.verdicts import Value
 from pdsim.version import __version__
@@ -41,7 +42,7 @@ def keep(path: Path, content: bytes) -> None:
 
 def read(path: Path, *keys: str) -> dict[str, Any]:
     """Return what is in *path*; raise a `ConfigError` as `unseal` does."""
-    return unseal(path.read_bytes(), str(path), *keys)
+    return unseal(files.whole(path), str(path), *keys)
 
 
 def adopt(source: Path, folder: Path, *keys: str) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def adopt(source: Path, folder: Path, *keys: str) -> dict[str, Any]:
     """
     path = source / EXPECTED if source.is_dir() else source
     try:
-        content = path.read_bytes()
+        content = files.whole(path)
     except OSError as error:
         way_out = f"name the {EXPECTED} of a run with experiment.predict=only"
         raise ConfigError(f"experiment.expected={source}: {error.strerror}; {way_out}") from error

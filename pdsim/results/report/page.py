@@ -71,7 +71,7 @@ def page(content: Content) -> str:
     return templates.get_template("page.html").render(
         it=content,
         sections=["summary", *(figure.name for figure in content.figures), *optional, "provenance"],
-        panels=data.replace("</", "<\\/"),  # nothing in it ends its element
+        panels=data.replace("<", "\\u003c"),  # nothing in it ends its element, or begins a comment or a script
         light=LIGHT,
         dark=DARK,
         library=get_plotlyjs(),

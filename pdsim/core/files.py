@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that somebody else may have written: they are regular, bounded, and print nothing but text.
+
+Whatever reads such a file opens it here: `regular` for what is read by line, `whole` and `text` for what is read at
+once, `yaml_text` for YAML.  A file that is refused is an `OSError`, as one that cannot be read is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from math import inf
+from pathlib import Path
+
+from pdsim.core.errors import ConfigError
+
+__all__ = ["bounded_yaml", "printable", "regular", "text", "whole", "yaml_text"]
+
+_WHOLE = 256 << 20
+"""Bytes of a file that is read at once."""
+
+_YAML, _VALUES, _DEEP = 256 << 10, 20_000, 60
+"""Bytes of a YAML file, its values with aliases written out, and its levels.  The largest of pdsim has 20 KiB."""
+
+_HIDDEN = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\|$)|[ -/]*[0-~])?"  # what a terminal takes for a command
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",  # controls, and order of text
+    re.DOTALL,
+)
+
+
+def regular(path: str, flags: int) -> int:
+    """Open *path* for `open`, as its *opener*.  Raise an `OSError` for a pipe, which may wait, or a device."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def whole(path: Path, most: int = _WHOLE) -> bytes:
+    """Return the bytes of *path*.  Raise an `OSError` if it has more than *most*, or is not a regular file."""
+    with open(path, "rb", opener=regular) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most >> 10} KiB", str(path))
+        return file.read()
+
+
+def text(path: Path, most: int = _WHOLE) -> str:
+    """Return the text of *path*, UTF-8 with any line endings.  Raise as `whole`, and a `UnicodeDecodeError`."""
+    return whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def yaml_text(path: Path) -> str:
+    """Return the text of the YAML file *path*.  Raise as `bounded_yaml`; a file that is too large is one, too."""
+    try:
+        return bounded_yaml(text(path, _YAML), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+
+
+def bounded_yaml(content: str, name: str) -> str:
+    """Return *content*, YAML that is called *name*, if it is small also with its aliases written out.
+
+    Raise a `ConfigError` if it is not, or lies deeper than parsers go; and what PyYAML raises of what is no YAML.
+    """
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
+
+    sizes: dict[str | None, float] = {}  # values by anchor
+    nodes: list[tuple[str | None, float]] = [(None, 0)]  # from the document inwards: anchor, and values so far
+    for event in yaml.parse(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            sizes[event.anchor] = inf  # should it contain itself
+            nodes.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent | yaml.NodeEvent):
+            anchor, size = nodes.pop() if isinstance(event, yaml.CollectionEndEvent) else (event.anchor, 1)
+            sizes[anchor] = size = sizes.get(anchor, 1) if isinstance(event, yaml.AliasEvent) else size
+            nodes[-1] = nodes[-1][0], nodes[-1][1] + size
+        if nodes[-1][1] > _VALUES or len(nodes) > _DEEP:
+            what = f"has more than {_VALUES} values, aliases written out" if len(nodes) <= _DEEP else "lies too deep"
+            raise ConfigError(f"{name} {what}; shorten it, or name another file")
+    return content
+
+
+def printable(text: str) -> str:
+    r"""Return *text* without what a terminal obeys: escape sequences, controls but tab and newline, bidi marks.
+
+    >>> printable("\x1b[31mred\x1b[0m \u202etxt\r")
+    'red txt'
+    """
+    return _HIDDEN.sub("", text) if not text.isprintable() else text

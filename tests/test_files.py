@@ -1,0 +1,175 @@
+"""Files of strangers are read within bounds or refused in a line, and print nothing that a terminal obeys."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from pdsim.cli.main import main
+from pdsim.core import files
+from pdsim.core.errors import ConfigError
+from pdsim.recipes import servers
+from pdsim.serving.settings import Workload
+from pdsim.serving.workload import load
+from tools import fuzz_inputs
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(8)
+)
+LINE = '{"timestamp": %d, "input_length": 10, "output_length": 5}\n'
+
+
+@pytest.fixture
+def said(capsys, tmp_path, monkeypatch):
+    """Return a function that runs a command, and returns its status and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        status = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return status, out + err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Return the folder of a right run."""
+    return fuzz_inputs.kept_run(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture
+def copy(kept, tmp_path):
+    return shutil.copytree(kept, tmp_path / "copy")
+
+
+# --- bounds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_a_device_or_a_pipe_is_no_trace(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=f"{name} cannot be read: not a regular file; name a file that can$"):
+        load(Workload(trace=str(tmp_path / name)), 0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("command", "said_of"),
+    [
+        (("observe", "pipe"), "pipe: not a regular file; name"),
+        (("calibrate", "--from", "pipe", "hw=2xh200", "backend=nixl"), "pipe: not a regular file; name"),
+        (("run", "experiment=transfer", "experiment.points=pipe"), "points=pipe: not a regular file; name"),
+        (("run", "experiment=scorecard", "experiment.files=[pipe]"), "pipe: not a regular file; name"),
+    ],
+)
+def test_every_reader_refuses_a_pipe_in_a_line(said, command, said_of):
+    os.mkfifo("pipe")
+    status, text = said(*command)
+    assert (status, text.count("\n"), said_of in text) == (2, 1, True)
+
+
+def test_a_line_of_ten_megabytes_is_refused(tmp_path):
+    (tmp_path / "trace").write_text(LINE % 0 + "{" + 10_000_000 * " " + "}\n")
+    with pytest.raises(ConfigError, match=r"trace:2: a line of more than 1024 KiB; correct or delete the line$"):
+        load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
+
+
+def test_a_gap_of_years_is_refused_with_its_line(tmp_path):
+    week = 7 * 86_400_000
+    (tmp_path / "trace").write_text(LINE % 0 + LINE % week)
+    assert [request.arrival for request in load(Workload(trace=str(tmp_path / "trace")), 0, 1000)] == [0, 604800]
+    (tmp_path / "trace").write_text(LINE % 0 + LINE % week + LINE % (160 * week))
+    with pytest.raises(ConfigError, match=r"trace:3: 26712 h after the request before, more than 7 days;"):
+        load(Workload(trace=str(tmp_path / "trace")), 0, 1000)
+
+
+def test_a_sparse_file_is_not_read_whole(tmp_path):
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="larger than 262144 KiB"):
+        files.text(tmp_path / "sparse")
+
+
+@pytest.mark.parametrize(
+    ("content", "said_of"),
+    [
+        (BOMB, "has more than 20000 values, aliases written out; shorten it, or name another file"),
+        ("a: &x [*x]", "has more than 20000 values"),
+        ("a: " + 100 * "[" + 100 * "]", "lies too deep"),
+        ("# " + 300_000 * "x", "larger than 256 KiB"),
+    ],
+)
+def test_configuration_files_are_bounded_wherever_they_lie(said, copy, tmp_path, content, said_of):
+    for place in ("hw", "engine/below"):
+        (tmp_path / "own" / place).mkdir(parents=True)
+        (tmp_path / "own" / place / "x.yaml").write_text(content)
+    (tmp_path / "own" / "engine" / "y.yaml").write_text("defaults: [below/x]\n")
+    (copy / "config.yaml").write_text(content)
+    commands = [("run", "--config-dir", "own", word) for word in ("hw=x", "engine=y")]
+    for words in [*commands, ("compare", copy, copy), ("report", copy)]:
+        status, text = said(*words)
+        assert (status, text.count("\n"), said_of in text) == (2, 1, True), (words, text[:200])
+
+
+def test_aliases_of_a_few_values_are_read(tmp_path):
+    (tmp_path / "few.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: [*a, *a]}\n")
+    assert files.yaml_text(tmp_path / "few.yaml") == (tmp_path / "few.yaml").read_text()
+
+
+def test_a_recipe_of_many_aliases_is_refused():
+    with pytest.raises(ConfigError, match="the recipe has more than 20000 values"):
+        servers(BOMB)
+
+
+# --- what is printed -----------------------------------------------------------------------------------------------
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp.exe\u2066\r\x08"
+
+
+def test_nothing_of_a_run_moves_the_cursor_or_turns_text(said, copy):
+    summary, about = (json.loads((copy / name).read_text()) for name in ("summary.json", "run.json"))
+    summary["notes"] += [f"warning: {HOSTILE}"]
+    summary["failures"] = [HOSTILE]
+    summary["metrics"] |= {HOSTILE: {"value": 1.0, "definition": HOSTILE, "tabled": False}}
+    (copy / "summary.json").write_text(json.dumps(summary))
+    (copy / "run.json").write_text(json.dumps(about | {"experiment": HOSTILE, "error": HOSTILE, "pdsim": HOSTILE}))
+    for words in (("show", copy), ("show", "-v", copy), ("show", "--json", copy), ("compare", copy, copy)):
+        _, text = said(*words)
+        assert "gnp.exe" in text
+        assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", text) == []
+    (copy / "run.json").write_text(json.dumps(about | {"evidence": HOSTILE}))
+    assert re.search("[\x1b\x9b\u202e]", said("show", copy)[1]) is None
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_ends_quietly_when_its_parent_has_given_up():
+    program = (
+        "import os, multiprocessing as m; from pdsim.sweep.executors import _work; ours, theirs = m.Pipe();"
+        "ours.send(3); ours.close(); _work(theirs, abs, os.getppid())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_sweep_in_one_line(tmp_path):
+    words = ("sweep", "experiment=transfer", "experiment.patterns=[pair]", "seed=0,1,2,3", "executor.workers=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "pdsim", *words, "output=out"],
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert last.startswith("pdsim: OSError: [Errno 27] File too large")
