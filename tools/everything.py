@@ -135,6 +135,7 @@ COMMANDS = {
     "profile": "profile --from data/compute/h200_torch.csv hw=8xh200",
     "validate": "validate experiment.predict=only hw=2xh200 experiment.classes=[pair] experiment.repeat=2",
     "observe": "observe result.json hw=2xh200 backend=nixl model=qwen3-8b engine=vllm",
+    "diagnose": "diagnose data/calibration/nixl-2xh200.csv hw=2xh200 backend=nixl",
     "list": "list",
     "doctor": "doctor",
     "completion": "completion",
@@ -162,6 +163,8 @@ INSTEAD = {
     "observe --format": "observe result.json --format vllm-bench hw=2xh200 backend=nixl model=qwen3-8b engine=vllm",
     "observe --from": COMMANDS["calibrate"],
     "calibrate --from": COMMANDS["calibrate"],
+    "diagnose --format": f"{COMMANDS['diagnose']} --format samples",
+    "diagnose --path": f"{COMMANDS['diagnose']} --path intra",
     "calibrate --format": "calibrate --from data/calibration/nixl-2xh200.csv --format samples hw=2xh200 "
     "backend=nixl",
     "profile --from": COMMANDS["profile"],

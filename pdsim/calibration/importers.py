@@ -187,11 +187,28 @@ def _nccl(text: str) -> Rows:
 
 def _vllm(text: str) -> Rows:
     # A line has the means of some seconds, of reads of blocks of one size.  Its MB is 2**20 bytes.
-    rule = r"Avg xfer time \(ms\)=([\d.]+).*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
-    for time, size, descriptors in re.findall(rule, text):
-        blocks, nbytes = round(float(descriptors)), float(size) * 2**20
-        if blocks and nbytes >= blocks:
-            yield _sample(float(time) * 1e-3, blocks=blocks, size=round(nbytes / blocks), operation="read")
+    rule = (
+        r"Avg xfer time \(ms\)=([\d.]+)(?:.*?Avg post time \(ms\)=([\d.]+))?"
+        r".*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
+    )
+    for time, post, size, descriptors in re.findall(rule, text):
+        yield from _read(float(time) * 1e-3, float(post or 0) * 1e-3, float(size) * 2**20, float(descriptors))
+
+
+def _vllm_metrics(text: str) -> Rows:
+    # The means since the server started, of all its ranks.
+    totals: dict[str, float] = defaultdict(float)
+    for name, value in re.findall(r"(?m)^vllm:nixl_(\w+_(?:sum|count))(?:\{[^}]*\})? (\S+)", text):
+        totals[name] += float(value)
+    if count := totals["xfer_time_seconds_count"]:
+        names = ("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors")
+        yield from _read(*(totals[f"{name}_sum"] / count for name in names))
+
+
+def _read(seconds: float, posting: float, nbytes: float, descriptors: float) -> Rows:
+    blocks = round(descriptors)
+    if blocks and nbytes >= blocks:
+        yield _sample(seconds, posting=posting, blocks=blocks, size=round(nbytes / blocks), operation="read")
 
 
 # What engines count while they serve does not say how many descriptors a transfer had: each is taken as one.
@@ -263,6 +280,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
     "perftest": (r"#bytes\s+#iterations", _perftest),
     "nvbandwidth": (r"nvbandwidth Version|GPU\(column\) bandwidth", _nvbandwidth),
     "vllm": (r"KV Transfer metrics: ", _vllm),
+    "vllm-metrics": (r"(?m)^vllm:nixl_xfer_time_seconds_sum", _vllm_metrics),
     "nixl": (r"=== NIXL Telemetry Event ===", _nixl),
     "mooncake": (r"\[Metrics\] Transfer Engine Stats", _mooncake),
     "nccl-tests": (r"algbw\s+busbw", _nccl),

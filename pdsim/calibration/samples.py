@@ -52,6 +52,7 @@ class Sample:
     low: float  # first quartile
     high: float  # third quartile
     repeats: int = 0  # transfers; 0 if unknown
+    posting: float = 0.0  # of *seconds*, until the engine had taken all descriptors; 0 if unknown
     per_flow: tuple[float, ...] = ()  # the median of each flow, where there are several
     per_job: tuple[float, ...] = ()  # the median of each job, where there were several
     held: bool = False  # left out of the fit, by design
@@ -59,7 +60,7 @@ class Sample:
     def __post_init__(self) -> None:
         positive("sample", blocks=self.blocks, size=self.size, concurrency=self.concurrency, flows=self.flows)
         positive("sample", seconds=self.seconds, low=self.low, high=self.high)
-        if not math.isfinite(max(self.seconds, self.low, self.high, *self.per_job, *self.per_flow)):
+        if not math.isfinite(max(self.seconds, self.low, self.high, self.posting, *self.per_job, *self.per_flow)):
             raise ValueError("sample: times must be finite")
         positive("sample", **{f"per_job[{index}]": seconds for index, seconds in enumerate(self.per_job)})
 

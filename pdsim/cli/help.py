@@ -34,6 +34,7 @@ COMMANDS = {
     "profile": "measure the operators of a model on a GPU, and write a file for compute=",
     "validate": "predict transfers and requests, measure them on a real engine, and print the errors",
     "observe": "turn the logs of a deployment into a workload and a measured run",
+    "diagnose": "say why measured transfers are slow: TCP, wire, host, polling",
     "recipe": "turn a command line or YAML of vLLM, SGLang, Dynamo or llm-d into a configuration, and back",
     "list": "list the choices of each group: pdsim list, pdsim list hw",
     "doctor": "list the engines and devices that work on this machine, and what the others need",
@@ -199,6 +200,23 @@ Options:
   --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake (default: by its content)
   --to DIR          folder for the trace (default: here)"""
 
+PAGES["diagnose"] = """\
+usage: pdsim diagnose FILE|FOLDER|URL [KEY=VALUE ...] [OPTION ...]
+
+  pdsim diagnose decode.log hw=2x8xh200 backend=nixl_vllm              vLLM's "KV Transfer metrics" lines
+  pdsim diagnose http://decode:8100/metrics hw=2xh200 backend=nixl_vllm
+  pdsim diagnose nixlbench.txt hw=2x8xh100 backend=nixl                or any format that calibrate --from reads
+  pdsim diagnose results/transfer-...                                  a run of experiment=transfer
+
+Prints each kind of transfer beside what the engine's model expects, and ranks the causes that explain the
+difference: over TCP, a slow wire, slow host, late completions, more descriptors.  KEY=VALUE are those of the
+deployment.
+
+Options:
+  --format NAME     of the file (default: by its content): {formats}
+  --path NAME       intra or inter: within a node, or across (default: intra on one node)
+  --json            print one JSON object"""
+
 PAGES["recipe"] = """\
 usage: pdsim recipe TEXT|FILE ... [KEY=VALUE ...] [OPTION ...]
 
@@ -296,7 +314,7 @@ def of(command: str) -> str:
         return page.format(
             groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups())
         )
-    if command == "calibrate":
+    if command in ("calibrate", "diagnose"):
         from pdsim.calibration.importers import FORMATS
 
         return page.format(formats=", ".join(FORMATS))

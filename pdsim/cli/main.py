@@ -330,7 +330,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "list": _list,
     "doctor": _doctor,
     "completion": _completion,
-    **{name: _of_module(name) for name in ("sweep", "calibrate", "profile", "observe", "recipe")},
+    **{name: _of_module(name) for name in ("sweep", "calibrate", "profile", "observe", "diagnose", "recipe")},
     **{name: _of_folders(name) for name in ("best", "explain", "show", "report", "timeline", "compare")},
 }
 

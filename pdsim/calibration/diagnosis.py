@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why transfers are slower than an engine's model expects: each cause is the model with one number changed.
+
+By how much it is changed is found from the samples, one factor for all of them.  Causes are ranked by what they
+leave unexplained, and those that the samples cannot tell apart are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pdsim.calibration.robust import Floats
+from pdsim.calibration.samples import Sample
+from pdsim.core.units import Rate
+from pdsim.hardware.costs import EngineModel
+from pdsim.hardware.machine import Machine
+
+__all__ = ["EXPECTED", "TOLERANCE", "Explanation", "Timing", "explanations", "timings"]
+
+EXPECTED = "as expected"
+TOLERANCE = 0.25
+"""What the times may differ by in the mean and still be as expected: twice the median error of NIXL with its thread
+on hosts that nothing was fitted to, 13 %."""
+_FACTORS = [2.0 ** (step / 40) for step in range(401)]  # 1 to 1024 in steps of 1.7 %
+_ALIKE = 0.05  # the samples do not tell apart what leaves so little more unexplained
+
+Change = Callable[[float], tuple[EngineModel, Rate, float]]
+"""From a factor to a model, the rate of its links, and the descriptors for each that the sample has."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A sample beside the model: seconds of the whole transfer, of posting, of the wire, of waiting after both."""
+
+    sample: Sample
+    expected: float
+    posting: float
+    wire: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A *cause*, the *factor* by which it changes a number of the model, and what it leaves *unexplained*.
+
+    *unexplained* is the mean relative distance of measured and predicted times, of posting too where that was
+    measured: ``exp(mean(abs(log(measured / predicted)))) - 1``.
+    """
+
+    cause: str
+    factor: float
+    unexplained: float
+    remedy: str
+    alike: bool = False  # as good as the first one, by these samples
+
+
+def timings(samples: Sequence[Sample], model: EngineModel, line: Rate) -> list[Timing]:
+    """Return *samples* beside *model* over links of *line* bytes/s, with nothing else in their way."""
+    rows = []
+    for one in samples:
+        at = one.blocks, one.blocks * one.size, line
+        posting, _, wire, waiting = map(float, model.stages(*at, read=one.operation == "read"))
+        rows.append(Timing(one, model.isolated_time(*at, read=one.operation == "read"), posting, wire, waiting))
+    return rows
+
+
+def explanations(
+    samples: Sequence[Sample], model: EngineModel, hw: Machine, line: Rate, tcp: EngineModel | None = None
+) -> list[Explanation]:
+    """Return what explains *samples*, best first: *model* as it is, or with one cause of slowness.
+
+    *line* is the rate of the links that *model* takes, in bytes/s; *tcp* is the same engine's model over TCP, if it
+    can fall back to it.  What is `EXPECTED` within `TOLERANCE` comes first.
+    """
+    found = [Explanation(EXPECTED, 1.0, _unexplained(samples, model, line), "nothing is slower than it should be")]
+    if tcp is not None:
+        left = _unexplained(samples, tcp, hw.host.tcp_rate)
+        found.append(Explanation("over TCP", 1.0, left, _OF_TCP))
+    slowest = max(one.seconds for one in samples)
+
+    def wire(factor: float) -> tuple[EngineModel, Rate, float]:
+        rates = {name: getattr(model, name) / factor for name in ("rate", "read_rate", "queue_rate")}
+        return replace(model, **rates), line / factor, 1.0
+
+    def host(factor: float) -> tuple[EngineModel, Rate, float]:
+        slow, rate, _ = wire(factor) if model.path in ("tcp", "shm") else (model, line, 1.0)  # it copies the bytes
+        ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
+        return replace(slow, call=model.call * factor, descriptor=model.descriptor * factor, ramp=ramp), rate, 1.0
+
+    def seen(factor: float) -> tuple[EngineModel, Rate, float]:
+        late = slowest * (factor - 1.0) / (_FACTORS[-1] - 1.0)
+        return replace(model, latency=model.latency + late), line, 1.0
+
+    changes: dict[str, tuple[Change, Callable[[float], str]]] = {
+        "slow wire": (wire, lambda factor: _of_wire(factor, hw, model.path)),
+        "slow host": (host, lambda _: _OF_HOST),
+        "late completions": (seen, lambda _: _OF_POLLING),
+    }
+    if all(one.blocks == 1 for one in samples):  # as in logs that count no descriptors
+        changes["more descriptors"] = (lambda factor: (model, line, factor)), (lambda _: _OF_DESCRIPTORS)
+    for cause, (change, remedy) in changes.items():
+        left, factor = min((_unexplained(samples, *change(factor)), factor) for factor in _FACTORS)
+        if factor > 1.0:
+            found.append(Explanation(cause, factor, left, remedy(factor)))
+    found.sort(key=lambda one: (one.cause != EXPECTED or one.unexplained > TOLERANCE, one.unexplained))
+    return [replace(one, alike=one.unexplained < found[0].unexplained + _ALIKE) for one in found]
+
+
+def _unexplained(samples: Sequence[Sample], model: EngineModel, line: Rate, split: float = 1.0) -> float:
+    blocks = np.array([one.blocks * split for one in samples])
+    nbytes = np.array([float(one.blocks * one.size) for one in samples])
+    reads = np.array([one.operation == "read" for one in samples])
+    either: list[Floats] = [model.isolated_times(blocks, nbytes, line, read=read) for read in (False, True)]
+    ratios = [np.array([one.seconds for one in samples]) / np.where(reads, either[1], either[0])]
+    known = np.array([one.posting > 0.0 for one in samples])
+    ratios.append(np.array([one.posting for one in samples])[known] / model.posting(blocks[known]))
+    return float(np.expm1(np.mean(np.abs(np.log(np.concatenate(ratios))))))
+
+
+# --- what to do ----------------------------------------------------------------------------------------------------
+
+_OF_TCP = "read which transport its log names: UCX_TLS, MC_FORCE_TCP, /dev/infiniband in the container"
+_OF_HOST = "its processor is slow or busy: pdsim doctor --host; post from a thread and a core of its own"
+_OF_POLLING = "who polls is busy: poll more often, or from a thread of its own"
+_OF_DESCRIPTORS = "blocks are split: larger pages, like layouts on both sides, or staging (kv.staging=true)"
+
+
+def _of_wire(factor: float, hw: Machine, path: str) -> str:
+    if path != "rdma":
+        look = "nvidia-smi topo -m" if path == "nvlink" else "iperf3"
+        return f"about {factor:.1f} transfers share a link, or it is a slower one: {look}"
+    known = {2.0: "the card of the other socket, one of two bonded ports, or two transfers on a card"}
+    if hw.nic.count > 2:
+        known[float(hw.nic.count)] = f"all ranks on one card of {hw.nic.count}"
+    near = [what for times, what in known.items() if abs(factor / times - 1.0) < 0.15]
+    return (
+        f"{'; or '.join(near) or f'about {factor:.1f} transfers share a card'}: check device names, GID, GPUDirect"
+    )

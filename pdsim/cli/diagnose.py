@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pdsim diagnose`: measured transfers beside what the engine's model expects, and what explains the difference."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from pdsim.calibration import diagnosis, importers
+from pdsim.calibration import samples as points
+from pdsim.calibration.calibrate import base_of, link_of
+from pdsim.calibration.diagnosis import EXPECTED, Explanation, Timing
+from pdsim.calibration.samples import Sample
+from pdsim.cli.help import parse
+from pdsim.config import Config
+from pdsim.config.compose import CommandLine, compose, composed
+from pdsim.core import plugins
+from pdsim.core.errors import ConfigError
+from pdsim.core.units import format_size, format_time
+from pdsim.hardware.costs import EngineModel
+from pdsim.results import terminal
+from pdsim.results.kept import KeptRun
+from pdsim.results.record import Table
+from pdsim.transfer import TransferRecord
+
+__all__ = ["diagnose"]
+
+_LARGEST = 64 << 20  # bytes of a metrics page
+_UNEXPLAINED = 0.5  # beyond it the best cause is none
+_PATIENCE = 10.0  # seconds for one
+
+
+def diagnose(words: Sequence[str]) -> int:
+    """Print what the transfers in the file, folder or at the URL of *words* are slowed by; return the exit status.
+
+    Raise a `ConfigError` for what holds no transfers, and for a deployment that cannot be composed.
+    """
+    rest, asked = parse("diagnose", words)
+    sources, overrides = [word for word in rest if "=" not in word], [word for word in rest if "=" in word]
+    if len(sources) != 1:
+        raise ConfigError(f"diagnose needs one log, folder or URL, got {len(sources)}; see pdsim diagnose --help")
+    samples, config = _measured(sources[0], overrides, asked.get("--format", ""))
+    at = asked.get("--path", "") or ("intra" if config.backend.intra and config.hw.nodes == 1 else "inter")
+    if at not in ("intra", "inter"):
+        raise ConfigError(f"--path {at}: must be intra or inter")
+    model = base_of(config.backend, at)
+    line = link_of(config.hw, model.path)[1]
+    timings = diagnosis.timings(samples, model, line)
+    ranked = diagnosis.explanations(samples, model, config.hw, line, _over_tcp(config, overrides, at))
+    if "--json" in asked:
+        about = {"backend": config.backend.name, "hw": config.hw.name, "path": at}
+        terminal.show_lines(
+            dumps(about | {"transfers": list(map(asdict, timings)), "causes": list(map(asdict, ranked))})
+        )
+        return 0
+    terminal.show_lines(f"{config.backend.name} on {config.hw.name}, {at}: measured beside the model")
+    terminal.show_table(_timings(timings), definitions=False)
+    terminal.show_lines(*_verdict(ranked))
+    terminal.show_table(_causes(ranked), definitions=False)
+    if fewer := _fewer(timings, model, line):
+        terminal.show_lines(fewer)
+    return 0
+
+
+def _measured(source: str, overrides: Sequence[str], tool: str) -> tuple[list[Sample], Config]:
+    # transfers from one rank to another alone: others slow each other, which no cause here is about
+    if source.startswith(("http://", "https://")):
+        samples = _fetched(source, tool)
+    elif (path := Path(source)).is_dir():
+        rows = KeptRun(path).transfers.to_pylist()
+        names = dict(zip(TransferRecord._fields, TransferRecord._fields, strict=True)) | {
+            "descriptors": "batch_size"
+        }
+        samples = points.from_transfers(
+            [[TransferRecord(**{name: row[column] for name, column in names.items()}) for row in rows]]
+        )
+        config = composed(CommandLine.of(list(overrides), {"--config-path": path}))
+        return _alone(samples, source), config
+    else:
+        samples = list(importers.read(path, tool).rows)
+    return _alone(samples, source), compose([*overrides, "experiment=transfer"])
+
+
+def _alone(samples: Sequence[Sample], source: str) -> list[Sample]:
+    alone = [one for one in samples if one.pattern == "pair" and one.concurrency == one.flows == 1]
+    if not alone:
+        way = "name a log, or a run with experiment.patterns=[pair]"
+        raise ConfigError(f"{source} has no transfer of a pair alone; {way}")
+    return alone
+
+
+def _fetched(url: str, tool: str) -> list[Sample]:
+    try:
+        with urllib.request.urlopen(url, timeout=_PATIENCE) as page:  # noqa: S310  the scheme was looked at
+            text = page.read(_LARGEST)
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ConfigError(f"{url}: {reason}; name the address of a server's /metrics") from error
+    with NamedTemporaryFile(suffix=".txt") as file:
+        file.write(text)
+        file.flush()
+        return list(importers.read(Path(file.name), tool).rows)
+
+
+def _over_tcp(config: Config, overrides: Sequence[str], at: str) -> EngineModel | None:
+    name = f"{config.backend.implementation}_tcp"
+    if base_of(config.backend, at).path == "tcp" or name not in plugins.options("backend"):
+        return None
+    kept = [word for word in overrides if not word.startswith("backend")]
+    other = compose([*kept, f"hw={config.hw.name}", f"backend={name}", "experiment=transfer"])
+    return base_of(other.backend, at)
+
+
+def _timings(timings: Sequence[Timing]) -> Table:
+    heads = ("descriptors", "size", "measured", "expected", "times", "posting", "of it expected", "wire", "waiting")
+    rows = [
+        [
+            one.sample.blocks,
+            format_size(one.sample.size),
+            format_time(one.sample.seconds),
+            format_time(one.expected),
+            f"{one.sample.seconds / one.expected:.2f}",
+            format_time(one.sample.posting) if one.sample.posting else "-",
+            format_time(one.posting),
+            format_time(one.wire),
+            format_time(one.waiting),
+        ]
+        for one in timings
+    ]
+    return Table("Transfers", dict.fromkeys(heads, ""), rows)
+
+
+def _verdict(ranked: Sequence[Explanation]) -> list[str]:
+    first, *others = ranked
+    alike = [one.cause for one in others if one.alike]
+    if first.cause == EXPECTED:
+        return [f"transfers are as expected, {first.unexplained:.0%} off in the mean"]
+    if first.unexplained > _UNEXPLAINED:
+        return [f"no single cause explains these times; {_said(first)} leaves {first.unexplained:.0%} in the mean"]
+    lines = [f"likely: {_said(first)}; {first.remedy}"]
+    if alike:
+        lines.append(f"or {', '.join(alike)}: only transfers of other sizes and numbers of descriptors tell which")
+    return lines
+
+
+def _said(one: Explanation) -> str:
+    return one.cause if one.factor == 1.0 else f"{one.cause}, {one.factor:.3g} times"
+
+
+def _causes(ranked: Sequence[Explanation]) -> Table:
+    rows = [[one.cause, f"{one.factor:.3g}", f"{one.unexplained:.1%}", one.remedy] for one in ranked]
+    return Table("Causes", dict.fromkeys(("cause", "factor", "unexplained", "what to look at"), ""), rows)
+
+
+def _fewer(timings: Sequence[Timing], model: EngineModel, line: float) -> str:
+    # where posting decides, what a quarter of the descriptors would take
+    slow = max(timings, key=lambda one: one.sample.seconds)
+    if slow.posting < slow.wire or slow.sample.blocks < 4:
+        return ""
+    blocks, read = slow.sample.blocks // 4, slow.sample.operation == "read"
+    after = model.isolated_time(blocks, slow.sample.blocks * slow.sample.size, line, read=read)
+    return (
+        f"posting of {slow.sample.blocks} descriptors decides: with blocks four times as large a transfer takes "
+        f"{format_time(after)} instead of {format_time(slow.expected)} (kv.page_size, like layouts, kv.staging=true)"
+    )

@@ -1,0 +1,170 @@
+"""`pdsim diagnose` names the cause of transfers that were made slow on purpose, and of public ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pdsim.calibration.diagnosis import EXPECTED, Explanation, explanations, timings
+from pdsim.calibration.samples import Sample
+from pdsim.cli.main import main
+from pdsim.config.compose import compose
+from pdsim.hardware.costs import EngineModel
+
+HW = compose(["hw=2x8xh100", "backend=nixl"]).hw
+MODEL = EngineModel(path="rdma", call=2e-6, descriptor=1e-6, overlap=True, latency=5e-6, rate=40e9)
+TCP = EngineModel(path="tcp", call=20e-6, descriptor=6e-6, overlap=True, latency=0.0, rate=2e9)
+LINE = 49.6e9
+KINDS = ((1, 4096), (1, 1 << 20), (64, 65536), (2000, 8192))
+# vllm issue 34054, of a pair on one host that its author thought to be without NVLink
+PUBLIC = """\
+KV Transfer metrics: Num successful transfers=80, Avg xfer time (ms)=173.794, P90 xfer time (ms)=235.706, \
+Avg post time (ms)=129.127, P90 post time (ms)=131.126, Avg MB per transfer=313.0, Throughput (MB/s)=1800.983, \
+Avg number of descriptors=40064.0
+"""
+METRICS = """\
+# TYPE vllm:nixl_xfer_time_seconds histogram
+vllm:nixl_xfer_time_seconds_bucket{engine="0",le="0.5"} 80.0
+vllm:nixl_xfer_time_seconds_count{engine="0"} 80.0
+vllm:nixl_xfer_time_seconds_sum{engine="0"} 13.90352
+vllm:nixl_post_time_seconds_sum{engine="0"} 10.33016
+vllm:nixl_bytes_transferred_sum{engine="0"} 2.6256343e+10
+vllm:nixl_num_descriptors_sum{engine="0"} 3.20512e+06
+"""
+
+
+def made(model: EngineModel, line: float, split: int = 1, *, posted: bool = False) -> list[Sample]:
+    rows = []
+    for blocks, size in KINDS:
+        seconds = model.isolated_time(blocks * split, blocks * size, line)
+        posting = model.posting(blocks * split) if posted else 0.0
+        rows.append(Sample(blocks=blocks, size=size, seconds=seconds, low=seconds, high=seconds, posting=posting))
+    return rows
+
+
+def first(samples: list[Sample]) -> Explanation:
+    return explanations(samples, MODEL, HW, LINE, TCP)[0]
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_transfers_of_the_model_are_as_expected(posted: bool):
+    samples = made(MODEL, LINE, posted=posted)
+    assert first(samples) == Explanation(EXPECTED, 1.0, 0.0, "nothing is slower than it should be", True)
+    assert [(one.expected, one.posting) for one in timings(samples, MODEL, LINE)] == [
+        (one.seconds, MODEL.posting(one.blocks)) for one in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cause", "slow", "line", "factor"),
+    [
+        ("slow wire", replace(MODEL, rate=MODEL.rate / 4), LINE / 4, 4.0),
+        ("slow host", replace(MODEL, call=8 * MODEL.call, descriptor=8 * MODEL.descriptor), LINE, 8.0),
+        ("late completions", replace(MODEL, latency=MODEL.latency + 1e-3), LINE, None),
+        ("over TCP", TCP, HW.host.tcp_rate, 1.0),
+    ],
+)
+def test_each_cause_is_found_with_its_factor(cause: str, slow: EngineModel, line: float, factor: float | None):
+    one = first(made(slow, line))
+    assert one.cause == cause
+    assert one.unexplained < 0.01
+    assert factor is None or one.factor == pytest.approx(factor, rel=0.02)
+
+
+def test_descriptors_of_a_log_that_counts_none_are_found():
+    whole = [(blocks * size, MODEL.isolated_time(512, blocks * size, LINE)) for blocks, size in KINDS]
+    rows = [Sample(blocks=1, size=size, seconds=time, low=time, high=time) for size, time in whole]
+    one = first(rows)
+    assert (one.cause, one.factor) == ("more descriptors", pytest.approx(512, rel=0.02))
+
+
+def test_one_kind_of_transfer_leaves_the_cause_open():
+    rows = explanations(made(replace(MODEL, rate=1e9), 1e9)[3:], MODEL, HW, LINE, TCP)
+    assert {one.cause for one in rows if one.alike} >= {"slow wire", "slow host", "late completions"}
+
+
+def test_posting_time_tells_a_slow_host_from_a_slow_wire():
+    rows = explanations(made(replace(MODEL, rate=1e9), 1e9, posted=True)[3:], MODEL, HW, LINE, TCP)
+    assert "slow host" not in {one.cause for one in rows if one.alike}
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(2.0, "card of the other socket"), (8.0, "all ranks on one card of 8"), (3.0, "about 3.0")]
+)
+def test_a_wire_slower_by_a_known_factor_names_it(factor: float, said: str):
+    assert said in first(made(replace(MODEL, rate=MODEL.rate / factor), LINE / factor)).remedy
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["diagnose", *words, "--json"]) == 0
+    answer: dict[str, object] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_public_line_is_as_expected_and_posting_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    log = tmp_path / "decode.log"
+    log.write_text(PUBLIC)
+    words = ("diagnose", str(log), "hw=8xh100", "backend=nixl_vllm")
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "transfers are as expected, 8% off in the mean" in out
+    assert "posting of 40064 descriptors decides: with blocks four times as large a transfer takes 38.6 ms" in out
+
+
+def test_metrics_of_a_server_are_read_from_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "decode.log").write_text(PUBLIC)
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        own = diagnosed(capsys, url, "hw=8xh100", "backend=nixl_vllm")
+        server.shutdown()
+    (row,) = own["transfers"]  # type: ignore[misc]
+    sample = row["sample"]  # type: ignore[index]
+    assert (sample["blocks"], sample["size"], sample["seconds"]) == (40064, 8192, pytest.approx(0.173794))
+    assert sample["posting"] == pytest.approx(0.129127)
+
+
+def test_run_of_transfers_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["experiment=transfer", "hw=2xh200", "backend=nvlink", "experiment.patterns=[pair]"]
+    more = ["experiment.repeat=3", "experiment.warmup=0", f"output={tmp_path}", "--quiet"]
+    assert main(["run", *words, *more]) == 0
+    answer = diagnosed(capsys, str(next(tmp_path.iterdir())))
+    assert (answer["backend"], answer["hw"], answer["path"]) == ("nvlink", "2xh200", "intra")
+    assert answer["causes"][0]["cause"] == EXPECTED  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "diagnose needs one log, folder or URL, got 0; see pdsim diagnose --help"),
+        (["nothing.log"], "nothing.log: No such file or directory; name a text file"),
+        (
+            ["http://127.0.0.1:1/metrics"],
+            "http://127.0.0.1:1/metrics: [Errno 111] Connection refused; name the address",
+        ),
+        (["{log}", "--path", "side"], "--path side: must be intra or inter"),
+        (["{log}", "hw=1xh200", "--path", "inter", "backend=nvlink"], "backend=nvlink has no inter; set --path"),
+        (["{crowd}"], "has no transfer of a pair alone; name a log, or a run with experiment.patterns=[pair]"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log, crowd = tmp_path / "decode.log", tmp_path / "crowd.csv"
+    log.write_text(PUBLIC)
+    crowd.write_text("pattern,blocks,size,concurrency,seconds\nincast,1,4096,1,0.1\n")
+    assert main(["diagnose", *(word.format(log=log, crowd=crowd) for word in words)]) == 2
+    assert message in capsys.readouterr().err
