@@ -1,7 +1,9 @@
 """What all tests rest on."""
 
 import gc
+import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,10 @@ from hypothesis import HealthCheck, settings
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Images of containers often forbid to keep compiled modules; each of the many processes would compile all of pdsim.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pdsim sweep`: Hydra's override grammar to points, each composed and checked, and the points to a table.
 
-Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the
-time.  With ``--search optuna`` Optuna chooses the points.
+With ``--search optuna`` Optuna chooses the points.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from typing import Any
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import OmegaConf
 
 from pdsim.cli.help import parse
 from pdsim.cli.process import only_json
-from pdsim.config import build, compose, covers, rules
+from pdsim.config import build, compose, rules
 from pdsim.config.compose import CommandLine
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead
@@ -196,22 +194,10 @@ def _key(override: Override) -> str:
 
 
 class _Composer:
-    """Composes points of one sweep: once for each choice of groups, and sets the values of the others in that.
-
-    That is certain to be what Hydra would do unless one override is within another, whose order then matters, or
-    refers to another: then Hydra composes every point.
-    """
+    """Composes points of one sweep."""
 
     def __init__(self, space: Space) -> None:
         self.space, self._line = space, space.line
-        known = plugins.groups(self._line.folders)
-        self._groups = [key for key in space.keys if key in known]
-        self._values = [key for key in space.keys if key not in known]
-        set_here = [*compose.set_keys(space.fixed), *self._values]
-        self._apart = not any(covers([one], other) for one in set_here for other in self._values if one != other)
-        self._composed: dict[tuple[str, ...], dict[str, Any] | None] = {}
-        self._settings: dict[str, Any] = {}
-        self._parser = OverridesParser.create()
 
     def points(self) -> list[Point]:
         if intervals := self.space.intervals:
@@ -226,7 +212,7 @@ class _Composer:
         # Its name is a hash of its configuration; one that is refused has no configuration, and is named by its
         # words and pdsim's version.
         words = [*self.space.fixed, *(f"{key}={value}" for key, value in choice.items())]
-        values = self._plain(choice, words)
+        values = compose.plain(self._line, words)
         shown = tuple(word.lstrip("+") for word in words)
         try:
             config = compose.load(values, words, self._line.folders)
@@ -235,38 +221,6 @@ class _Composer:
             return Point(name=name, words=shown, choice=choice, refusal=str(error))
         notes = tuple(rules.notes(config, compose.set_keys(shown)))
         return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
-
-    def _plain(self, choice: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-        base = self._base(choice)
-        settings = {key: self._setting(f"{key}={choice[key]}") for key in self._values}
-        refers = any(isinstance(value, Mapping) or "${" in str(value) for value in settings.values())
-        if base is None or not self._apart or refers:
-            return compose.plain(self._line, words)
-        for key, value in settings.items():
-            base = _set(base, key.split("."), value)
-        return base
-
-    def _setting(self, word: str) -> Any:
-        if word not in self._settings:
-            (parsed,) = self._parser.parse_overrides(compose.ready([word]))
-            self._settings[word] = parsed.value()
-        return self._settings[word]
-
-    def _base(self, choice: Mapping[str, str]) -> dict[str, Any] | None:
-        groups = tuple(f"{key}={choice[key]}" for key in self._groups)
-        if groups not in self._composed:
-            raw = compose.raw(self._line, [*self.space.fixed, *groups])
-            refers = "${" in OmegaConf.to_yaml(raw)
-            self._composed[groups] = None if refers else compose.resolved(raw)
-        return self._composed[groups]
-
-
-def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    head, *rest = path
-    below = values.get(head)
-    if not rest:
-        return {**values, head: value}
-    return {**values, head: _set(below if isinstance(below, Mapping) else {}, rest, value)}
 
 
 # --- searched by Optuna --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed configuration that overrides ask for: composed by Hydra, typed, checked.
 
-`compose` does all of it; its steps are `initialized`, `raw`, `resolved` and `load`.  ``hw.nic.rate=400Gbps`` goes to
+`compose` does all of it; its steps are `initialized`, `plain` and `load`.  ``hw.nic.rate=400Gbps`` goes to
 Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and `pdsim.config` refuses the unknown ones in the same
 words wherever they come from.
 """
@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from pdsim.config import Config
 
 __all__ = [
-    "CommandLine", "compose", "composed", "explain", "initialized", "leaves", "load", "places", "plain", "raw",
-    "ready", "resolved", "set_keys", "typed",
+    "CommandLine", "compose", "composed", "explain", "initialized", "leaves", "load", "places", "plain", "ready",
+    "resolved", "set_keys", "typed",
 ]  # fmt: skip
 
 
@@ -122,6 +123,8 @@ def initialized(line: CommandLine) -> Iterator[None]:
     import conf  # noqa: F401  has the defaults of all keys, also for a primary configuration from elsewhere
 
     _bound_files()
+    if line.folder or line.path:
+        _composed.clear()  # files of one's own may have changed
     here = GlobalHydra.instance()
     outer, here.hydra = here.hydra, None  # of an application of Hydra's, within whose job this may be
     try:
@@ -151,16 +154,60 @@ def _bound_files() -> None:
     SourcesRegistry.instance().types["file"] = BoundedSource
 
 
+_composed: dict[tuple[CommandLine, tuple[str, ...]], dict[str, Any] | None] = {}
+_SETTING = re.compile(r"\+\+((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)=[^{}$?]*")  # not of a mapping, or of an item of a list
+
+
 def plain(line: CommandLine, words: Sequence[str]) -> dict[str, Any]:
-    """Return the composition of *words*, overrides as typed, as plain data, interpolations resolved."""
-    return resolved(raw(line, words))
+    """Return the composition of *words*, overrides as typed, as plain data, interpolations resolved.
+
+    Hydra composes each choice of groups once in a process, and values are set in that.  Where overrides are within
+    or refer to one another Hydra composes all.  Parts of the answer are shared with later ones.
+    """
+    every = ready(words, line.folders)
+    settings = [setting for word in every if (setting := _setting(word))]
+    others = tuple(word for word in every if not _setting(word))
+    own = {f"{key}." for key, _ in settings}
+    own_of_others = (f"{word.partition('=')[0].lstrip('+~')}." for word in others if word[0] in "+~" or "={" in word)
+    within = any(inner.startswith(outer) for outer, inner in pairwise(sorted([*own, *own_of_others])))
+    values = None if within else _base(replace(line, words=()), others)
+    if values is None:
+        return resolved(_raw(line, every))
+    for key, value in settings:
+        values = _with(values, key.split("."), value)
+    return values
 
 
-def raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
-    """Return the composition of *words* as Hydra made it, within `initialized`."""
+def _base(line: CommandLine, words: tuple[str, ...]) -> dict[str, Any] | None:
+    # None if values refer to others, or are to be set
+    if (line, words) not in _composed:
+        composition = _raw(line, words)
+        open_ended = any(mark in str(composition) for mark in ("${", "???"))
+        _composed[line, words] = None if open_ended else resolved(composition)
+    return _composed[line, words]
+
+
+@lru_cache(10_000)
+def _setting(word: str) -> tuple[str, Any] | None:
+    # the key and the value of an override that sets one value, None for another
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if (match := _SETTING.fullmatch(word)) is None:
+        return None
+    (parsed,) = OverridesParser.create().parse_overrides([word])
+    return None if parsed.is_sweep_override() else (match[1], parsed.value())
+
+
+def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    below = values.get(head)
+    return {**values, head: _with(below if isinstance(below, Mapping) else {}, rest, value) if rest else value}
+
+
+def _raw(line: CommandLine, words: Sequence[str]) -> DictConfig:
     import hydra
 
-    return hydra.compose(line.name, [*places(line), *ready(words, line.folders)])
+    return hydra.compose(line.name, [*places(line), *words])
 
 
 def places(line: CommandLine) -> list[str]:

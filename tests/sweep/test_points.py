@@ -2,11 +2,12 @@
 
 import random
 
+import hydra
 import pytest
 
 from pdsim.cli.help import parse
 from pdsim.cli.sweep import space_of
-from pdsim.config.compose import compose
+from pdsim.config.compose import CommandLine, compose, initialized, load, ready, resolved
 from pdsim.core.errors import ConfigError
 from pdsim.sweep.points import Axis, axes, combinations
 
@@ -53,19 +54,45 @@ AXES = {
 }
 
 
+def by_hydra(words):
+    with initialized(CommandLine()):
+        return load(resolved(hydra.compose("config", ready(words))), words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_a_point_is_what_run_composes_of_its_words(seed):
+def test_a_point_is_what_hydra_composes_of_its_words(seed):
     chosen = random.Random(seed)
     keys = chosen.sample(sorted(AXES), 3)
     words = [f"{key}={','.join(AXES[key])}" for key in keys if key != "workload.input_mean" or "workload" in keys]
     for point in chosen.sample(swept(*words), 2):
         if point.config is not None:
-            assert point.config == compose(point.words)
+            assert point.config == by_hydra(point.words)
             continue
         with pytest.raises(ConfigError) as refused:
-            compose(point.words)
+            by_hydra(point.words)
         assert str(refused.value) == point.refusal
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (
+            "experiment=transfer",
+            "kv.pool=1GiB",
+            "seed=3",
+            "kv.pool=2GiB",
+            "experiment.size=[4KiB,8KiB]",
+            "output='a b'",
+        ),
+        ("compute.scale=1.5", "compute={scale: 2.0}"),
+        ("compute={scale: 2.0}", "compute.scale=1.5"),
+        ("workload=poisson", "workload.input_mean=${workload.output_mean}", "workload.output_mean=7"),
+        ("hw.nic.rate=100Gbps", "hw=8xh200"),
+    ],
+)
+def test_values_set_in_a_composition_are_those_of_hydra(words):
+    assert compose(words) == compose(words) == by_hydra(words)
 
 
 def test_axes_are_steps_of_keys():
