@@ -13,13 +13,14 @@ import conf
 from experiments import transfer
 from pdsim.calibration import samples as points
 from pdsim.calibration.calibrate import link_of
-from pdsim.config import UNSAID, Config, ExperimentOptions, as_written, load, numbers, presets, rules
+from pdsim.config import UNSAID, Config, ExperimentOptions, as_written, compose, load, numbers, presets, rules
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError
 from pdsim.core.plugins import describe, groups, options
 from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.hardware.machine import EVIDENCE, Gpu, Host, Machine, Nic
+from pdsim.models.llm import Llm
 from pdsim.sim.model import Model
 from tests.support.composed import composed
 
@@ -255,6 +256,14 @@ def test_the_template_of_a_machine_has_every_key_and_runs(pdsim_says):
         left_out = {"link", "guest", "copies", "sources"}
         assert {each.name for each in fields(cls)} - left_out <= set(part)
     assert "name: mybox" in said
+
+
+def test_the_template_of_a_model_has_every_key_and_runs():
+    folder = Path(conf.__file__).parents[1] / "examples" / "machine"
+    model = compose.composed(compose.CommandLine.of(["model=mymodel"], {"--config-dir": folder})).model
+    template = OmegaConf.load(folder / "model" / "mymodel.yaml")
+    assert {each.name for each in fields(Llm)} - {"sources"} == set(template) - {"source"}
+    assert model.kv_bytes == 2
 
 
 DOCUMENTED = re.findall(

@@ -35,7 +35,7 @@ def test_pages_have_api_keys_and_messages(site):
     for page, words in (
         ("index.html", "pdsim simulates how KV cache moves"),
         ("docs/configuration.html", "kv.page_size"),
-        ("docs/configuration.html", "--max-num-seqs"),
+        ("docs/deployments.html", "--max-num-seqs"),
         ("docs/api.html", "Requests that failed raise nothing"),
         ("docs/messages.html", "must be &lt; engine.lease="),
     ):
@@ -51,7 +51,7 @@ def test_search_finds_a_key_a_message_and_a_flag(site, tmp_path):
     try:
         for typed, page in (
             ("kv.page_size", "docs/configuration.html"),
-            ("max-num-seqs", "docs/configuration.html"),  # a leading dash excludes a word
+            ("max-num-seqs", "docs/deployments.html"),  # a leading dash excludes a word
             ("is not the folder of a run", "docs/messages.html"),
         ):
             browser.call("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/index.html?q={typed}")

@@ -12,6 +12,7 @@ The other parts stand each between two HTML comments of their page:
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - docs/validation.md and data/validation/README.md: what `tools.validation` says.
+- docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
   output on every machine.
 
@@ -79,9 +80,11 @@ def configuration() -> Iterator[str]:
 
 
 def flags() -> Iterator[str]:
-    """Yield the table of docs/configuration.md of the flags of vLLM and SGLang that ``pdsim recipe`` reads."""
-    yield from ("## Flags of vLLM and SGLang", "", "`pdsim recipe` reads a whole command.", "")
-    yield from markdown(("flag", "key"), [(f"`--{flag}`", f"`{key}`") for flag, key in sorted(TAKEN.items())])
+    """Yield the table of docs/deployments.md: the key that each flag of vLLM and SGLang decides."""
+    by_key: dict[str, list[str]] = {}
+    for flag, key in TAKEN.items():
+        by_key.setdefault(key, []).append(f"`--{flag}`")
+    yield from markdown(("flags", "key"), [(", ".join(each), f"`{key}`") for key, each in by_key.items()])
 
 
 def _own(options: type) -> Iterator[Key]:
@@ -214,6 +217,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "transfers": ("docs/validation.md", validation.transfers),
     "serving engines": ("docs/validation.md", validation.serving),
     "list": ("data/validation/README.md", validation.provenance),
+    "flags": ("docs/deployments.md", flags),
     "output": ("README.md", output),
 }
 
@@ -268,7 +272,7 @@ def build(folder: Path) -> Path:
     """Write configuration.md into *folder* and return its path."""
     head = Path(__file__).with_name("configuration.md").read_text(encoding="utf-8")
     page = folder / "configuration.md"
-    page.write_text(head + "\n" + "\n".join([*configuration(), *flags()]).strip() + "\n", encoding="utf-8")
+    page.write_text(head + "\n" + "\n".join(configuration()).strip() + "\n", encoding="utf-8")
     return page
 
 

@@ -286,6 +286,9 @@ def _list(words: Sequence[str]) -> int:
     return 0
 
 
+_COPIED = {"hw": "8xh100", "model": "qwen3-8b"}  # simple ones; of other groups the first
+
+
 def _schema(groups: Sequence[str]) -> int:
     from pdsim.config import keys
 
@@ -293,7 +296,7 @@ def _schema(groups: Sequence[str]) -> int:
         raise ConfigError("--schema needs a group; write pdsim list hw --schema")
     for group in groups:
         _say("\n".join(map(str, keys.named(group))))
-        base = plugins.conf() / group / f"{'8xh100' if group == 'hw' else plugins.options(group)[0]}.yaml"
+        base = plugins.conf() / group / f"{_COPIED.get(group) or plugins.options(group)[0]}.yaml"
         _say(f"begin with a copy of {base} as DIR/{group}/NAME.yaml, and run with --config-dir DIR {group}=NAME")
     return 0
 
