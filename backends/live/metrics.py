@@ -177,6 +177,11 @@ class Sampler:
         if fell and server.name not in self.restarted:
             self.restarted.append(server.name)
         self.last[server.name] = page
-        for name, value in (*page.gauges.items(), *page.counters.items()):
+        of_histograms = {
+            f"{name}_{part}": value
+            for name, one in page.histograms.items()
+            for part, value in (("sum", one.total), ("count", one.count))
+        }
+        for name, value in (*page.gauges.items(), *page.counters.items(), *of_histograms.items()):
             if ":" in name and not name.endswith("_created") and math.isfinite(value):
                 self.samples.append(MetricSample(now, server.name, name, value))

@@ -41,10 +41,12 @@ REPORTED = {
     "queueing": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
     "prefill": ("vllm:request_prefill_time_seconds",),
     "decode": ("vllm:request_decode_time_seconds",),
-    "transfer": ("vllm:nixl_xfer_time_seconds", "sglang:kv_transfer_latency_seconds"),
+    "transfer": ("vllm:nixl_xfer_time_seconds", "sglang:kv_transfer_latency_ms"),
     "transfer_post": ("vllm:nixl_post_time_seconds",),
+    "bootstrap": ("sglang:kv_transfer_bootstrap_ms",),
+    "reserve": ("sglang:kv_transfer_alloc_ms",),
 }
-"""What servers report under which name; a metric of the summary for each that a server has."""
+"""What servers report under which name, in its unit; a metric of the summary for each that a server has."""
 
 LATE = 0.01
 """Seconds that the client may be late at the 99th percentile before a note says so."""
@@ -145,10 +147,11 @@ def _reported_metrics(served: Served) -> list[Metric]:
                 histogram = page.histograms.get(name)
                 if histogram is not None and histogram.count > 0:
                     rule = f"{name} of {server}, {histogram.count:.0f} observations"
-                    metrics += [
-                        Metric(f"{server}_{what}_mean_s", histogram.mean, f"arithmetic mean of {rule}", tabled=True),
-                        Metric(f"{server}_{what}_p50_s", histogram.quantile(0.5), f"median of {rule}", tabled=True),
-                    ]
+                    scale = 1e-3 if name.endswith("_ms") else 1.0
+                    for kind, value in (("mean", histogram.mean), ("p50", histogram.quantile(0.5))):
+                        meaning = f"{'arithmetic mean' if kind == 'mean' else 'median'} of {rule}"
+                        seconds = None if value is None else scale * value
+                        metrics.append(Metric(f"{server}_{what}_{kind}_s", seconds, meaning, tabled=True))
     return metrics
 
 
