@@ -8,7 +8,8 @@ request is sent, and measurements name their hash.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +27,9 @@ from pdsim.validation.sealed import EXPECTED, MEASURED, adopt, keep, read, seal
 from pdsim.validation.verdicts import Bound, by_class, failures, points, tables
 
 if TYPE_CHECKING:
-    from backends.live.live_deployment import LiveDeployment
+    from backends.live.live_deployment import LiveDeployment, Served
 
-__all__ = ["KEEPS_FILES", "TARGETS", "ValidateLiveOptions", "run"]
+__all__ = ["KEEPS_FILES", "TARGETS", "ValidateLiveOptions", "partial", "run"]
 
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
@@ -100,6 +101,38 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     return _compared(config, options, folder, failed)
 
 
+def partial(
+    config: Config,
+    ended: Iterable[bytes],
+    transfers: Iterable[bytes],  # noqa: ARG001  a run has both journals
+    folder: Path,
+) -> Result | None:
+    """Return the comparison of a validation in *folder* that was killed; None before the first request had ended.
+
+    Writes the measurements with all requests that the journal *ended* has, so that ``experiment.stored`` takes them.
+    """
+    options = ValidateLiveOptions.of(config)
+    if not (folder / EXPECTED).is_file():
+        return None
+    expected, measured = read(folder / EXPECTED), folder / MEASURED
+    calls = [*_calls(expected, options.runs)]
+    servers = read(measured)["servers"] if measured.is_file() else {}
+    runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
+    failures: list[str] = []
+    served = live_run.journalled([requests for *_, requests in calls], ended)
+    for (number, name, requests), one in zip(calls, served, strict=False):
+        rows, failed = _rows(config, requests, one)
+        runs[number].setdefault(name, []).extend(rows)
+        failures += failed
+    if not any(rows and name in expected["predicted"] for run in runs for name, rows in run.items()):
+        return None
+    count = sum(len(rows) for run in runs for rows in run.values())
+    keep(measured, seal({"expectations": expected["sha256"], "servers": servers, "runs": runs}))
+    total = sum(len(requests) for *_, requests in calls)
+    said = f"the run ended early: these are {count} of {total} requests, and their last part is not whole"
+    return _compared(config, options, folder, [said, *failures])
+
+
 def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
     context = config.model.context
     every: dict[str, Sequence[Request]] = dict(
@@ -157,38 +190,44 @@ def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress
 def _measure(
     config: Config, options: ValidateLiveOptions, target: LiveDeployment, folder: Path, progress: ShowProgress
 ) -> list[str]:
-    # Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of prompts differ
-    # from run to run, for a server may cache prefixes.  A run that is ended early leaves what it had.
     expected = read(folder / EXPECTED)
     runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
     failures: list[str] = []
     servers: dict[str, str] = {}
-
-    def serve(requests: Sequence[Request]) -> list[dict[str, Any]]:
+    calls = [*_calls(expected, options.runs)]
+    for done, (number, name, requests) in enumerate(calls, 1):
+        progress((done - 1) / len(calls), name)
         served = target.serve(requests, lambda *_: None, policy=options.router)
+        rows, failed = _rows(config, requests, served)
+        runs[number].setdefault(name, []).extend(rows)
         servers.update(served.servers)
-        result = live_run.result(config, requests, served)
-        failures.extend(result.failures)
-        names = [name for name in ("status", "input", "output", *LATENCIES) if name in result.requests]
-        return [{name: result.requests[name][number] for name in names} for number in range(len(requests))]
-
-    turns = [
-        (number, name)
-        for number in range(options.runs)
-        for name in expected["requests"]
-        if not (number and name.startswith((SINGLE, WARMUP)))
-    ]
-    sent = 0
-    for done, (number, name) in enumerate(turns):
-        progress(done / len(turns), name)
-        first, sent = sent, sent + len(expected["requests"][name])
-        rows = enumerate(expected["requests"][name], _CONTENTS)
-        requests = [Request(at, given, wanted, None, (first + n,)) for n, (at, given, wanted) in rows]
-        alone = name.startswith((SINGLE, WARMUP))
-        groups = [[Request(0.0, *one[1:])] for one in requests] if alone else [requests]
-        runs[number][name] = [row for group in groups for row in serve(group)]
-        keep(folder / MEASURED, seal({"expectations": expected["sha256"], "servers": servers, "runs": runs}))
+        failures += failed
+        if done == len(calls) or calls[done][:2] != (number, name):  # a run that is ended early leaves what it had
+            keep(folder / MEASURED, seal({"expectations": expected["sha256"], "servers": servers, "runs": runs}))
     return failures
+
+
+def _calls(expected: Mapping[str, Any], runs: int) -> Iterator[tuple[int, str, list[Request]]]:
+    # The requests that are sent together, with their run and part, in order.  Warm-ups and single requests are sent
+    # once, one at a time; loads once in every run.  Contents of prompts differ from run to run, for a server may
+    # cache prefixes.
+    block = itertools.count(_CONTENTS)
+    for number in range(runs):
+        for name, rows in expected["requests"].items():
+            alone = name.startswith((SINGLE, WARMUP))
+            if alone and number:
+                continue
+            requests = [Request(at, given, wanted, None, (next(block),)) for at, given, wanted in rows]
+            for group in [[Request(0.0, *one[1:])] for one in requests] if alone else [requests]:
+                yield number, name, group
+
+
+def _rows(config: Config, requests: Sequence[Request], served: Served) -> tuple[list[dict[str, Any]], Sequence[str]]:
+    # the latencies of those that have ended, and what failed
+    result = live_run.result(config, requests, served)
+    names = [name for name in ("status", "input", "output", *LATENCIES) if name in result.requests]
+    count = len(result.requests["status"])
+    return [{name: result.requests[name][row] for name in names} for row in range(count)], result.failures
 
 
 def _predictions(folder: Path) -> Result:

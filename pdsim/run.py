@@ -166,8 +166,10 @@ def recovered(folder: Path) -> bool:
 
     values = schema.read_nested(folder / "config.yaml")
     config = load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
-    partial = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "partial", None)
-    result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS))
+    experiment = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
+    partial = getattr(experiment, "partial", None)
+    own = {"folder": folder} if getattr(experiment, "KEEPS_FILES", False) else {}
+    result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS), **own)
     if result is None:
         return False
     Run(config, left=folder).write_partial(result)

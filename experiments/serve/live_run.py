@@ -7,7 +7,8 @@ All latencies count from the arrival that the workload asked for, so that a clie
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from backends.live.live_deployment import LiveDeployment, Served
     from backends.live.routes import RequestRow
 
-__all__ = ["partial", "result", "run"]
+__all__ = ["journalled", "partial", "result", "run"]
 
 LATENCIES = {
     "ttft": "from arrival to the client having the first token",
@@ -65,13 +66,24 @@ def run(
 
 def partial(config: Config, requests: Sequence[Request], journal: Iterable[bytes]) -> Result | None:
     """Return what the *journal* of a run that was killed says of *requests*; None if it is empty."""
+    served = next(journalled([requests], journal), None)
+    return None if served is None else result(config, requests, served)
+
+
+def journalled(calls: Iterable[Sequence[Request]], journal: Iterable[bytes]) -> Iterator[Served]:
+    """Yield what the *journal* of a run says of each of *calls*, the requests of one `serve`, as far as it goes.
+
+    Requests of a call have a start of their own in the journal, and come after those of the call before.
+    """
     from backends.live.live_deployment import Ended, Served
     from backends.live.routes import RequestRow
 
-    start, rows = None, [RequestRow() for _ in requests]
-    for ended in map(msgspec.msgpack.Decoder(Ended).decode, journal):
-        start, rows[ended.number] = ended.start, ended.row
-    return None if start is None else result(config, requests, Served(start, rows, {}, {}))
+    ended = map(msgspec.msgpack.Decoder(Ended).decode, journal)
+    for requests, (start, own) in zip(calls, groupby(ended, lambda each: each.start), strict=False):
+        rows = [RequestRow() for _ in requests]
+        for each in own:
+            rows[each.number] = each.row
+        yield Served(start, rows, {}, {})
 
 
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:

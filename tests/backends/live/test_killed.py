@@ -18,14 +18,17 @@ from pdsim.cli.main import main
 
 COUNT, OUTPUT = 100, 5
 WORDS = (
-    *("run", "-q", "target=live", "hw=loopback", "live.vocabulary=512", "live.warmup=1", f"workload.count={COUNT}"),
+    *("-q", "target=live", "hw=loopback", "live.vocabulary=512", f"workload.count={COUNT}"),
     *("workload.rate=40", "workload.input_mean=20", f"workload.output_mean={OUTPUT}", "workload.output_cv=0"),
 )
 LATER = 0.5  # seconds that a client on a busy machine may take from the end of its connection to its journal
 
 
-async def killed_among(words: list[str], moment: int) -> int:
-    """Serve a run as OpenAI's API does, kill it at *moment* ended requests; return how many it must keep."""
+async def killed_among(words: list[str], moment: int, before: int) -> int:
+    """Serve a run as OpenAI's API does, kill it at *moment* ended requests; return how many it must keep.
+
+    *before* more go before the workload, and are not kept.
+    """
     ended: list[float] = []
 
     async def models(_: web.Request) -> web.Response:
@@ -54,21 +57,21 @@ async def killed_among(words: list[str], moment: int) -> int:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     run = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdsim", *words, f"live.url={url}")
-    while len(ended) < moment + 2:  # two requests go before the workload
+    while len(ended) < moment + before:
         assert run.returncode is None
         await asyncio.sleep(random.random() * 0.02)
     killed = time.monotonic()
     run.kill()
     await run.wait()
     await runner.cleanup()
-    return sum(at < killed - LATER for at in ended) - 2
+    return sum(at < killed - LATER for at in ended) - before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]):
-    words = [*WORDS, f"seed={seed}", f"output={tmp_path}"]
-    ended = asyncio.run(killed_among(words, random.randrange(1, COUNT - 20)))
+    words = ["run", *WORDS, "live.warmup=1", f"seed={seed}", f"output={tmp_path}"]
+    ended = asyncio.run(killed_among(words, random.randrange(1, COUNT - 20), before=2))
     (folder,) = tmp_path.iterdir()
     assert folder.name.endswith(".incomplete")
     assert main(["show", str(folder)]) == 0
@@ -78,3 +81,29 @@ def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int,
     assert [row["id"] for row in kept] == sorted({row["id"] for row in kept})
     assert {(row["status"], row["tokens"]) for row in kept} == {("ok", OUTPUT)}
     assert all(row["arrival"] <= row["sent"] and 0 < row["ttft"] <= row["e2e"] for row in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]):
+    own = ["model=tiny", "experiment.lengths=[20]", "experiment.loads=[1.0]", "experiment.runs=1", "live.warmup=0"]
+    words = ["validate", *WORDS, *own, f"seed={seed}", f"output={tmp_path}"]
+    ended = asyncio.run(killed_among(words, random.randrange(20, COUNT - 20), before=0))
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.endswith(".incomplete")
+    assert main(["show", str(folder)]) == 0
+    (run,) = json.loads((folder / "measurements.json").read_text())["runs"]
+    count = sum(map(len, run.values()))
+    assert f"the run ended early: these are {count} of {COUNT + 6} requests" in capsys.readouterr().out
+    assert ended <= count < COUNT + 6
+    assert [*run] == ["warmup-20", "single-20", "load-1"]
+    again = [
+        "experiment.loads=[1.0]",
+        "model=tiny",
+        "hw=loopback",
+        f"experiment.stored={folder}",
+        f"output={tmp_path}/again",
+        "--json",
+    ]
+    main(["validate", *again])  # latencies of a server that computes nothing are not those of the model
+    assert json.loads(capsys.readouterr().out)["metrics"]["error_e2e_p50"]["value"] > 0
