@@ -66,7 +66,7 @@ CAUSES = {
     "decode": "batches are assumed: 256 requests a GPU (SGLang), and 88 (DeepSeek: its rate at 21 tokens/s a user).",
     "SGLang, prefill": "no host time between forwards, an even load of experts, and assumed shares of the peaks.",
 }
-"""Where errors come from, as docs/reports.md says."""
+"""Where errors come from, as docs/validation.md says."""
 
 
 def rows() -> Iterator[tuple[str, str, float, float, float]]:
@@ -94,7 +94,7 @@ def _time(case: Case, hidden: bool) -> ForwardTime:
 
 
 def main() -> None:
-    """Write ``data/reports/big_models.csv``, which docs/reports.md shows."""
+    """Write ``data/reports/big_models.csv``, which docs/validation.md shows."""
     with data("reports", "big_models.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("source", "side", "published", "modelled", "exchange hidden"))

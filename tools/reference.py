@@ -7,11 +7,11 @@ this page, into FOLDER.
 
 The other parts stand each between two HTML comments of their page:
 
-- docs/reports.md: claims and figures of reports and of big models, from `data/reports`.
+- docs/reports.md: claims and figures of reports, from `data/reports`, and metadata, from `data/benchmarks`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
-- docs/validation.md and data/validation/README.md: what `tools.validation` says.
+- docs/validation.md and data/validation/README.md: what `tools.validation` says, and big models.
 - docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
   output on every machine.
@@ -31,6 +31,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from experiments.faults.scenario import KINDS as KINDS_OF_FAULTS
 from experiments.reports import intranode_metadata, mooncake_tcp, mori_state, nixl_staging, symmetric_allgather
@@ -48,7 +49,7 @@ from pdsim.verify.invariants import INVARIANTS
 from pdsim.verify.laws import LAWS
 from tools import faults_model, faults_real, validation
 from tools.big_models import CAUSES
-from tools.tables import markdown
+from tools.tables import markdown, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("time", "size", "rate")
@@ -146,15 +147,15 @@ def claims() -> Iterator[str]:
             else:
                 grouped = {machine: [point for point in own if point.machine == machine] for machine in machines}
                 cells = [f"{machine}: {_factors(claim, those)}" for machine, those in grouped.items()]
-            cells = [cell for cell in cells if not cell.endswith(": -; -")]
+            cells = [cell for cell in cells if not cell.endswith(": -")]
             if cells:
-                rows.append((name, claim.name, "<br>".join(cells)))
-    yield from markdown(("report", "claim", "hw backend: simulated; measured"), rows)
+                rows.append((f"{name} {claim.name}", "<br>".join(cells)))
+    yield from markdown(("report, claim", "hw backend: simulated; measured"), rows)
 
 
 def _factors(claim: Claim, points: Sequence[ReportPoint]) -> str:
-    ranges = (effect_range(claim, points, target) or "-" for target in ("model", "real"))
-    return "; ".join(ranges).replace(" to ", "-")
+    model, real = (effect_range(claim, points, target) for target in ("model", "real"))
+    return "; ".join([model or "-", *([real] if real else [])]).replace(" to ", "-")
 
 
 def inline() -> Iterator[str]:
@@ -173,6 +174,49 @@ def inline() -> Iterator[str]:
     yield from markdown(["backend, requests", *heads.values()], rows)
 
 
+def metadata() -> Iterator[str]:
+    """Yield the table of docs/reports.md of metadata over NVLink against TCP, predicted and measured on 2 x H100."""
+    predicted = {
+        (row["tp"], row["tokens"], row["metadata"]): float(row["handoff_us"])
+        for row in rows(data("benchmarks", "metadata-2xh100-predicted.csv"))
+        if row["hw"].startswith("hw=8xh100")
+    }
+    jobs: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows(data("benchmarks", "metadata-2xh100.csv")):
+        jobs.setdefault((row["tp"], row["tokens"], row["metadata"]), {})[row["round"]] = float(row["handoff_us"])
+    lines = []
+    for tp, tokens in dict.fromkeys(key[:2] for key in predicted):
+        cells, control = [], jobs[tp, tokens, "control"]
+        for way in ("write", "batch"):
+            own = jobs.get((tp, tokens, way), {})
+            factors = [us / own[turn] for turn, us in control.items() if turn in own]
+            model = predicted[tp, tokens, "control"] / predicted[tp, tokens, way]
+            cells.append(f"{model:.3g}; {median(factors):.3g} ({min(factors):.3g}-{max(factors):.3g})")
+        lines.append((f"{tp}, {tokens}", *cells))
+    yield from markdown(("ranks, tokens", "a write of its own", "in the last batch of KV"), lines)
+    yield ""
+    behind, alone = _behind_another_rank("134217728")
+    yield (
+        f"At 2,048 tokens a write of metadata takes {behind:.0f} µs while the other rank's KV is under way, else "
+        f"{alone:.0f}."
+    )
+
+
+def _behind_another_rank(nbytes: str) -> list[float]:
+    # Median us of metadata posted while the KV of the other rank of its GPU is on the wire, and of the rest.
+    handoffs: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
+    for row in rows(data("benchmarks", "metadata-2xh100.parquet")):
+        handoffs.setdefault((row["round"], row["request"]), {})[row["path"], row["source"]] = row
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for writes in handoffs.values():
+        for (path, source), row in writes.items():
+            (other,) = (kv for at, kv in writes.items() if at[0] == "grouped" and at[1] != source)
+            if path == "metadata" and other["nbytes"] == nbytes:
+                begin, end = float(row["submitted"]), float(row["completed"])
+                times[float(other["posted"]) < begin < float(other["completed"])].append(end - begin)
+    return [median(times[behind]) for behind in (True, False)]
+
+
 def figures() -> Iterator[str]:
     """Yield the lines of the table of docs/reports.md; figures of several numbers of prompts are one line."""
     lines = []
@@ -180,16 +224,16 @@ def figures() -> Iterator[str]:
     groups: dict[str, list[FigureRow]] = {}
     for row in kept():
         groups.setdefault(re.sub(r"TTFT of \d+ prompts?", "TTFT", f"{row.report} {row.figure}"), []).append(row)
-    for figure, rows in groups.items():
-        counts = [match[1] for row in rows if (match := re.search(r"TTFT of (\d+) prompt", row.figure))]
+    for figure, own in groups.items():
+        counts = [match[1] for row in own if (match := re.search(r"TTFT of (\d+) prompt", row.figure))]
         of = f"; {', '.join(counts)} prompts" if counts else ""
-        model = [f"{r.simulated:.3g} ({r.lowest:.3g}-{r.highest:.3g}) {words[r.verdict]}" for r in rows]
-        lines.append((f"{figure}{of}", ", ".join(f"{row.reported:.3g}" for row in rows), "; ".join(model)))
+        model = [f"{r.simulated:.3g} ({r.lowest:.3g}-{r.highest:.3g}) {words[r.verdict]}" for r in own]
+        lines.append((f"{figure}{of}", ", ".join(f"{row.reported:.3g}" for row in own), "; ".join(model)))
     yield from markdown(("figure, a factor", "reported", "simulated (interval) verdict"), lines)
 
 
 def big_models() -> Iterator[str]:
-    """Yield the table of docs/reports.md on models whose experts lie on many nodes."""
+    """Yield the table of docs/validation.md on models whose experts lie on many nodes."""
     rows = []
     with data("reports", "big_models.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -211,9 +255,10 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "laws": ("docs/reliability.md", lambda: markdown(("law", "rule"), LAWS.items())),
     "columns": ("docs/results.md", columns),
     "claims": ("docs/reports.md", claims),
+    "metadata": ("docs/reports.md", metadata),
     "inline": ("docs/reports.md", inline),
     "figures": ("docs/reports.md", figures),
-    "big models": ("docs/reports.md", big_models),
+    "big models": ("docs/validation.md", big_models),
     "transfers": ("docs/validation.md", validation.transfers),
     "serving engines": ("docs/validation.md", validation.serving),
     "list": ("data/validation/README.md", validation.provenance),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from pdsim.core.progress import silent
 from pdsim.core.repository import data
 from pdsim.sim.model import Model
 from tests.support.composed import composed
-from tools import inline_order
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reports"
 BY = re.compile(rb"Matplotlib v[\d.]+")
@@ -57,17 +55,6 @@ def test_the_data_has_every_figure():
 def test_the_data_has_a_figure_as_the_model_has_it(report: str):
     config = composed("experiment=report_figures", f"+experiment.only=[{report}]")
     assert list(simulated(config, silent)) == [row for row in kept() if row.report == f"#{report}"]
-
-
-def test_the_order_of_completions_is_predicted_as_kept():
-    rows = csv.reader(
-        line for line in inline_order.PATH.read_text().splitlines() if line.startswith("nixl_tcp,0.01")
-    )
-    model = [
-        [requests, *(f"{time:.4g}" for time in times)]
-        for requests, *times in inline_order.predicted("nixl_tcp", "0.01")
-    ]
-    assert [row[2:5] for row in rows] == model
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -381,6 +381,12 @@ COPIES = {
     # c until 1.5, d until 3.0, c until 3.5, d until 4
     "a slice ends within a copy": (turns(1.5), [(0, "ac ad ac ad")], "1.0 ac 2.5 ad 3.5 ac 4.0 ad"),
     "slices while nobody waits": (turns(1.5), [(0, "ac", 400), (2.0, "ad")], "4.0 ad 5.0 ac"),
+    # as metadata behind the KV of another process
+    "a small copy after another process": (
+        turns(),
+        [(0, "ac"), (0.5, "ad", 200), (1.5, "ac", 50)],
+        "1.0 ac 3.0 ad 3.5 ac",
+    ),
     "a copy ends with its slice": (turns(1.0), [(0, "ac ad ac ad")], "1.0 ac 2.0 ad 3.0 ac 4.0 ad"),
     "a switch within a GPU": (
         SWITCH,
