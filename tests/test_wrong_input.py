@@ -175,7 +175,7 @@ def test_an_engine_that_was_never_calibrated_here_is_named(pdsim_says, tmp_path,
     text = source.read_text(encoding="utf-8").replace("mooncake_tcp-link", "mooncake_tcp-loopback")
     (own / "mooncake_tcp-loopback.yaml").write_text(text.replace("hw: link", "hw: loopback"), encoding="utf-8")
     _, out, _ = pdsim_says("run", *QUICK, "hw=loopback", "backend=mooncake_tcp", *words)
-    line = "calibrate first: pdsim calibrate target=real hw=loopback backend=mooncake_tcp --to own/calibration, then"
+    line = "calibrate first: pdsim calibrate target=real hw=loopback backend=mooncake_tcp --quick"
     assert (line in out) == warns
 
 

@@ -15,13 +15,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backends.profiling.inventory import allreduces
 from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, silent
 
 __all__ = ["ProfiledDevice", "device", "measure"]
 
@@ -65,13 +66,15 @@ def measure(
     folder: Path,
     hidden: Sequence[int] = (),
     gpus: int = 0,
+    progress: ShowProgress = silent,
 ) -> tuple[Rows, list[str]]:
     """Return the rows of *cases* on *where*, and a line for each that could not be measured.
 
     Each of *gpus* GPUs (0: all) takes its share of the cases, the most valuable first; with several, all-reduces of
     *hidden* elements a token follow, for which a quarter of the time is kept, 40 s at most.  It takes *limit*
     seconds, but for a case that has begun.  Each of *repeats* samples of a case takes *seconds*.  Rows are in
-    *folder* as they come, so that they survive an end by force.
+    *folder* as they come, so that they survive an end by force; *progress* is shown the share of *limit* that
+    is over.
     """
     world = max(1, gpus or where.count)
     end = time.time() + limit
@@ -81,9 +84,13 @@ def measure(
     alone = max(limit * 0.75, limit - 40.0) if together else limit
     folder.mkdir(parents=True, exist_ok=True)
     job = {"device": where.kind, "world": world, "seconds": seconds, "repeats": repeats}
-    log = _run(job, cases, where, end - limit + alone, folder / "alone", joint=False)
+
+    def waiting() -> None:
+        progress(1.0 - (end - time.time()) / limit, f"{len(cases) + len(together)} cases, rows so far in {folder}")
+
+    log = _run(job, cases, where, end - limit + alone, folder / "alone", waiting, joint=False)
     if together:
-        log += _run(job, together, where, end, folder / "together", joint=True)
+        log += _run(job, together, where, end, folder / "together", waiting, joint=True)
     rows: Rows = []
     for path in [*(folder / f"alone-{rank}.csv" for rank in range(world)), folder / "together-0.csv"]:
         if path.exists():
@@ -98,6 +105,7 @@ def _run(
     where: ProfiledDevice,
     deadline: float,
     output: Path,
+    waiting: Callable[[], None],
     joint: bool,
 ) -> list[str]:
     # *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a collective that
@@ -116,6 +124,7 @@ def _run(
     try:
         while running:
             time.sleep(0.05)
+            waiting()
             for rank, process in list(running.items()):
                 if time.time() > deadline + 30.0:
                     process.kill()

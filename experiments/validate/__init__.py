@@ -162,16 +162,24 @@ def _compared(
             small = replace(each.predicted, group=f"small {each.predicted.group}")
             both[index] = replace(each, predicted=small)
     classes = by_class(both, bounds(options), config.seed)
-    shown = tables(classes, by_decade(both, config.seed))
+    first, *others = tables(classes, by_decade(both, config.seed))
+    used = expected.get("calibration") or "none"
+    first = replace(first, title=f"{first.title}, predicted with calibration={used}")
     before = measured["expectations"] == expected["sha256"]
     notes += [] if before else ["the predictions were made after these measurements"]
     notes += [_since(expected, measured)] if options.expected else []
     missing = len(expected["expected"]) - len(both)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
+    if used == "none":
+        notes.append(
+            f"warning: predicted without a calibration; fit one first: pdsim calibrate target=real "
+            f"hw={config.hw.name} backend={config.backend.name} --quick --to own/calibration, then pdsim "
+            "validate ... --config-dir own"
+        )
     pq.write_table(pa.Table.from_pylist([each.row() for each in both]), folder / TABLE, compression="zstd")
     return Result(
         summary=metrics(both, classes),
-        tables=shown,
+        tables=[first, *others],
         failures=[*failures, *beyond(classes)],
         notes=[*notes, f"pictures and every point: pdsim report; predictions: {_named(expected)}"],
     )

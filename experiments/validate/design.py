@@ -71,6 +71,8 @@ class Design(ExperimentOptions):
     repeat: int = 20  # measured transfers of each point in each job
     volume: Size = 0  # bytes of a flow after which fewer repeats do; 0 is 4 GiB between GPUs, and 256 MiB on hosts
     placement: tuple[str, ...] = ("packed",)  # as `experiment.placement` of experiment=transfer
+    # at most 3 minutes on loopback: one job, few pairs and reads and one length of handoffs, of at most 4 MiB
+    quick: bool = False
     jobs: int = 0  # ranks are started anew, the mean counts; a third for handoffs and serve; 0 is 9, and 3 on hosts
 
     def sized(self, gpus: int) -> Self:
@@ -78,6 +80,10 @@ class Design(ExperimentOptions):
 
         Hosts, without any, move bytes at a hundredth of their rate: what takes GPUs five minutes would take hours.
         """
+        if self.quick:
+            few = replace(self, quick=False, size=(12288, 786432), blocks=(1, 12, 290), tokens=(128,), limit=1 << 22)
+            classes = tuple(name for name in self.classes if name in ("pair", "read", "handoff"))
+            return replace(few, classes=classes, repeat=5, jobs=1).sized(gpus)
         return replace(
             self,
             limit=self.limit or (1 << 29 if gpus else 1 << 26),

@@ -21,6 +21,7 @@ from pdsim.calibration.robust import Floats
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.calibration.transfers import FORMS, OF_READS, Fit, points_of
 from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.core.units import parse_time
 from pdsim.hardware.costs import Engine, EngineModel
 from pdsim.hardware.machine import Machine
@@ -46,14 +47,22 @@ class Fitted:
 
 
 def fitted(
-    samples: Samples, hw: Machine, backend: Engine, operation: str, at: str, name: str, command: str
+    samples: Samples,
+    hw: Machine,
+    backend: Engine,
+    operation: str,
+    at: str,
+    name: str,
+    command: str,
+    progress: ShowProgress = silent,
 ) -> Fitted:
     """Return the calibration of the model *at* ("intra" or "inter") of *backend* on *hw*, fitted to *samples*.
 
     Only pairs of *operation*, "write" or "read", are fitted, one transfer at a time where there are such; then what
-    several in flight tell, and what reads cost beyond writes.  "read" fits reads as if they were writes.  Samples
-    whose field *held* is set are never fitted to, and errors are those at them; without any, samples are left out in
-    turn.  *command* is kept in the provenance.  Raise a `ConfigError` without such a model or enough samples.
+    several in flight tell, and what reads cost beyond writes. "read" fits reads as if they were writes. Samples
+    whose field *held* is set are never fitted to, and errors are those at them; without any, samples are left out
+    in turn. *command* is kept in the provenance; *progress* is shown how far the intervals are. Raise a
+    `ConfigError` without such a model or enough samples.
     """
     base = base_of(backend, at)
     base = replace(base, rate=min(base.rate, link_of(hw, base.path)[1]))
@@ -70,14 +79,14 @@ def fitted(
     if len(isolated) < transfers.LEAST:
         isolated, crowds = [row for row in pairs if not row.held], []
     chosen = transfers.choose(points_of(isolated), base)
-    one = transfers.identifiable(chosen, points_of(isolated))
+    one = transfers.identifiable(chosen, points_of(isolated), within(progress, 0.0, 0.8))
     held_out, errors = _errors(one, chosen, isolated, [row for row in pairs if row.held])
     one = transfers.with_concurrency(one, points_of(crowds))
     parameters, intervals = _parameters(one, hw, f"backend.{at}")
     unidentified, of_reads = one.unidentified, None
     if operation == "read":  # the samples contain what reads cost beyond writes
         parameters |= {f"backend.{at}.{each}": "0s" for each in OF_READS[:2] if getattr(base, each)}
-    elif reads := transfers.read_overhead(one, [row for row in every if not row.held]):
+    elif reads := transfers.read_overhead(one, [row for row in every if not row.held], within(progress, 0.8, 1.0)):
         if left := [row for row in every if row.held and row.operation == "read"]:
             of_reads = _summary(transfers.errors(reads, points_of(left, read=True)), left, _DRAWN)
         told = [each for each in OF_READS if each not in reads.unidentified and math.isfinite(reads.at[each])]

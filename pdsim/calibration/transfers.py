@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from pdsim.calibration.definition import HeldOut
 from pdsim.calibration.robust import Floats, Ints, Solution, bootstrap, robust_fit
 from pdsim.calibration.samples import Sample
 from pdsim.core.errors import ConfigError
+from pdsim.core.progress import ShowProgress, silent, within
 from pdsim.hardware.costs import EngineModel, Ramp
 
 __all__ = [
@@ -353,14 +354,18 @@ def _dependent(one: Fit, points: Points) -> str | None:
     return next(name for name in _EXPENDABLE if name in involved)
 
 
-def identifiable(one: Fit, points: Points) -> Fit:
+def identifiable(one: Fit, points: Points, progress: ShowProgress = silent) -> Fit:
     """Return *one* with intervals, without the parameters whose interval is wider than `WIDEST`, of a ramp `KNEE`.
 
     One parameter is given up at a time, in the order of `_EXPENDABLE`, and all else is fitted again; the two
-    parameters of a step of a ramp are given up together.
+    parameters of a step of a ramp are given up together.  *progress* is shown each resample, and each round counts
+    as half of what is left, for nobody knows how many there will be.
     """
+    left = 1.0
     while True:
-        one = replace(one, intervals=_intervals(one, points))
+        shown = within(progress, 1.0 - left, 1.0 - left / 2)
+        left /= 2
+        one = replace(one, intervals=_intervals(one, points, shown))
         wide = next((name for name in _EXPENDABLE if _is_wide(name, one.intervals.get(name))), None)
         if wide is None:
             return one
@@ -369,11 +374,14 @@ def identifiable(one: Fit, points: Points) -> Fit:
         one = replace(_given_up(one, lost, points), unidentified=(*one.unidentified, *lost))
 
 
-def _intervals(one: Fit, points: Points) -> Intervals:
+def _intervals(one: Fit, points: Points, progress: ShowProgress) -> Intervals:
     if not one.form.free:
         return {}
 
+    resample = count(1)
+
     def again(random: np.random.Generator) -> list[float]:
+        progress(next(resample) / RESAMPLES, "intervals")
         drawn = random.integers(0, len(points), len(points)).astype(np.int64)
         refitted = fit(one.form, points.take(drawn), one.base, one.at)
         return [refitted.at[name] for name in one.form.free]
@@ -463,7 +471,7 @@ def _with_share(one: Fit, share: float, low: float, high: float) -> Fit:
 # --- reads ---------------------------------------------------------------------------------------------------------
 
 
-def read_overhead(writes: Fit, samples: Sequence[Sample]) -> Fit | None:
+def read_overhead(writes: Fit, samples: Sequence[Sample], progress: ShowProgress = silent) -> Fit | None:
     """Return *writes* with what reads cost beyond them, from the reads among *samples*; None if these are too few.
 
     A read is told by its ratio to the write of the same configuration: what the fit has wrong of a configuration it
@@ -471,7 +479,7 @@ def read_overhead(writes: Fit, samples: Sequence[Sample]) -> Fit | None:
     Intervals are those that the fit of the writes leaves.
     """
     points = _as_writes_are(writes, samples)
-    return None if points is None else identifiable(_chosen_reads(writes, points), points)
+    return None if points is None else identifiable(_chosen_reads(writes, points), points, progress)
 
 
 def _chosen_reads(writes: Fit, points: Points) -> Fit:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,18 @@ from pdsim.results import record, store, terminal
 
 __all__ = ["calibrate"]
 
+_QUICK = {"--largest": 4 << 20, "--jobs": 3, "--held": 8, "--repeat": 3}
+"""Options of ``--quick``, unless they are given."""
+_ENOUGH = 90.0
+"""Seconds after which ``--quick`` begins no further job, so that it ends within three minutes."""
+
 
 def calibrate(words: Sequence[str]) -> int:
     """Measure a grid of transfers, or read ``--from`` a file; fit, write both files, and return the exit status.
 
-    Raise a `ConfigError` for what is refused before the first transfer: the engine's model, the machine, the folder;
-    and a `ValueError` for samples that nothing can be fitted to.
+    What was measured is in ``NAME.partial.csv`` after each job, until NAME.csv has all of it. Raise a `ConfigError`
+    for what is refused before the first transfer: the engine's model, the machine, the folder; and a `ValueError`
+    for samples that nothing can be fitted to.
     """
     overrides, asked = parse("calibrate", words)
     said = (Path(word).name if "=" not in word else word for word in words if not word.startswith("output="))
@@ -42,6 +49,10 @@ def calibrate(words: Sequence[str]) -> int:
     at = asked.get("--path", "")
     if at not in ("", "intra", "inter"):
         raise ConfigError(f"--path {at}: must be intra or inter")
+    if "--quick" in asked:
+        if "--from" in asked:
+            raise ConfigError("--quick measures less, and --from measures nothing; leave one of them out")
+        asked = {**_QUICK, **asked}
     for option, least in (("--largest", points.SMALLEST), ("--repeat", 1), ("--jobs", 1)):
         if asked.get(option, least) < least:
             raise ConfigError(f"{option} {asked[option]}: must be >= {least}")
@@ -49,37 +60,48 @@ def calibrate(words: Sequence[str]) -> int:
     at = at or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
     fits.base_of(config.backend, at)  # refuses what it has to before minutes of measuring
     store.make(to, "--to ")
+    name = name or f"{config.backend.name}-{config.hw.name}"
+    partial = to / f"{name}.partial.csv"
     if "--from" in asked:
         samples = importers.read(asked["--from"], asked.get("--format", ""))
     else:
-        samples = _measured(asked, overrides, config, command)
+        samples = _measured(asked, overrides, config, command, partial)
     with terminal.Progress("calibrate", at_once=True) as bar:
-        bar(0.0, f"fits {len(samples.rows)} samples")  # hundreds of times, for the intervals
+        doing = f"fits {len(samples.rows)} samples"
+        bar(0.0, doing)
         done = fits.fitted(
             samples,
             config.hw,
             config.backend,
             str(vars(config.experiment)["operation"]),
             at,
-            name or f"{config.backend.name}-{config.hw.name}",
+            name,
             command,
+            within(bar, 0.0, 1.0, doing),
         )
     title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
     path = fits.save(to, done.calibration, done.samples, title)
+    if "--from" not in asked:
+        partial.unlink()
     for one in (fits.parameter_table(done), fits.table([done])):
         terminal.show_table(one)
     if apart := fits.job_spread(samples):
         print(apart)  # noqa: T201
-    print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}")  # noqa: T201
+    kept = (
+        f", of {runs.count(',') + 1} runs in {config.output}" if (runs := samples.about.get("results", "")) else ""
+    )
+    print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}{kept}")  # noqa: T201
     return 0
 
 
 # --- samples -------------------------------------------------------------------------------------------------------
 
 
-def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config, command: str) -> Samples:
+def _measured(
+    asked: Mapping[str, Any], overrides: Sequence[str], config: Config, command: str, partial: Path
+) -> Samples:
     # It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
-    # (`pdsim.calibration.samples.floor`).  Writes have reads beside them.
+    # (`pdsim.calibration.samples.floor`).  Writes have reads beside them.  What there is goes to *partial*.
     from pdsim.run import run
 
     largest, jobs, repeat = asked.get("--largest", 256 << 20), asked.get("--jobs", 9), asked.get("--repeat", 5)
@@ -93,12 +115,29 @@ def _measured(asked: Mapping[str, Any], overrides: Sequence[str], config: Config
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *overrides, "experiment=transfer", "calibration=none", *own]
-    runs = []
-    with terminal.Progress(f"calibrate {_where(config)}", at_once=True) as bar:
-        bar(0.0, f"begins, {len(cells) + len(left)} points in {jobs} jobs")
-        for job in range(jobs):
-            shown = within(bar, job / jobs, (job + 1) / jobs, f"job {job + 1} of {jobs},")
-            runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
+    runs: list[tuple[record.Result, Path]] = []
+    began = time.monotonic()
+    try:
+        with terminal.Progress(f"calibrate {_where(config)}", at_once=True) as bar:
+            bar(0.0, f"begins, {len(cells) + len(left)} points in {jobs} jobs, each kept in {partial}")
+            for job in range(jobs):
+                if job and "--quick" in asked and time.monotonic() - began > _ENOUGH:
+                    break
+                shown = within(bar, job / jobs, (job + 1) / jobs, f"job {job + 1} of {jobs},")
+                runs.append(run(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
+                samples = _samples(runs, left, config, command)
+                points.write(partial, samples)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        fit = f"pdsim calibrate --from {partial} {shlex.join(overrides)}"
+        raise KeyboardInterrupt(f"samples of {len(runs)} of {jobs} jobs are kept; to fit them: {fit}") from None
+    return samples
+
+
+def _samples(
+    runs: Sequence[tuple[record.Result, Path]], left: Sequence[points.Cell], config: Config, command: str
+) -> Samples:
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
     # of the model, it says what the model was told; on a shared GPU, what one GPU's memory does

@@ -182,7 +182,8 @@ usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 The same as pdsim run experiment=validate (target=live: validate_live), with its keys (--cfg job shows them):
   experiment.classes=[pair,serve]    classes to compare: pair, read, contention, handoff, allgather, serve
   experiment.predict=now             predict a stored measurement again, with the present model
-  experiment.repeat, jobs, limit     the amount of measurement
+  experiment.quick=true              at most 3 minutes: one job, few pairs, reads and handoffs
+  experiment.repeat, experiment.jobs, experiment.limit     the amount of measurement
   experiment.bounds.pair=0.05        bound of the median error; beyond it the run fails with exit status 1"""
 
 PAGES["observe"] = """\
@@ -251,7 +252,8 @@ Options:
   --largest SIZE    largest transfer to measure (default: 256MiB)
   --held N          random points to hold out of the fit (default: 16)
   --repeat N        least transfers of a point; short ones run up to 50 times (default: 5)
-  --jobs N          jobs of fresh ranks; the geometric mean of their medians counts (default: 9)"""
+  --jobs N          jobs of fresh ranks; the geometric mean of their medians counts (default: 9)
+  --quick           at most 3 minutes: --jobs 3 --largest 4MiB --held 8 --repeat 3, no job begun after 90 s"""
 
 PAGES["refit"] = """\
 usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]

@@ -135,16 +135,18 @@ def _measured(
         shapes = {name: load(plain(nothing, [f"model={name}"])).model for name, _, _ in models}
     subjects = [inventory.Subject(shapes[name], tp, layers) for name, tp, layers in models]
     small = where.kind == "cpu"
-    rows, log = runner.measure(
-        inventory.plan(subjects, where.memory, small),
-        where,
-        limit=asked.get("--limit", 110.0),
-        seconds=0.004 if small else 0.02,
-        repeats=5 if small else 7,
-        folder=store.make(Path(config.output), "output=") / f"profile-{os.getpid()}",
-        hidden=[subject.model.hidden for subject in subjects if subject.tp > 1],
-        gpus=asked.get("--gpus", 0),
-    )
+    with terminal.Progress(f"profile {where.count} x {where.name}", at_once=True) as bar:
+        rows, log = runner.measure(
+            inventory.plan(subjects, where.memory, small),
+            where,
+            limit=asked.get("--limit", 110.0),
+            seconds=0.004 if small else 0.02,
+            repeats=5 if small else 7,
+            folder=store.make(Path(config.output), "output=") / f"profile-{os.getpid()}",
+            hidden=[subject.model.hidden for subject in subjects if subject.tp > 1],
+            gpus=asked.get("--gpus", 0),
+            progress=bar,
+        )
     for line in log:
         print(line)  # noqa: T201
     if not rows:

@@ -72,7 +72,7 @@ def _uncalibrated(config: Config) -> Iterator[str]:
         yield (
             f"warning: backend={backend.name} is not calibrated on hw={hw.name}, where transfers may take a hundred "
             f"times as long as predicted; calibrate first: pdsim calibrate target=real hw={hw.name} "
-            f"backend={backend.name} --to own/calibration, then run with --config-dir own"
+            f"backend={backend.name} --quick --to own/calibration, then run with --config-dir own"
         )
 
 

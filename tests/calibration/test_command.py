@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import pdsim.run
 from pdsim.calibration.definition import Calibration
 from pdsim.calibration.samples import Cell, grid, reads, repeats, write_points
 from pdsim.cli.calibrate import calibrate
@@ -37,7 +38,29 @@ def test_a_calibration_of_the_model_recovers_its_parameters(tmp_path, capsys):
     assert (held.count("write"), held.count("read")) == (4, 2)
     out, err = capsys.readouterr()
     assert err.startswith("calibrate mooncake_nvlink on 2xh200 (the model) begins, ")
+    assert not (tmp_path / "mooncake_nvlink-2xh200.partial.csv").exists()  # all of it is in the other file
+    assert f"mooncake_nvlink-2xh200.csv, of 2 runs in {tmp_path}/runs" in out
     assert "jobs differ by 0.0% in the median" in out
+
+
+def test_an_interrupted_calibration_keeps_the_samples_of_its_jobs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept, done = pdsim.run.run, []
+
+    def interrupted(*given, **options):
+        if done:
+            raise KeyboardInterrupt
+        done.append(1)
+        return kept(*given, **options)
+
+    monkeypatch.setattr(pdsim.run, "run", interrupted)
+    words = ["hw=2xh200", "backend=mooncake_nvlink", "--quick", "--largest", "64KiB", "--held", "2"]
+    with pytest.raises(KeyboardInterrupt, match="samples of 1 of 3 jobs are kept; to fit them: pdsim ") as stop:
+        calibrate(words)
+    assert main(stop.value.args[0].partition("pdsim ")[2].split()) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results", *(f"mooncake_nvlink-2xh200.{end}" for end in ("partial.csv", "csv", "yaml"))
+    }  # fmt: skip
 
 
 def test_outputs_of_other_tools_are_published_without_unknowns(tmp_path, capsys):
@@ -72,6 +95,7 @@ def test_a_fit_elsewhere_says_where_its_samples_were_measured(tmp_path):
         (["--largest", "much", "hw=2xh200"], "--largest much: 'much' is not a size"),
         (["--form", "sum"], "unknown option --form; did you mean --format? see pdsim calibrate --help"),
         (["--jobs", "0"], "--jobs 0: must be >= 1"),
+        ([*MORI, "--quick"], "--quick measures less, and --from measures nothing; leave one of them out"),
         (["--held", "few"], "--held few: must be a whole number >= 0"),
         (["--held", "1", "--largest", "4KiB"], "--held 1: of 4096 bytes or fewer the grid leaves 0 points; lower"),
         (["--largest", "1KiB"], "--largest 1024: must be >= 4096"),

@@ -102,6 +102,14 @@ def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(
     assert ValidateOptions().sized(design.config.hw.gpus).jobs == jobs
 
 
+def test_a_quick_validation_has_one_job_and_small_transfers(tmp_path: Path):
+    design = Designed(tmp_path, "hw=loopback", "backend=nixl_shm", quick=True)
+    assert len(design.points) == 8
+    assert max(point.blocks * point.size for point in design.points) <= 4 << 20
+    assert [part.name for part in design.parts] == ["transfer", "handoff", "handoff"]
+    assert ValidateOptions(quick=True).sized(0).jobs == 1
+
+
 def test_hosts_have_the_ranks_asked_for_and_the_points_that_fit(tmp_path: Path):
     hosts = ("hw=loopback", "backend=nixl_shm", "experiment.ranks=8")
     design = Designed(tmp_path, *hosts)
