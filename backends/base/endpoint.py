@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -36,7 +36,6 @@ from pdsim.core.errors import (
 from pdsim.hardware.costs import Engine
 from pdsim.transfer import (
     Batch,
-    Batches,
     Buffer,
     Notification,
     Peer,
@@ -44,6 +43,7 @@ from pdsim.transfer import (
     Region,
     Transfer,
     TransferRecord,
+    Writes,
     WriteSequence,
     check_sides,
 )
@@ -560,16 +560,8 @@ class RealEndpoint(ABC):
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         return self._start("read", peer, batch, b"", timeout, label)
 
-    def write_sequence(
-        self,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes = b"",
-        *,
-        label: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> WriteSequence:
-        return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
+    def write_sequence(self, peer: Peer, parts: Sequence[Writes], times: Sequence[float] = ()) -> WriteSequence:
+        return WriteSequence(self.clock, self, peer, parts, times).start()
 
     def _start(
         self, operation: str, peer: Peer, batch: Batch, notify: bytes, timeout: float | None, label: str

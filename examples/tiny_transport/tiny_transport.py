@@ -64,8 +64,8 @@ class TinyEndpoint:
 
     write, read = partialmethod(start, "write"), partialmethod(start, "read")
 
-    def write_sequence(self, peer, batches, notify=b"", *, label="", progress=None):
-        return WriteSequence(self.clock, self, peer, batches, notify, label, progress).start()
+    def write_sequence(self, peer, parts, times=()):
+        return WriteSequence(self.clock, self, peer, parts, times).start()
 
     def serve(self, operation, uri, number, sender, name, blocks, notify):
         act = getattr(self.regions.get(name, (None, None))[1], "write" if operation == "write" else "read", None)

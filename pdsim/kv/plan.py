@@ -7,7 +7,7 @@ time: `Batch.over` then puts the real regions in their place.  Arrays are made w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -25,7 +25,7 @@ from pdsim.transfer import Batch, Peer, Region
 from pdsim.transfer.batch import LazyBatch
 from pdsim.transfer.job import Rank
 
-__all__ = ["PATHS", "BlockPlan", "DecodePeer", "Peers", "Planner", "Write", "block_plans", "planner"]
+__all__ = ["PATHS", "BlockPlan", "DecodePeer", "Peers", "Planner", "Write", "block_plans", "in_layers", "planner"]
 
 PATHS = ("grouped", "sliced", "staged", "metadata")
 """How a chunk goes to a rank.
@@ -313,6 +313,8 @@ class Write:
     state: tuple[Runs, ...] = ()
     plane: int = -1  # the first one of *rows* that it moves, counted among those that both ranks have; -1 is all
     count: int = 1  # batches, one after the other, each of the next plane
+    times: Sequence[float] = ()  # when each is computed, if they are posted meanwhile
+    beside: Sequence[Write] = ()  # of other chunks to the same target, which take turns with this one
     room: Any = field(init=False)  # its `pdsim.kv.push.RoomTransferState`
     arrival: Arrival = field(init=False)
 
@@ -334,13 +336,38 @@ class Write:
         """Chunk and target."""
         return self.chunk.index, self.target.peer.name
 
-    @property
-    def computed(self) -> float:
-        """The share of its forward after which it can be written: K and V of a layer at the layer's end."""
+    def computed(self) -> list[float]:
+        """Return the share of its forward after which each can be posted: K and V of a layer at the layer's end."""
         if self.plane < 0:
-            return 1.0
-        each = self.target.tensors
-        return (self.plane // each + 1) * each / self.target.planner.planes
+            return [1.0]
+        each, planes = self.target.tensors, self.target.planner.planes
+        return [(plane // each + 1) * each / planes for plane in range(self.plane, self.plane + self.count)]
+
+    def split(self) -> list[Write]:
+        """Return a write of each plane."""
+        planes = range(self.plane, self.plane + self.count)
+        writes = [Write(self.target, self.chunk, self.path, self.rows, plane=plane) for plane in planes]
+        for write in writes:
+            write.room, write.arrival = self.room, self.arrival
+        return writes
+
+
+def in_layers(
+    writes: Sequence[Write], begun: float, seconds: float, now: float, one_by_one: bool
+) -> Iterator[tuple[float, Write]]:
+    """Yield *writes* of a forward that took *seconds* from *begun* on, and when each can be queued.
+
+    Planes that all go to one target, *one_by_one*, are one sequence; others are a write each.
+    """
+    layers = [write for write in writes if write.plane >= 0]
+    if one_by_one and len({write.target for write in layers}) == 1:
+        lead, *beside = layers
+        lead.times, lead.beside = [max(now, begun + seconds * share) for share in lead.computed()], beside
+        writes = [write for write in writes if write not in beside]
+    else:
+        writes = [one for write in writes for one in (write.split() if write.plane >= 0 else (write,))]
+    for write in writes:
+        yield max(now, begun + seconds * write.computed()[0]), write
 
 
 class DecodePeer:
@@ -386,7 +413,7 @@ class DecodePeer:
     def writes(self, chunk: Chunk, rows: Runs, by_layer: bool = False) -> list[Write]:
         """Return the writes of *chunk*, whose pages *rows* this rank writes; metadata and state come last.
 
-        *by_layer* makes a write of each plane, in the order of the layers.
+        *by_layer* makes one write of all planes, in the order of the layers.
         """
         if "kv" not in self.part.components:
             rows = ()
@@ -403,7 +430,7 @@ class DecodePeer:
         write = partial(Write, self, chunk, self._path)
         planes = self.planner.planes
         if by_layer:
-            return [write(rows, plane=plane) for plane in range(planes)]
+            return [write(rows, plane=0, count=planes)]
         if self._call == "chunk" or self.blocks is not None:
             return [write(rows)]
         calls = [(run,) for run in rows] if self._call == "descriptor" else [rows]

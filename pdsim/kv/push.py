@@ -7,8 +7,8 @@ the queue of its room, straight to its pages or by a slot of a staging ring (`pd
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -31,10 +31,10 @@ from pdsim.kv.messages import (
     encode,
 )
 from pdsim.kv.pages import Runs, cut, sources, targets
-from pdsim.kv.plan import DecodePeer, Peers, Write
+from pdsim.kv.plan import DecodePeer, Peers, Write, in_layers
 from pdsim.kv.policy import Staging
 from pdsim.kv.rooms import Status, advance
-from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, WriteSequence
+from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer, Writes, WriteSequence
 from pdsim.transfer.batch import single_descriptor
 from pdsim.transfer.job import Rank
 
@@ -171,7 +171,7 @@ class RoomTransferState:
     asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
     parked: dict[tuple[int, str], Write] = field(default_factory=dict)  # writes that wait for that answer
     refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
-    sequences: list[WriteSequence] = field(default_factory=list)  # under way
+    sequences: list[tuple[WriteSequence, int]] = field(default_factory=list)  # under way, and which part it has
     controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
 
 
@@ -203,7 +203,7 @@ class KvSender:
         self.layout = pool.layout
         self.report = report
         self.posted = 0.0
-        self.fallbacks: dict[str, int] = {}
+        self.fallbacks = Counter[str]()
         self._rank = rank
         self._index = pool.index
         self._map = rank_map
@@ -213,7 +213,12 @@ class KvSender:
         self._unpolled: list[RoomTransferState] = []
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
-        self._queues: Queues[Write] = Queues(policy.queues, self._start, self._broken)
+
+        def refused(write: Write, error: Exception) -> None:
+            for one in (write, *write.beside):
+                self._broken(one, error)
+
+        self._queues: Queues[Write] = Queues(policy.queues, self._start, refused)
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
         self.peers: Peers[DecodePeer] = Peers(rank, pool.layout, rank_map.readers(pool.index), self._connected)
@@ -241,42 +246,57 @@ class KvSender:
             if self._gathers is not None:
                 self._ask(state, chunk)
 
-    def send(self, chunk: Chunk, seconds: float = 0.0) -> None:
+    def send(self, chunk: Chunk) -> None:
         """Write the pages of *chunk*, whose forward has just ended, unless its room has failed meanwhile.
 
-        With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is
-        computed, at an equal share of that, and `computed` must be called at the end.  Only a callback may call it.
+        Only a callback may call it.
         """
         state = self._rooms[chunk.room]
-        if not seconds:
-            state.planned -= 1
+        state.planned -= 1
         if state.status is Status.FAILED:
             self._settle(state)
             return
         if self._rank.device.holds_bytes:
             self.pool.fill(chunk, metadata=True)
-        self._move(state, chunk, self._rank.clock.now, seconds)
+        self._move([chunk], self._rank.clock.now, 0.0)
 
-    def _move(self, state: RoomTransferState, chunk: Chunk, begun: float, seconds: float) -> None:
-        if state.status is Status.FAILED:
+    def send_layers(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Write each plane of *chunks* when its layer is computed; their forward has just begun and takes *seconds*.
+
+        Layers take equal shares of that.  `computed` must be called at the end.  Only a callback may call it.
+        """
+        if self._rank.device.holds_bytes:
+            for chunk in chunks:
+                self.pool.fill(chunk, metadata=True)
+        self._move(chunks, self._rank.clock.now, seconds)
+
+    def _move(self, chunks: Sequence[Chunk], begun: float, seconds: float) -> None:
+        clock, writes = self._rank.clock, list[Write]()
+        for chunk in chunks:
+            state = self._rooms.get(chunk.room)
+            if state is None or state.status is Status.FAILED:
+                continue
+            if not self.peers.connected(chunk.decode):
+                self.peers.wait(chunk.decode, partial(self._move, [chunk], begun, seconds))
+                continue
+            state.status = advance(state.status, Status.TRANSFERRING)
+            planned = self._plan(state, chunk, begun + seconds, seconds > 0)
+            for write in planned:  # all of them are counted before the first is posted
+                state.unfinished += write.count
+            if not planned and not state.unfinished:
+                self._conclude(state)
+            writes += planned
+        if seconds:
+            one_by_one = self._policy.queues > 0 and not self._policy.handover
+            for at, write in in_layers(writes, begun, seconds, clock.now, one_by_one):
+                clock.call_at(at, self._put, write)
             return
-        if not self.peers.connected(chunk.decode):
-            self.peers.wait(chunk.decode, lambda: self._move(state, chunk, begun, seconds))
-            return
-        clock = self._rank.clock
-        state.status = advance(state.status, Status.TRANSFERRING)
-        writes = self._plan(state, chunk, begun + seconds, seconds > 0)
-        for write in writes:  # all of them are counted before the first is posted
-            state.unfinished += write.count
         for write in writes:
-            if seconds:
-                clock.call_at(max(clock.now, begun + seconds * write.computed), self._put, write)
-            elif state.asks and write.rows and state.asks.get(write.key, -1) is None:
+            state = write.room
+            if state.asks and write.rows and state.asks.get(write.key, -1) is None:
                 state.parked[write.key] = write
             else:
                 self._put(write)
-        if not writes and not state.unfinished:
-            self._conclude(state)
 
     def grant(self, sender: str, message: StagingReply) -> None:
         """Record a decode rank's answer to `StagingRequest`, and queue the write that waits for it.
@@ -376,7 +396,7 @@ class KvSender:
             if not writes:
                 continue
             if writes[-1].path == "control" and target.fallback:
-                self._count_fallback(target.fallback)
+                self.fallbacks[target.fallback] += 1
             total = state.writes[name] = state.writes.get(name, 0) + sum([write.count for write in writes])
             over = chunk.last if target.part.with_last else finished
             own = replace(arrival, count=total) if over else arrival
@@ -413,6 +433,8 @@ class KvSender:
         # None if there is nothing to wait for: a message, or a room that has failed meanwhile.  `_written` sees to a
         # transfer that fails.
         state = write.room
+        if write.count > 1 or write.beside:
+            return self._sequence([write, *write.beside])
         if state.status is Status.FAILED:
             return None
         if write.path == "control":
@@ -421,21 +443,23 @@ class KvSender:
         position = state.asks.get(write.key) if state.asks and write.rows else None
         if position is not None and position >= 0:
             return self._stage(write, queue, position)
-        return self._sequence(write) if write.count > 1 else self._write(write, write[0], write.path)
+        return self._write(write, write[0], write.path)
 
-    def _sequence(self, write: Write) -> WriteSequence:
-        state = write.room
-        notify, label = self._attached(write, write.path)
-        progress = partial(self._wrote, write)
-        endpoint = self._rank.endpoint
-        sequence = endpoint.write_sequence(write.target.peer, write, notify, label=label, progress=progress)
-        state.moving += 1
+    def _sequence(self, writes: list[Write]) -> WriteSequence | None:
+        times = writes[0].times
+        writes = [write for write in writes if write.room.status is not Status.FAILED]
+        if not writes:
+            return None
+        parts = [Writes(one, *self._attached(one, one.path), partial(self._wrote, one)) for one in writes]
+        sequence = self._rank.endpoint.write_sequence(writes[0].target.peer, parts, times)
         self._under_way += 1
-        state.sequences.append(sequence)
+        for part, write in enumerate(writes):
+            write.room.moving += 1
+            write.room.sequences.append((sequence, part))
         if sequence.callbacks is None:
-            self._sequence_over(write, sequence)
+            self._sequence_over(writes, sequence)
         else:
-            sequence.callbacks.append(partial(self._sequence_over, write))
+            sequence.callbacks.append(partial(self._sequence_over, writes))
         return sequence
 
     def _wrote(self, write: Write, writes: int, nbytes: int) -> None:
@@ -446,18 +470,19 @@ class KvSender:
         if not state.unfinished:
             self._conclude(state)
 
-    def _sequence_over(self, write: Write, event: Event) -> None:
+    def _sequence_over(self, writes: list[Write], event: Event) -> None:
         assert isinstance(event, WriteSequence)
-        state = write.room
-        state.sequences.remove(event)
         self._under_way -= 1
-        if not event.ok:
-            self._hold(state, event.failed)
-            self._broken(write, event.value)
-            return
-        state.moving -= 1
-        if state.status is Status.FAILED:
-            self._settle(state)
+        for part, write in enumerate(writes):
+            state = write.room
+            state.sequences.remove((event, part))
+            if not event.ok:
+                self._hold(state, event.failed)
+                self._broken(write, event.value)
+                continue
+            state.moving -= 1
+            if state.status is Status.FAILED:
+                self._settle(state)
 
     def _stage(self, write: Write, queue: int, position: int) -> Program:
         state, target = write.room, write.target
@@ -533,7 +558,7 @@ class KvSender:
             self._broken(write, error)
 
     def _retry(self, write: Write, event: Transfer, error: Any) -> None:
-        self._count_fallback(f"{type(error).__name__} over the data path")
+        self.fallbacks[f"{type(error).__name__} over the data path"] += 1
         write.path = "control"
         when_settled(event, lambda: self._queues.put(0, write))
 
@@ -546,9 +571,6 @@ class KvSender:
     def _settled(self, state: RoomTransferState) -> None:
         state.moving -= 1
         self._settle(state)
-
-    def _count_fallback(self, reason: str) -> None:
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def _over(self, state: RoomTransferState) -> None:
         state.unfinished -= 1
@@ -587,8 +609,8 @@ class KvSender:
 
     def _fail(self, state: RoomTransferState) -> None:
         state.status = advance(state.status, Status.FAILED)
-        for sequence in state.sequences:
-            sequence.stop()
+        for sequence, part in state.sequences:
+            sequence.stop(part)
 
     def _settle(self, state: RoomTransferState) -> None:
         if state.aborted and not state.planned and not state.moving:

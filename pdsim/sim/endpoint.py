@@ -8,7 +8,7 @@ goes on.  The end of either side breaks the connection: what is on the way is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -32,7 +32,7 @@ from pdsim.sim.memory import SimBuffer, copy_bytes, part_of, read_pieces, write_
 from pdsim.sim.posting import Fabric
 from pdsim.sim.sequence import Series, SimWriteSequence
 from pdsim.sim.topology import EndpointAddress
-from pdsim.transfer import Notification, Peer, Transfer, TransferRecord, WriteSequence, check_sides
+from pdsim.transfer import Notification, Peer, Transfer, TransferRecord, Writes, WriteSequence, check_sides
 from pdsim.transfer.batch import Batch, Buffer, Region
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from pdsim.sim.posting import Posting, SendQueue
     from pdsim.sim.sequence import Stages, Times
     from pdsim.sim.topology import Site
-    from pdsim.transfer import Batches
     from pdsim.transfer.log import RecordRun
 
 
@@ -183,16 +182,8 @@ class SimEndpoint:
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         return self._start(peer, batch, False, b"", timeout, label)
 
-    def write_sequence(
-        self,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes = b"",
-        *,
-        label: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> WriteSequence:
-        return SimWriteSequence(self._clock, self, peer, batches, notify, label, progress).start()
+    def write_sequence(self, peer: Peer, parts: Sequence[Writes], times: Sequence[float] = ()) -> WriteSequence:
+        return SimWriteSequence(self._clock, self, peer, parts, times).start()
 
     def quiesced(self, peer: str) -> Event:
         event = self._clock.event()
@@ -414,33 +405,40 @@ class SimEndpoint:
     def foresee(
         self,
         peer: Peer,
-        batch: Batch,
-        count: int,
-        notify: bytes,
-        label: str,
-        over: Callable[[int, int, Transfer | None], None],
+        parts: Sequence[Writes],
+        number: int,
+        kinds: Sequence[int],
+        times: Sequence[float],
+        over: Callable[[int, Sequence[int], Transfer | None], None],
     ) -> Series | None:
-        """Begin *count* writes like that of *batch*, if their times are known.
+        """Begin writes of *parts*, from the *number*-th on, if their times are known; the rest as in `Series`.
 
         They are where memory has no contents, nothing is left to chance or watched, and this endpoint does nothing
-        else.  *over* is that of `Series`.
+        else.
         """
         connection = self._connection(peer)
-        own, remote = check_sides(self.name, peer, batch, write=True)
-        local, there = self._registered(own), connection.remote
+        there, queue = connection.remote, connection.send_queue
         watched = self._chance is not None or self._observer is not None or self._fabric.draws is not None
         if watched or self._device.holds_bytes or self.moving or self.series or there.ended is not None:
             return None
-        pace = connection.send_queue.foresee(batch.nbytes, len(batch))
-        if pace is None:
-            return None
-        posted = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, remote, notify, 0.0)
-        series = Series(self, self._fabric.network, posted, count, pace, over)
+        paces, posted = [], []
+        batches = [part.batches[number] for part in parts]
+        for batch in batches:
+            check_sides(self.name, peer, batch, write=True)
+            pace = queue.foresee(batch.nbytes, len(batch), bool(times))
+            if pace is None:
+                return None
+            paces.append(pace)
+        for batch, part in zip(batches, parts, strict=True):
+            transfer, local = Transfer(self._clock, batch, part.label), self._registered(batch.source)
+            posted.append(SimTransfer(transfer, connection, True, local, batch.target, part.notify, 0.0))
+        series = Series(self, self._fabric.network, posted, kinds, paces, over, times)
         if not series.begin(self._timeout):
-            posted.release()
+            for one in posted:
+                one.release()
             return None
         self.series = series
-        if notify and not there.inbox.host_latency.instant:
+        if parts[0].notify and not there.inbox.host_latency.instant:
             there.inbox.host_latency.expect(series.arrivals)
         return series
 

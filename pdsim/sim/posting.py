@@ -14,6 +14,7 @@ from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.core.errors import BackendUnavailable, SendQueueFull
+from pdsim.sim.sequence import AWAKE
 from pdsim.transfer.job import Place
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pdsim.hardware.machine import Gpu
     from pdsim.sim.faults import Chance, Draws, Observer
     from pdsim.sim.network import Flow, Link, Network, Path
-    from pdsim.sim.sequence import Pace, Stages
+    from pdsim.sim.sequence import Pace, Sleep, Stages
     from pdsim.sim.tcp import Streams
     from pdsim.sim.topology import Route, Site, Topology
 
@@ -248,6 +249,11 @@ class CopyEngine:
         idle = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
         return not (idle and at - self.idle <= self._idle_after and pause < self._idle_after / 2)
 
+    def sleep(self) -> Sleep | None:
+        """Return since when it rests, if it sleeps and nobody but the one rank that posts can wake it."""
+        known = not self.busy and len(self.posters) == 1 and self.idle <= self._clock.now
+        return (self.idle, self._idle_after, self._idle_wake) if known and self._idle_wake else None
+
     def leave(self, posting: Posting) -> None:
         """Go on to the next of its posting thread, if it was *posting* that was carried."""
         poster = posting.queue.poster
@@ -418,10 +424,11 @@ class SendQueue:
             )
         return posting
 
-    def foresee(self, nbytes: int, descriptors: int) -> Pace | None:
+    def foresee(self, nbytes: int, descriptors: int, apart: bool) -> Pace | None:
         """Return what equal writes take that an idle thread posts one after the other from now on.
 
-        Return None if what they do to each other, or to others, is more than a `Series` says.
+        *apart*: there may be pauses between them, in which a copy engine goes to sleep.  Return None if what they do
+        to each other, or to others, is more than a `Series` says.
         """
         model, wire, poster, copier, now = self.model, self._outward, self.poster, self._copier, self._clock.now
         simple = not (model.depth or model.pipelined or poster.under_way or poster.share) and wire.streams is None
@@ -431,9 +438,13 @@ class SendQueue:
             return None
         posting = model.posting(descriptors) * poster.slowness
         first = now if model.overlap else now + posting
-        if copier is not None and (copier.shared or copier.sleeps_before(first, posting + wire.latency)):
-            return None
-        return wire.path, size, posting, model.overlap, wire.latency
+        sleep = AWAKE
+        if copier is not None:
+            known = copier.sleep() if apart else None
+            if copier.shared or (known is None and copier.sleeps_before(first, posting + wire.latency)):
+                return None
+            sleep = known or AWAKE
+        return wire.path, size, posting, model.overlap, wire.latency, sleep
 
     def resume(
         self,
@@ -445,7 +456,7 @@ class SendQueue:
         tag: Any,
     ) -> Posting:
         """Return a write of a series that is under way, as `post` would have made it, *flow* being on the wire."""
-        _, posted, begin, end, over = stages
+        submitted, posted, begin, end, over = stages
         posting = Posting(self, self._outward, nbytes, descriptors, done, tag, 0.0)
         posting.posted = self.poster.free = posted
         self.outstanding += descriptors
@@ -455,7 +466,12 @@ class SendQueue:
             posting.flow = flow
             flow.done, flow.tag = self._on_carried, posting
         elif begin > now:
-            self._clock.call_at(begin, self._begin, posting)
+            asked = submitted if self._overlap else posted  # the copy engine, which may have to wake up first
+            if self._copier is not None and asked < now:
+                self._copier.busy[self.poster], self._copier.idle = posting, begin
+                self._clock.call_at(begin, self.carry, posting)
+            else:
+                self._clock.call_at(asked, self._begin, posting)
             return posting
         elif begin == now:
             self._begin(posting)

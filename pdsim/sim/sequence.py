@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equal writes to one peer, one after the other, whose times are all known when the first is posted.
 
-A chunk that goes in slices, or plane by plane, is up to hundreds of writes.  While nothing meets them they are one
-`Series` and cost one event at the end of the last.  Whatever could change their times, or could see that they are
-not reported yet (another post, the end of either side, a flow on their links), *cuts* the series first.
+A chunk that goes in slices, plane by plane, or layer by layer as it is computed, is up to hundreds of writes.  While
+nothing meets them they are one `Series` and cost one event at the end of the last.  Whatever could change their
+times, or could see that they are not reported yet (another post, the end of either side, a flow on their links),
+*cuts* the series first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from pdsim.core.clock import Clock
     from pdsim.sim.links import Flow, Link, Path
-    from pdsim.transfer import Batches, Peer, Transfer
+    from pdsim.transfer import Peer, Transfer, Writes
 
     # their modules import this one
     Network: TypeAlias = Any
@@ -38,8 +39,13 @@ Times = npt.NDArray[np.float64]
 
 Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
 
-Pace = tuple["Path", float, float, bool, float]
-"""Path and bytes of a flow, seconds of posting, whether the flow begins before those are over, and latency."""
+Sleep = tuple[float, float, float]
+"""Since when a copy engine rests, seconds until it sleeps, and seconds that it then takes to wake up."""
+
+AWAKE: Final[Sleep] = (0.0, inf, 0.0)
+
+Pace = tuple["Path", float, float, bool, float, Sleep]
+"""Path and bytes of a flow, seconds of posting, whether the flow begins before those are over, latency, and rest."""
 
 
 class SimWriteSequence(WriteSequence):
@@ -49,76 +55,90 @@ class SimWriteSequence(WriteSequence):
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        endpoint: SimEndpoint,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes,
-        label: str,
-        progress: Callable[[int, int], None] | None,
+        self, clock: Clock, endpoint: SimEndpoint, peer: Peer, parts: Sequence[Writes], times: Sequence[float]
     ) -> None:
-        super().__init__(clock, endpoint, peer, batches, notify, label, progress)
+        super().__init__(clock, endpoint, peer, parts, times)
         self._foresee = endpoint.foresee
         self._series: Series | None = None  # that is under way
+        self._numbers: Sequence[int] = ()  # of its writes
         self._pause = 1
         self._ask = 0  # how many writes are done when a series is asked for again
 
-    def stop(self) -> None:
-        super().stop()
+    def stop(self, part: int = 0) -> None:
+        super().stop(part)
         if self._series is not None:
             self._series.cut()
 
     def _next(self) -> None:
-        left = len(self._batches) - self.done
-        if self.done >= self._ask and left > 1 and not self._stopped:
-            batch = self._batches[self.done]
-            self._series = self._foresee(self._peer, batch, left, self._notify, self._label, self._on_series)
-            if self._series is not None:
-                return
-            self._back_off()
+        if self.done >= self._ask and self._left:
+            count, times = len(self._parts), self._times
+            end = self._total if count == 1 else self._total - count  # else the last of each is acted upon too late
+            numbers = [number for number in range(self.done, end) if number % count in self._left]
+            if len(numbers) > 1:
+                first = self.done // count
+                kinds = [number % count for number in numbers]
+                earliest = [times[number // count] for number in numbers] if times else ()
+                self._numbers = numbers
+                self._series = self._foresee(self._peer, self._parts, first, kinds, earliest, self._on_series)
+                if self._series is not None:
+                    return
+                self._back_off()
         super()._next()
 
     def _back_off(self) -> None:
         self._pause *= 2
         self._ask = self.done + self._pause
 
-    def _on_series(self, count: int, nbytes: int, transfer: Transfer | None) -> None:
+    def _on_series(self, count: int, sizes: Sequence[int], transfer: Transfer | None) -> None:
+        # *sizes* are the bytes of a write of each part
         self._series = None
-        if count:
-            self._count(count, nbytes)
-        if transfer is None:
-            super()._next()
-            return
+        over, parts = self._numbers[:count], len(self._parts)
+        self._numbers = self._numbers[count:]
+        if over:
+            self.done = over[-1] + 1
+        for part, nbytes in enumerate(sizes):
+            if writes := len([number for number in over if number % parts == part]):
+                self._count(part, writes, writes * nbytes)
         if count >= self._pause:
             self._pause = 1
-        self._back_off()
-        self._follow(transfer)
+        if transfer is not None:
+            self.done = self._numbers[0]
+            self._back_off()
+            self._follow(transfer)
+        elif not self._numbers:
+            super()._next()
+        else:  # cut between two writes
+            self._back_off()
+            self._wait_until(self._clock.now)
 
 
 class Series:
-    """So many writes like *posted*, from now on; each is submitted when the one before is complete.
+    """Writes like those *posted*, each of *kinds* a place there; each is submitted when the one before is complete.
 
-    Series in *group* began at the same instant, are alike and share links.  At the end ``over(writes, nbytes,
-    transfer)`` is called with those that are complete and, if the series was cut, the write under way.
+    With *times* none is submitted before its own.  Series in *group* began at the same instant, are alike and share
+    links.  At the end ``over(writes, sizes, transfer)`` is called with how many are complete, the bytes of each kind
+    and, if the series was cut, the write under way.
     """
 
     def __init__(
         self,
         endpoint: SimEndpoint,
         network: Network,
-        posted: SimTransfer,
-        count: int,
-        pace: Pace,
-        over: Callable[[int, int, Transfer | None], None],
+        posted: Sequence[SimTransfer],
+        kinds: Sequence[int],
+        paces: Sequence[Pace],
+        over: Callable[[int, Sequence[int], Transfer | None], None],
+        times: Sequence[float],
     ) -> None:
-        self.peer = posted.connection.remote.name
-        self.path, self.size, self._posting, self._overlap, self._latency = pace
-        self.count = count
+        self.peer = posted[0].connection.remote.name
+        self.path, _, _, self._overlap, self._latency, self._sleep = paces[0]
+        self.count = len(kinds)
         self.start = network.clock.now
-        self.alike = count, self.start, pace[1:]  # what times depend on beside the rate
+        # what times depend on beside the rate
+        self.alike = self.start, [pace[1:] for pace in paces], kinds, times
         self.group: list[Series] = [self]
         self.arrivals = ScheduledArrivals()
+        self.sizes = [paces[kind][1] for kind in kinds]  # of the flows
         self.stages: tuple[Times, ...] = ()
         self.begins = self.ends = np.empty(0)  # of the flows
         self.first = self.last = self.start  # when the first flow begins and the last one ends
@@ -126,7 +146,10 @@ class Series:
         self._clock: Clock = network.clock
         self._foreseen = network.foreseen
         self._posted = posted
+        self._kinds = kinds
+        self._paces = paces
         self._over = over
+        self._times = times
         self._alarm: Alarm | None = None
 
     def begin(self, limit: float) -> bool:
@@ -137,7 +160,8 @@ class Series:
         if not self._foreseen.add(self):
             return False
         self.expect()
-        if self.arrivals.times[0] - self.start > limit / 2:
+        submitted, complete = self.stages[0], self.stages[-1]
+        if float((complete - submitted).max()) > limit / 2:
             self._foreseen.drop(self, 0)
             self._forget()
             return False
@@ -156,7 +180,11 @@ class Series:
 
     def set(self, level: float) -> None:
         """Let each flow have the rate *level*: the sums are those of `SendQueue`, in its order, bit for bit."""
-        count, posting, seconds, latency = self.count, self._posting, self.size / level, self._latency
+        if self._times or len(self._paces) > 1:
+            self._set_apart(level)
+            return
+        _, size, posting, _, latency, _ = self._paces[0]
+        count, seconds = self.count, size / level
         stages = (max(posting, seconds), latency) if self._overlap else (posting, seconds, latency)
         each = len(stages)
         terms = np.empty(1 + each * count)
@@ -169,6 +197,31 @@ class Series:
             self.stages = submitted, submitted + posting, submitted, submitted + seconds, complete
         else:
             self.stages = submitted, sums[1::each], sums[1::each], sums[2::each], complete
+        self._keep()
+
+    def _set_apart(self, level: float) -> None:
+        # As `set`, write by write, with pauses in which the copy engine may go to sleep.
+        (idle, after, wake), now, rows = self._sleep, self.start, []
+        for kind, time in zip(self._kinds, self._times or [now] * self.count, strict=True):
+            _, size, posting, overlap, latency, _ = self._paces[kind]
+            submitted = max(now, time)
+            posted = submitted + posting
+            begin = submitted if overlap else posted
+            if begin - idle > after:
+                begin += wake
+            end = begin + size / level
+            idle = max(end, posted)
+            now = idle + latency
+            rows.append((submitted, posted, begin, end, now))
+        self.stages = tuple(np.array(rows).T)
+        self._keep()
+
+    def share(self, other: Series) -> None:
+        """Take the times of *other*, which is alike and has the same rate."""
+        self.stages = other.stages
+        self._keep()
+
+    def _keep(self) -> None:
         _, _, self.begins, self.ends, _ = self.stages
         self.first, self.last = float(self.begins[0]), float(self.ends[-1])
 
@@ -184,10 +237,11 @@ class Series:
         if alarm is self._alarm:
             self._foreseen.drop(self, self.count)
             self._report(self.count)
-            self._posted.release()
-            over, nbytes = self._over, self.count * self._posted.transfer.batch.nbytes
+            over, posted = self._over, self._posted
+            for one in posted:
+                one.release()
             self._forget()
-            over(self.count, nbytes, None)
+            over(self.count, [one.transfer.batch.nbytes for one in posted], None)
 
     def on_cut(self, flow: Flow | None) -> None:
         """End before the last write; *flow* is that of the write under way, if it is on the wire."""
@@ -195,25 +249,35 @@ class Series:
         self._report(count)
         submitted, at, begin, end, complete = (float(column[count]) for column in self.stages)
         self._forget()
-        transfer = self._endpoint.resume(posted, (submitted, at, begin, end, complete), flow)
-        over(count, count * transfer.batch.nbytes, transfer)
+        begun = submitted <= self._clock.now
+        for kind, one in enumerate(posted):
+            if not begun or kind != self._kinds[count]:
+                one.release()
+        sizes, transfer = [one.transfer.batch.nbytes for one in posted], None
+        if begun:
+            stages = submitted, at, begin, end, complete
+            transfer = self._endpoint.resume(posted[self._kinds[count]], stages, flow)
+        over(count, sizes, transfer)
 
     def _report(self, count: int) -> None:
         # Records of the first *count*; the peer's rank acts upon one `Notification` when it acts upon the last.
-        endpoint, posted = self._endpoint, self._posted
+        endpoint, first, acts = self._endpoint, self._posted[0], 0.0
         endpoint.series = None
-        batch, inbox, acts = posted.transfer.batch, posted.connection.remote.inbox, 0.0
-        submitted, at, _, ended, complete = (column[:count] for column in self.stages)
-        kind = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
-        run = RecordRun(kind, posted.transfer.label, batch.nbytes, len(batch), count)
-        endpoint.recorder.series(run, submitted, submitted, at, complete, complete)
+        inbox, host = first.connection.remote.inbox, first.connection.remote.inbox.host_latency
         if count:
-            posted.connection.send_queue.carried(float(max(ended[-1], at[-1])))
-        if posted.notify:
-            if not inbox.host_latency.instant:
-                acts = inbox.host_latency.conclude(self.arrivals, count, self._clock.now)
-            if count:
-                inbox.act_at(acts, Notification(endpoint.name, posted.notify, count))
+            _, at, _, ended, _ = self.stages
+            first.connection.send_queue.carried(float(max(ended[count - 1], at[count - 1])))
+        if first.notify and not host.instant:
+            acts = host.conclude(self.arrivals, count, self._clock.now)
+        kinds = np.array(self._kinds[:count])
+        for kind, posted in enumerate(self._posted):
+            batch, own = posted.transfer.batch, kinds == kind
+            submitted, at, _, _, complete = (column[:count][own] for column in self.stages)
+            name = Kind(endpoint.engine, "write", batch.source.owner, batch.target.owner, "ok")
+            run = RecordRun(name, posted.transfer.label, batch.nbytes, len(batch), len(at))
+            endpoint.recorder.series(run, submitted, submitted, at, complete, complete)
+            if len(at) and posted.notify:
+                inbox.act_at(acts, Notification(endpoint.name, posted.notify, len(at)))
 
     def _forget(self) -> None:
         self._alarm = None
@@ -276,9 +340,10 @@ class Foreseen:
             return False
         if any(other not in group for link in links for other in self._by_link.get(link, ())):
             return False
+        series.set(level)
         for member in members:
             member.group = members
-            member.set(level)
+            member.share(series)
         for member in group:
             member.expect()
         return True
@@ -293,8 +358,8 @@ class Foreseen:
             others.pop(series, None)
             if not others:
                 del self._by_link[link]
-        for _ in range(flows):  # one by one: the sum of floats depends on the order
-            series.path.ended += series.size
+        for size in series.sizes[:flows]:  # one by one: the sum of floats depends on the order
+            series.path.ended += size
 
     def carried(self) -> dict[Link, float]:
         """Return the bytes that series have carried over each link until now, which the paths do not count yet."""
@@ -302,10 +367,10 @@ class Foreseen:
         demand: dict[Link, float] = {}
         for series in self._all:
             done = int(series.ends.searchsorted(now, side="right"))
-            nbytes = done * series.size
+            nbytes = sum(series.sizes[:done])
             if done < series.count and series.begins[done] < now:
                 begin, end = series.begins[done], series.ends[done]
-                nbytes += series.size * float((now - begin) / (end - begin))
+                nbytes += series.sizes[done] * float((now - begin) / (end - begin))
             for link in series.path.links:
                 demand[link] = demand.get(link, 0.0) + nbytes
         return demand
@@ -339,7 +404,7 @@ class Foreseen:
             first = int(series.ends.searchsorted(now, side="right"))
             flows: list[Flow | None] = [None] * len(group)
             if group and first < int(series.begins.searchsorted(now, side="left")):  # in a group: of all or none
-                sizes = [(member.path, member.size) for member in group]
+                sizes = [(member.path, member.sizes[first]) for member in group]
                 flows = [*self._network.resume(sizes, float(series.begins[first]))]
             for member, flow in zip(group, flows, strict=True):
                 member.on_cut(flow)

@@ -8,7 +8,7 @@ pages or layers, which engine runs, or whether time is virtual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,7 +20,7 @@ from pdsim.transfer.batch import Batch, Buffer, Region
 
 __all__ = [
     "Batch", "Batches", "Buffer", "Channel", "Device", "Endpoint", "Message", "Notification", "Peer", "Program",
-    "Recorder", "Region", "Spill", "Transfer", "TransferRecord", "WriteSequence", "check_sides",
+    "Recorder", "Region", "Spill", "Transfer", "TransferRecord", "WriteSequence", "Writes", "check_sides",
 ]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
@@ -158,53 +158,86 @@ class Batches(Protocol):
     def __getitem__(self, number: int, /) -> Batch: ...
 
 
+class Writes(NamedTuple):
+    """Part of a `WriteSequence`: batches of as many descriptors and bytes each, each written with *notify*.
+
+    ``progress(writes, nbytes)`` is called with those that have completed since the last call, and their bytes.
+    """
+
+    batches: Batches
+    notify: bytes = b""
+    label: str = ""
+    progress: Callable[[int, int], None] | None = None
+
+
 class WriteSequence(Event):
     """Writes to one peer, each posted when the one before is complete: the event of `Endpoint.write_sequence`.
 
-    Succeeds with how many writes are complete: all, or fewer after `stop`.  Fails with the error of the first write
-    that fails, and posts no more; *failed* is that write, whose `Transfer.settled` says when nothing of it moves any
-    more, or None if it could not be posted.  *done* says how many are complete so far.
+    They are those of *parts*, which have equally many batches and take turns.  With *times*, in seconds on *clock*,
+    one for each turn, none is posted before its own.  Succeeds with how many writes are complete: all, or fewer
+    after `stop`.  Fails with the error of the first write that fails, and posts no more; *failed* is that write,
+    whose `Transfer.settled` says when nothing of it moves any more, or None if it could not be posted.  *done* says
+    how many are over so far: complete, or left out.
 
     This class is a loop over `Endpoint.write`.  An endpoint that knows more about its writes may derive from it.
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        endpoint: Endpoint,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes,
-        label: str,
-        progress: Callable[[int, int], None] | None,
+        self, clock: Clock, endpoint: Endpoint, peer: Peer, parts: Sequence[Writes], times: Sequence[float] = ()
     ) -> None:
         super().__init__(cast(Any, clock))
         self._defused = True  # as a `Transfer`: a failure that nobody waits for does not end the run
+        self._clock = clock
         self.done = 0
         self.failed: Transfer | None = None
+        self._complete = 0
         self._endpoint = endpoint
         self._peer = peer
-        self._batches = batches
-        self._notify = notify
-        self._label = label
-        self._progress = progress
-        self._stopped = False
+        self._parts = parts
+        self._times = times
+        self._total = len(parts) * len(parts[0].batches)
+        self._left = dict.fromkeys(range(len(parts)))  # parts that have not been stopped
+        self._waits = False  # for the time of the next write
 
     def start(self) -> WriteSequence:
         """Post the first write, and return this; for endpoints.  Raise what `Endpoint.write` raises."""
         self._next()
         return self
 
-    def stop(self) -> None:
-        """Let the write that is under way be the last one."""
-        self._stopped = True
+    def stop(self, part: int = 0) -> None:
+        """Let the write of *part* that is under way be its last one."""
+        self._left.pop(part, None)
+        if self._waits:
+            self._wait_until(self._clock.now)
+
+    def _wait_until(self, at: float) -> None:
+        self._waits = True
+        self._clock.call_at(at, self._on_time, self.done)
+
+    def _on_time(self, done: int) -> None:
+        if self._waits and done == self.done:  # else it was stopped before
+            self._waits = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            self._next()
+        except Exception as error:  # what `write` refuses
+            fire(self, error, ok=False)
 
     def _next(self) -> None:
-        if self._stopped or self.done == len(self._batches):
-            fire(self, self.done)
+        parts, left = self._parts, self._left
+        while left and self.done < self._total and self.done % len(parts) not in left:
+            self.done += 1
+        if not left or self.done == self._total:
+            fire(self, self._complete)
             return
-        batch = self._batches[self.done]
-        self._follow(self._endpoint.write(self._peer, batch, self._notify, label=self._label))
+        number, part = divmod(self.done, len(parts))
+        if self._times and self._times[number] > self._clock.now:
+            self._wait_until(self._times[number])
+            return
+        batches, notify, label, _ = parts[part]
+        self._follow(self._endpoint.write(self._peer, batches[number], notify, label=label))
 
     def _follow(self, transfer: Transfer) -> None:
         if transfer.callbacks is None:  # it has ended at once
@@ -218,16 +251,16 @@ class WriteSequence(Event):
             self.failed = transfer
             fire(self, transfer.value, ok=False)
             return
-        self._count(1, transfer.batch.nbytes)
-        try:
-            self._next()
-        except Exception as error:  # what `write` refuses
-            fire(self, error, ok=False)
+        part = self.done % len(self._parts)
+        self.done += 1
+        self._count(part, 1, transfer.batch.nbytes)
+        self._go_on()
 
-    def _count(self, writes: int, nbytes: int) -> None:
-        self.done += writes
-        if self._progress is not None:
-            self._progress(writes, nbytes)
+    def _count(self, part: int, writes: int, nbytes: int) -> None:
+        self._complete += writes
+        progress = self._parts[part].progress
+        if progress is not None:
+            progress(writes, nbytes)
 
 
 class Notification(NamedTuple):
@@ -332,19 +365,10 @@ class Endpoint(Protocol):
         The peer's program has no part in it and gets no notification.
         """
 
-    def write_sequence(
-        self,
-        peer: Peer,
-        batches: Batches,
-        notify: bytes = b"",
-        *,
-        label: str = "",
-        progress: Callable[[int, int], None] | None = None,
-    ) -> WriteSequence:
-        """Write *batches* one after the other, each when the one before is complete, and each with *notify*.
+    def write_sequence(self, peer: Peer, parts: Sequence[Writes], times: Sequence[float] = ()) -> WriteSequence:
+        """Write *parts* in turns, one batch of each, every write posted when the one before is complete.
 
-        They have as many descriptors and bytes each; offsets differ.  ``progress(writes, nbytes)`` is called with
-        the writes that have completed since the last call, and their bytes together.  Raise what `write` raises of
+        With *times*, in seconds on the rank's clock, no turn begins before its own.  Raise what `write` raises of
         the first; the sequence fails with what it raises of another.
         """
 

@@ -77,8 +77,7 @@ class PushPrefill(PrefillMover):
     def started(self, message: Forward) -> None:
         super().started(message)
         if self.engine.job.layerwise:  # each plane once its layer is computed
-            for chunk in message.chunks:
-                self.kv.send(chunk, message.seconds)
+            self.kv.send_layers(message.chunks, message.seconds)
 
     def computed(self, chunks: Iterable[Chunk], last: bool) -> None:
         for chunk in chunks:

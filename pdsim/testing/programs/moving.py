@@ -17,7 +17,7 @@ from pdsim.testing.programs.tools import (
     target,
     wrong,
 )
-from pdsim.transfer import Batch, Notification, Program
+from pdsim.transfer import Batch, Notification, Program, Writes
 from pdsim.transfer.job import Rank
 
 
@@ -107,7 +107,10 @@ def be_hub(rank: Rank, size: int) -> Program:
 
 
 def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = False) -> Program:
-    """Write *count* parts one after the other, or, with *stop*, no more than the one that is under way at once."""
+    """Write *count* batches one after the other, or, with *stop*, no more than the one that is under way at once.
+
+    They are of two parts in turns, a millisecond apart at least.
+    """
     mail, mine, peer, theirs = yield from initiator(rank, to, count * size, 2)
     batches = [one(mine, theirs, size, i * size, i * size) for i in range(count)]
     reported: list[tuple[int, int]] = []
@@ -115,9 +118,12 @@ def write_in_sequence(rank: Rank, to: str, count: int, size: int, stop: bool = F
     def progress(writes: int, nbytes: int) -> None:
         reported.append((writes, nbytes))
 
-    sequence = rank.endpoint.write_sequence(peer, batches, b"part", label="parts", progress=progress)
+    parts = [Writes(batches[number::2], b"part", "parts", progress) for number in (0, 1)]
+    times = [rank.clock.now + 1e-3 * turn for turn in range(count // 2)]
+    sequence = rank.endpoint.write_sequence(peer, parts, times)
     if stop:
-        sequence.stop()
+        sequence.stop(0)
+        sequence.stop(1)
     written = yield sequence
     yield from mail.wait_for(to)
     return {
