@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.aisimulate import engine
+from experiments.scorecard import Server
 from pdsim.cli.main import main
 
 HEAD = ["hardware", "framework", "precision", "spec_method", "disagg", "isl", "osl", "conc"]
@@ -36,6 +38,35 @@ def test_tails_count_where_rows_have_them(tmp_path: Path, capsys: pytest.Capture
     (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
     assert min(float(line[column]) for column in (7, 8, 9)) > 50  # TPOT and TTFT of a second
     assert line[10:12] == ["-", "-"]  # neither the p99 of TTFT nor what needs all
+
+
+def test_two_objectives_are_judged_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with (tmp_path / "rows.csv").open("w", newline="") as file:  # within 5 s and 50 ms, not within 1 s and 20 ms
+        csv.writer(file).writerows([HEAD + METRICS + SIDES + TAILS, [*row(10.0), 0.03, 2.0, 0.03, 2.0]])
+    assert main(["validate", "--against", "inferencex", str(tmp_path / "rows.csv"), f"output={tmp_path}"]) == 0
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if "in-sample" in line]
+    assert [float(cell) for cell in line[11:13]] == [100.0, 0.0]  # pdsim says that both are met
+
+
+def test_servers_start_as_their_scripts_say_by_tp():
+    def words(tp: int, disagg: str) -> list[str]:
+        values = ["b200", "sglang", "fp8", "none", disagg, 8192, 1024, 4, 1.0, 0.01, 0.1, *(tp, 1, "False", 1) * 2]
+        return Server.of(dict(zip(HEAD + METRICS + SIDES, map(str, values), strict=True))).words()
+
+    assert "scheduler.chunk=8192" in words(4, "False")
+    assert "scheduler.decode_batch=128" in words(8, "False")
+    assert not [word for word in words(8, "True") if word.startswith("scheduler.decode_batch")]
+
+
+def test_a_peer_is_started_with_the_groups_and_chunk_of_a_server():
+    values = ["h200", "dynamo-sglang", "fp8", "none", "True", 1024, 1024, 4, 1.0, 0.01, 0.1]
+    values += [8, 8, "True", 2, 8, 1, "False", 3]
+    made = engine(Server.of(dict(zip(HEAD + METRICS + SIDES, map(str, values), strict=True))))
+    first, second = (made["workers"][side] for side in ("prefill", "decode"))
+    assert made["hardware"] == "h200_sxm"
+    assert list(first["parallelism"].values()) == [2, 1, 8, 1, 8]  # replicas, tensor, attention, MoE, experts
+    assert list(second["parallelism"].values()) == [3, 8, 1, 8, 1]
+    assert second["scheduler"] == {"max_batched_tokens": 32768}
 
 
 def test_errors_stand_also_without_servers_that_stood_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
