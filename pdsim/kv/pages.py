@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pdsim.kv.layout import StateShape, window_span
 
@@ -38,6 +39,8 @@ def after(pages: Pages, skip: int) -> Pages:
     >>> after(((4, 3), (10, 2)), skip=4)
     ((11, 1),)
     """
+    if not skip:
+        return pages
     rest = []
     for first, count in pages:
         left = max(0, count - skip)
@@ -56,6 +59,9 @@ def pair(source: Pages, target: Pages) -> Runs:
     ((4, 0, 2), (6, 3, 1), (9, 4, 1))
     """
     runs: list[tuple[int, int, int]] = []
+    begin = target[: len(source)]
+    if [count for _, count in source] == [count for _, count in begin]:
+        return tuple([(first, start, count) for (first, count), (start, _) in zip(source, begin, strict=True)])
     targets = iter(target)
     start, left = 0, 0
     for first, count in source:
@@ -79,10 +85,13 @@ def cut(runs: Runs, first: int, count: int) -> Runs:
     parts: list[tuple[int, int, int]] = []
     position, end = 0, first + count
     for source, target, size in runs:
-        skip = max(0, first - position)
-        part = min(size, end - position) - skip
-        if part > 0:
-            parts.append((source + skip, target + skip, part))
+        if first <= position and position + size <= end:
+            parts.append((source, target, size))
+        else:
+            skip = max(0, first - position)
+            part = min(size, end - position) - skip
+            if part > 0:
+                parts.append((source + skip, target + skip, part))
         position += size
         if position >= end:
             break
@@ -529,14 +538,18 @@ def _leading(keys: Sequence[int], known: Container[int]) -> int:
 
 
 def _numbers(runs: Iterable[tuple[int, int]]) -> Iterator[int]:
-    return (page for first, count in runs for page in range(first, first + count))
+    return chain.from_iterable([range(first, first + count) for first, count in runs])
 
 
 def _runs(pages: Iterable[int]) -> Pages:
     runs: list[tuple[int, int]] = []
+    first = end = -1
     for page in pages:
-        if runs and page == sum(runs[-1]):
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((page, 1))
+        if page != end:
+            if end > first:
+                runs.append((first, end - first))
+            first = page
+        end = page + 1
+    if end > first:
+        runs.append((first, end - first))
     return tuple(runs)

@@ -154,9 +154,11 @@ class KvReader:
             return
         runs = pair(message.source, message.pages)
         state = tuple(map(pair, message.source_state, message.state))
+        pages = sum([count for _, _, count in runs])
         for index, source in self.peers.of(message.prefill).items():
-            share = self._map.share(index, sum(count for _, _, count in runs))
-            rows: Runs = cut(runs, share.start, len(share)) if "kv" in source.components else ()
+            share = self._map.share(index, pages)
+            own = runs if len(share) == pages else cut(runs, share.start, len(share))
+            rows: Runs = own if "kv" in source.components else ()
             self._post(room, source, rows, state if source.components != ("kv",) else ())
         if not room.missing and not room.failed:
             self._complete(room)
@@ -234,7 +236,9 @@ def first(pages: Pages, others: Pages) -> Pages:
     >>> first(((4, 3), (10, 2)), ((0, 4),))
     ((4, 3), (10, 1))
     """
-    left, runs = sum(count for _, count in others), []
+    left, runs = sum([count for _, count in others]), []
+    if left == sum([count for _, count in pages]):
+        return pages
     for start, count in pages:
         if left:
             runs.append((start, min(count, left)))
