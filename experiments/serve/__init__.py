@@ -47,6 +47,7 @@ __all__ = [
     "SERVES",
     "TARGETS",
     "ServeOptions",
+    "check_contents",
     "check_fits",
     "job",
     "observed",
@@ -60,6 +61,8 @@ TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
 SERVES = True
 """It places prefill and decode instances as ``parallel`` says, so the rules of serving apply."""
+CONTENTS = 16 << 30
+"""Bytes of KV that ``memory=tracked`` writes and compares at most: half a minute of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     else:
         load = [line for line in (offered.line(config.workload), offered.warning(config.workload)) if line]
     check_fits(what, requests)
+    check_contents(config, what, requests)
     progress(0.0, f"serving {len(requests)} requests", 1.0)
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
@@ -132,6 +136,7 @@ def on_model(config: Config, what: Deployment, requests: Sequence[Request]) -> R
     Raise a `ConfigError` if one is larger than the pools.
     """
     check_fits(what, requests)
+    check_contents(config, what, requests)
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
     return result(config, what, requests, model.run(specs(config, what, requests)))
 
@@ -452,6 +457,17 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
             excesses = ((number, _excess(what, side, each, have)) for number, each in enumerate(tokens.tolist()))
             number, excess = next((number, excess) for number, excess in excesses if excess)
             raise ConfigError(f"request {number} needs {excess}")
+
+
+def check_contents(config: Config, what: Deployment, requests: Sequence[Request]) -> None:
+    """Raise a `ConfigError` if simulated memory has contents and the KV of *requests* is more than `CONTENTS`."""
+    tokens = int(RequestTable.of(requests).input.sum())
+    size = tokens * what.shape.token_bytes(1)
+    if config.memory == "tracked" and size > CONTENTS:
+        raise ConfigError(
+            f"memory=tracked would write and compare {format_size(size)} of KV ({tokens} tokens of prompts), more "
+            f"than {format_size(CONTENTS)}; lower workload.count, take a smaller model, or set memory=timing"
+        )
 
 
 def _excess(what: Deployment, side: str, tokens: int, have: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import ServeOptions, job, run
+from experiments.serve import ServeOptions, check_contents, job, run
 from experiments.serve.tables import moving_times
 from pdsim.config.compose import compose
 from pdsim.core.errors import ConfigError
@@ -17,6 +17,7 @@ from pdsim.kv.policy import Policy
 from pdsim.models.llm import Side
 from pdsim.results.record import Result
 from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving.requests import Request
 from pdsim.serving.settings import Kv, Workload
 from pdsim.sim.model import Model
 from tests.experiments.test_serve_paths import HYBRID
@@ -76,6 +77,16 @@ def test_one_seed_gives_one_run_with_contents_and_without():
     first, second = serve(configured(seed=3)), serve(configured(seed=3))
     assert first.requests == second.requests == serve(configured(seed=3, memory="tracked")).requests
     assert (first.transfers, first.summary) == (second.transfers, second.summary)
+
+
+def test_more_contents_than_a_minute_writes_are_refused():
+    config = configured(memory="tracked")
+    what = job(config, ServeOptions.of(config))
+    tokens = (20 << 30) // what.shape.token_bytes(1)
+    few = Request(0.0, 1, 1)
+    check_contents(config, what, [few])
+    with pytest.raises(ConfigError, match=rf"would write and compare 20 GiB of KV \({tokens + 1} tokens .*; lower"):
+        check_contents(config, what, [few, few._replace(input=tokens)])
 
 
 def test_users_who_leave_are_told_apart_from_failures():
