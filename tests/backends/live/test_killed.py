@@ -85,7 +85,7 @@ def test_a_killed_run_loses_no_request_that_had_ended(tmp_path: Path, seed: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]):
+def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, capfd: pytest.CaptureFixture[str]):
     own = ["model=tiny", "experiment.lengths=[20]", "experiment.loads=[1.0]", "experiment.runs=1", "live.warmup=0"]
     words = ["validate", *WORDS, *own, f"seed={seed}", f"output={tmp_path}"]
     ended = asyncio.run(killed_among(words, random.randrange(20, COUNT - 20), before=0))
@@ -94,7 +94,7 @@ def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, 
     assert main(["show", str(folder)]) == 0
     (run,) = json.loads((folder / "measurements.json").read_text())["runs"]
     count = sum(map(len, run.values()))
-    assert f"the run ended early: these are {count} of {COUNT + 6} requests" in capsys.readouterr().out
+    assert f"the run ended early: these are {count} of {COUNT + 6} requests" in capfd.readouterr().out
     assert ended <= count < COUNT + 6
     assert [*run] == ["warmup-20", "single-20", "load-1"]
     again = [
@@ -106,4 +106,4 @@ def test_a_killed_validation_compares_what_had_ended(tmp_path: Path, seed: int, 
         "--json",
     ]
     main(["validate", *again])  # latencies of a server that computes nothing are not those of the model
-    assert json.loads(capsys.readouterr().out)["metrics"]["error_e2e_p50"]["value"] > 0
+    assert json.loads(capfd.readouterr().out)["metrics"]["error_e2e_p50"]["value"] > 0
