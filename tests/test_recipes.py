@@ -13,6 +13,7 @@ from pdsim.core.errors import ConfigError
 from pdsim.recipes import servers, translated
 
 ONE = "experiment.deployment=colocated"
+SIDES = ("prefill", "decode")
 DYNAMO = """
 kind: DynamoGraphDeployment
 spec:
@@ -122,7 +123,7 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
         (
             LLM_D,
             "engine=vllm model=gpt-oss-120b parallel.prefill.tp=1 parallel.prefill.instances=8 parallel.decode.tp=4 "
-            "parallel.decode.instances=2 kv.page_size=128 cache=vllm backend=nixl_vllm",
+            "parallel.decode.instances=2 kv.page_size=128 cache=none backend=nixl_vllm",
         ),
         (
             PAIR,
@@ -145,6 +146,20 @@ python3 -m sglang.launch_server --model-path $MODEL --tp-size 8 --dp-size 8 --en
 )
 def test_a_recipe_becomes_overrides(text, words):
     assert " ".join(translated(servers(text)).words) == words
+
+
+def test_ranks_on_other_nodes_are_no_further_server():
+    text = "".join(
+        f"python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3-0324 --tp-size 16 --dp-size 8 "
+        f"--enable-dp-attention --moe-a2a-backend deepep --node-rank {rank} --disaggregation-mode {side}\n"
+        for side in ("prefill", "decode")
+        for rank in (0, 1)
+    )
+    sizes = " ".join(f"parallel.{side}.tp=16 parallel.{side}.dp=8 parallel.{side}.ep=16" for side in SIDES)
+    assert (
+        " ".join(translated(servers(text)).words)
+        == f"engine=sglang model=deepseek-v3 {sizes} cache=sglang backend=mooncake"
+    )
 
 
 def test_every_flag_is_accounted_for():
@@ -203,9 +218,18 @@ def test_the_command_prints_runs_and_writes(tmp_path, monkeypatch, capsys):
     assert "decode_batch: 64" in capsys.readouterr().out
 
 
-def test_a_recipe_that_spreads_experts_runs_colocated(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve Qwen/Qwen3-30B-A3B -tp 4 --enable-expert-parallel",
+        "vllm serve Qwen/Qwen3-Next-80B-A3B-Instruct --tensor-parallel-size 4 --enable-prefix-caching",
+        "python3 -m sglang.launch_server --model-path openai/gpt-oss-120b --tool-server demo --tp 2",
+        "python -m sglang.launch_server --model-path meta-llama/Llama-4-Scout-17B-16E-Instruct --tp 8",
+    ],
+    ids=["experts", "mamba", "sliding window", "scout"],
+)
+def test_a_colocated_recipe_runs(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "vllm serve Qwen/Qwen3-30B-A3B -tp 4 --enable-expert-parallel"
     assert main(["recipe", text, "hw=8xh200", "workload=smoke", "workload.count=2", "--run"]) == 0
 
 

@@ -308,10 +308,6 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
         )
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
-    if job.shape.state.mamba or job.shape.state.window:
-        raise ValueError(
-            "experiment.deployment=colocated keeps no state beside KV; choose a model of full attention"
-        )
     count = len(colocated_places(config.parallel, config.hw)) // side.tp
     return replace(
         job,
@@ -319,6 +315,8 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
         prefill_instances=count,
         decode_instances=count,
         decode_time=job.prefill_time,
+        # a request has one row of state from its first step to its end
+        decode_batch=min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch,
         staging=None,
     )
 

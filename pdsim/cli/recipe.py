@@ -34,7 +34,8 @@ def recipe(words: Sequence[str]) -> int:
         raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")
     found = [server for text in texts for server in servers(text)]
     made = translated(found, ignore_unknown="--ignore-unknown" in asked)
-    chosen = {word.partition("=")[0]: word for word in (*made.words, *own)}
+    # the parallel of a machine may have more instances than the recipe
+    chosen = {word.partition("=")[0]: word for word in ("parallel=tp1", *made.words, *own)}
     command = list(chosen.values())
     _show(made)
     if path := asked.get("--output"):

@@ -47,6 +47,7 @@ TAKEN = {
     "data-parallel-size": "parallel.{side}.dp",
     "enable-expert-parallel": "parallel.{side}.ep",
     "expert-parallel-size": "parallel.{side}.ep",
+    "moe-a2a-backend": "parallel.{side}.ep",
     "enable-dp-attention": "parallel.{side}.dp",
     "attention-context-parallel-size": "parallel.{side}.cp",
     "block-size": "kv.page_size",
@@ -119,6 +120,12 @@ class Server:
                 return name
         kinds = {"kv_producer": "prefill", "kv_consumer": "decode"}
         return kinds.get(str(self.transfer.get("kv_role")), self.role or "server")
+
+    @property
+    def joins(self) -> bool:
+        """Whether the command starts further ranks, on another node, of a server that another command starts."""
+        rank = self.flags.get("node-rank") or self.flags.get("data-parallel-start-rank") or "0"
+        return "headless" in self.flags or rank not in ("0", "")
 
     @property
     def transfer(self) -> Mapping[str, Any]:
@@ -270,6 +277,7 @@ def translated(every: Sequence[Server], hw: str = "", ignore_unknown: bool = Fal
     Raise a `ConfigError` for servers of several engines or models, and for a flag that no known release has, unless
     *ignore_unknown* is set.
     """
+    every = [server for server in every if not server.joins]
     engines = {server.engine for server in every}
     if len(engines) > 1:
         raise ConfigError("servers of vllm and of sglang in one deployment; give those of one engine")
@@ -344,7 +352,8 @@ def _whole(engine: str, by_side: Mapping[str, Server], instances: Mapping[str, i
                 if number > 0:  # -1 is the engine's own choice
                     config[TAKEN[flag]] = max(1, int(number) // groups) if number == int(number) else number
     off = {"vllm": "no-enable-prefix-caching", "sglang": "disable-radix-cache"}[engine]
-    config["cache"] = "none" if off in prefill.flags else engine
+    # pdsim's prefix caches keep no state beside KV
+    config["cache"] = "none" if off in prefill.flags or _shipped(config["model"]).get("hybrid") else engine
     if "disaggregation-decode-enable-radix-cache" in decode.flags:
         config["cache.decode"] = "true"
     if {"no-async-scheduling", "disable-overlap-schedule"} & set(decode.flags):
@@ -367,20 +376,28 @@ def _layout(engine: str, server: Server, instances: int, model: str) -> dict[str
             instances, dp = instances * dp, 1
         tp *= dp
         ep = tp if "enable-expert-parallel" in server.flags else 1
-    elif "enable-dp-attention" not in server.flags:  # copies of the server
-        instances, dp = instances * dp, 1
+    else:
+        if "enable-dp-attention" not in server.flags:  # copies of the server
+            instances, dp = instances * dp, 1
+        if server.flags.get("moe-a2a-backend", "none") != "none":  # which exchanges tokens among all ranks
+            ep = tp
     sizes = {"tp": tp // cp if cp > 1 else tp, "instances": instances, "pp": pp, "cp": cp, "dp": dp, "ep": ep}
     return {key: n for key, n in sizes.items() if n > 1 or key == "tp"}
 
 
 def _experts(model: str) -> int:
-    if model in plugins.options("model"):
-        import yaml
-
-        values = yaml.safe_load((plugins.conf() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
-    else:
-        values = expanded({"path" if model.startswith(".") else "id": model})
+    values = _shipped(model) or expanded({"path" if model.startswith(".") else "id": model})
     return int(values.get("experts", 0))
+
+
+def _shipped(model: str) -> dict[str, Any]:
+    # the file of *model*; nothing without one
+    import yaml
+
+    if model not in plugins.options("model"):
+        return {}
+    text = (plugins.conf() / "model" / f"{model}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 def _model(server: Server, engine: str) -> dict[str, Any]:
@@ -390,7 +407,9 @@ def _model(server: Server, engine: str) -> dict[str, Any]:
     if not name:
         raise ConfigError(f"the command of {engine} names no model; add it")
     narrow = re.search(r"fp8", server.flags.get("quantization", "") + name.rpartition("/")[2], re.IGNORECASE)
-    bare = re.sub(r"-(instruct|thinking|fp8|dynamic|hf|it|base|\d{4})\b", "", name.rpartition("/")[2].lower())
+    bare = re.sub(
+        r"-(instruct|thinking|fp8|dynamic|hf|it|base|\d{4}|\d+b-\d+e)\b", "", name.rpartition("/")[2].lower()
+    )
     bare = bare.removeprefix("meta-").removeprefix("nvidia-")
     config: dict[str, Any] = {"model": SHIPPED.get(bare, bare)}
     if config["model"] not in plugins.options("model"):

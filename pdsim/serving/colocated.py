@@ -172,6 +172,8 @@ class ColocatedEngine:
         pool = page_pool(job, job.decode_pages, job.cache.prefill, host=True)
         self.pages = BlockManager(pool, job.page_size)
         self.policy = scheduler_of(job.engine)
+        # pages of sliding-window layers; 0 without such layers
+        self._windows = job.window_pages(job.decode_pages) if job.shape.state.window else 0
         self._finished = finished
         self._batch = RunningBatch(
             job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, launch=_launch(job)
@@ -285,6 +287,8 @@ class ColocatedEngine:
         if not self._memory.admits(one.total - self.pages.shared(known), self._holders()):
             return False
         tokens = one.total if self._memory.grows else one.total + request.output
+        if self._windows and self._in_windows() + self._window(one) > self._windows:
+            return False
         given = self.pages.allocate(request.room, self.job.page_count(tokens), known)
         if given is None:
             return False
@@ -295,6 +299,13 @@ class ColocatedEngine:
             one.cached, one.started = one.done, self.clock.now
             one.loaded = self.pages.loaded * self.job.page_size
         return True
+
+    def _window(self, one: ColocatedRequest) -> int:
+        # pages of sliding-window layers that it has at most
+        return self.job.window_need(one.request.input + one.request.output)
+
+    def _in_windows(self) -> int:
+        return sum(self._window(one) for one in self._open.values() if one.has_pages)
 
     def _holders(self) -> int:
         return sum(one.has_pages for one in self._open.values())
@@ -325,6 +336,8 @@ class ColocatedEngine:
         while self._retracted and len(self._batch) < self._batch.limit:
             one, member = self._retracted[0]
             if not memory.admits(member.context, self._holders()):
+                return
+            if self._windows and self._in_windows() + self._window(one) > self._windows:
                 return
             self._retracted.popleft()
             self.pages.allocate(one.request.room, self.job.page_count(member.context))

@@ -10,14 +10,14 @@ import pytest
 
 from experiments.serve import ServeOptions, job
 from pdsim.core.errors import ConfigError
-from pdsim.models.llm import Side
+from pdsim.models.llm import Hybrid, Side
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load
 from pdsim.serving.settings import Cache, HostCosts, Kv, ServingEngine
 from pdsim.serving.workload import Request
 from pdsim.transfer.job import Outcome
 from tests.support.configs import EIGHT
-from tests.support.serving import GENERATED, configured, rows, serve, tabled, values
+from tests.support.serving import GENERATED, GQA, configured, rows, serve, tabled, values
 
 TOGETHER = {"deployment": "colocated"}
 TIGHT = [Request(0.0, 48, 40)] * 2
@@ -98,6 +98,21 @@ def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     (one, other), *_ = served(requests, {"decode_pages": 15})
     assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
+
+
+def test_a_request_without_a_window_or_state_waits_for_the_first_to_end():
+    windows = replace(GQA, hybrid=Hybrid(pattern="wa", window=32))
+    requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
+    # of the window each needs three pages of 16 tokens, and there are five
+    (one, other), *_ = served(requests, {"decode_pages": 100, "window_share": 0.05}, model=windows)
+    assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
+    (_, other), *_ = served(requests, {"decode_pages": 100, "window_share": 0.06}, model=windows)
+    assert other["queueing"] == 0
+    mamba = replace(
+        GQA, hybrid=Hybrid(pattern="ma", conv_groups=(64,), conv_width=3, ssm_heads=8, ssm_head_elements=64)
+    )
+    config = configured(options=TOGETHER, kv=Kv(page_size=16, state_slots=3), model=mamba)
+    assert job(config, ServeOptions(**TOGETHER)).decode_batch == 3
 
 
 def test_the_gpus_of_both_sides_serve_everybody():
