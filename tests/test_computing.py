@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.config import computing
+from pdsim.config import presets
 from pdsim.config.compose import CommandLine, compose, composed
 
 PAIR = "hw=2xh200", "parallel=tp1"
@@ -78,7 +78,7 @@ def test_a_profile_on_the_configuration_path_comes_first(tmp_path: Path):
     ],
 )
 def test_a_compute_that_does_not_fit_warns(words, notes):
-    assert computing.notes(compose([*PAIR, *words])) == notes
+    assert list(presets.notes(compose([*PAIR, *words]))) == notes
 
 
 def test_weights_of_another_type_were_not_measured():

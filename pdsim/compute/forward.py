@@ -67,7 +67,7 @@ class Compute:
     be used for another, as *assumed*.
     """
 
-    name: str = ""  # as a choice of ``compute``; "auto" is replaced by the one that fits (`pdsim.config.computing`)
+    name: str = ""  # as a choice of ``compute``; "auto" is replaced by the one that fits (`pdsim.config.presets`)
     chosen: str = ""  # why auto took it
     gpu: str = ""  # on which it was measured: `pdsim.hardware.machine.Gpu.name`; with kernels theirs counts
     engine: str = ""  # whose kernels, a family such as vllm; none: PyTorch's, or assumed

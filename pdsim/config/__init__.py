@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -25,7 +25,6 @@ from typing import Annotated, Any, Self, TypeVar
 from pdsim.calibration.definition import Calibration, drawn, on_host
 from pdsim.compute.forward import Compute
 from pdsim.config import presets
-from pdsim.config.computing import AUTO, chosen
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import Seconds, instead_of, is_number, parse_time
@@ -377,9 +376,9 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = (), folders: Seq
         # no parameters any more, for they are in the values: a run that is repeated changes nothing
         calibration = replace(calibration, parameters={}, intervals=spans)
     config, preset = presets.filled(build(Config, values, known=_known), open_keys)
-    if config.compute.name == AUTO:
-        compute = chosen(config, values["compute"], keys, folders, lambda own: build(Compute, own, "compute"))
-        config = replace(config, compute=compute)
+    if config.compute.name == presets.AUTO:
+        own_compute = partial(build, Compute, at="compute")
+        config = replace(config, compute=presets.computing(config, values["compute"], keys, folders, own_compute))
     backend, changed, of_options, errors = _with_options(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     factor, why = _host(config, calibration)

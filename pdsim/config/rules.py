@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.compute.roofline import weight_bytes
-from pdsim.config import Config, Launch, computing, covers, presets
+from pdsim.config import Config, Launch, covers, presets
 from pdsim.core import plugins
 from pdsim.core.errors import ConfigError, instead, near
 from pdsim.core.units import format_size
@@ -56,7 +56,7 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
     serves = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "SERVES", False)
-    lines = [*_uncalibrated(config), *([*computing.notes(config), *presets.notes(config)] if serves else [])]
+    lines = [*_uncalibrated(config), *(presets.notes(config) if serves else ())]
     if serves and (engine := presets.of_servers(config)):
         lines += [f"warning: {problem}" for problem in refusals(config, engine)]
     if not options:
