@@ -29,6 +29,7 @@ COMMANDS = {
     "timeline": "write a trace of one or more runs for ui.perfetto.dev",
     "show": "print the results of a kept run or sweep",
     "compare": "print the metrics of several runs side by side, and the keys that differ",
+    "export": "write a run in the formats of AIPerf, nixlbench, or the metrics of vLLM and SGLang",
     "calibrate": "measure transfers of an engine, or read them from a file, and write a calibration",
     "refit": "fit shipped numbers again from their samples, and print the errors",
     "profile": "measure the operators of a model on a GPU, and write a file for compute=",
@@ -171,6 +172,19 @@ usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
 Print the keys that differ between complete runs of one experiment, and each metric as a number and as a multiple
 of the first run's.  --json prints one JSON object instead."""
 
+PAGES["export"] = """\
+usage: pdsim export FOLDER --format NAME [--to DIR]
+
+Write the run in FOLDER as another tool does, and print the files:
+  aiperf       profile_export.jsonl, profile_export_aiperf.json and .csv, as AIPerf
+  nixlbench    its table, of the pairs of experiment=transfer: a file an operation and number of threads
+  vllm         histograms named as those of vLLM, such as vllm:time_to_first_token_seconds, in Prometheus' format
+  sglang       the same of SGLang
+
+Options:
+  --format NAME     aiperf, nixlbench, vllm or sglang
+  --to DIR          folder for the files (default: FOLDER)"""
+
 PAGES["validate"] = """\
 usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
@@ -287,12 +301,13 @@ Options:
   --to DIR          folder for them (default: here; conf/compute makes the YAML a choice)"""
 
 PAGES["list"] = """\
-usage: pdsim list [GROUP ...] [--schema] [--config-dir DIR]
+usage: pdsim list [GROUP ...] [--schema] [--json] [--config-dir DIR]
 
 List the choices with a line about each: of all groups, or of some of
 {groups}.
 
-  --schema          print the keys of a file of GROUP: type, range, default and meaning, and a file to begin with"""
+  --schema          print the keys of a file of GROUP: type, range, default and meaning, and a file to begin with
+  --json            print one JSON object: by group, each choice with its line"""
 
 PAGES["doctor"] = """\
 usage: pdsim doctor [--host] [--config-dir DIR]

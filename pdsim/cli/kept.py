@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about kept folders: ``show``, ``report``, ``timeline``, ``best``, ``explain`` and ``compare``.
+"""Commands about kept folders: ``show``, ``report``, ``timeline``, ``best``, ``explain``, ``compare``, ``export``.
 
 Each takes the folders and the options, prints tables itself, and returns the text to print after them.  What they
 say is made by the room that knows the matter (`pdsim.results`, `pdsim.sweep`, `pdsim.validation`).
@@ -15,13 +15,13 @@ from typing import Any
 
 from pdsim.core.errors import ConfigError, instead
 from pdsim.results import terminal
-from pdsim.results.store import whole_file
+from pdsim.results.store import make, whole_file
 from pdsim.run import recovered
 from pdsim.sweep import best as ranking
 from pdsim.sweep import collect
 from pdsim.validation import sealed
 
-__all__ = ["best", "compare", "explain", "folders", "report", "show", "timeline"]
+__all__ = ["best", "compare", "explain", "export", "folders", "report", "show", "timeline"]
 
 Asked = Mapping[str, Any]
 
@@ -153,6 +153,19 @@ def compare(folders: Sequence[Path], asked: Asked) -> str:
     for table in compare.tables(folders):
         terminal.show_table(table)
     return ""
+
+
+def export(folders: Sequence[Path], asked: Asked) -> str:
+    """Write a run in the format of another tool, and return the paths of the files."""
+    from pdsim.results.export import FORMATS, exported
+    from pdsim.results.kept import KeptRun
+
+    _refuse_sweeps("one of its points", folders)
+    if len(folders) > 1 or "--format" not in asked:
+        raise ConfigError(f"export needs one run and its format; write --format {', '.join(FORMATS)}")
+    files = exported(KeptRun(folders[0]), asked["--format"])
+    to = make(asked.get("--to", folders[0]), "--to ")
+    return "\n".join(_written(to / name, text.encode()) for name, text in files.items())
 
 
 def _is_sweep(folder: Path) -> bool:

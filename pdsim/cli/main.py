@@ -17,6 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,6 +273,11 @@ def _list(words: Sequence[str]) -> int:
         raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
     if "--schema" in asked:
         return _schema(chosen)
+    if "--json" in asked:
+        every = {
+            g: {name: plugins.describe(g, name, own) for name in plugins.options(g, own)} for g in chosen or known
+        }
+        return _say(dumps(every, ensure_ascii=False))
     for group in chosen or known:
         _say(f"{group}=")
         names = plugins.options(group, own)
@@ -334,7 +340,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "completion": _completion,
     **{name: _of_module(name) for name in ("sweep", "calibrate", "profile", "observe", "diagnose", "recipe")},
-    **{name: _of_folders(name) for name in ("best", "explain", "show", "report", "timeline", "compare")},
+    **{name: _of_folders(name) for name in ("best", "explain", "show", "report", "timeline", "compare", "export")},
 }
 
 _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
