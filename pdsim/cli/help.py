@@ -148,9 +148,12 @@ Print the code that bash or zsh evaluates to complete pdsim; needs argcomplete (
 PAGES["report"] = """\
 usage: pdsim report FOLDER [-o FILE.html] [--slo ttft=2s,tpot=30ms]
        pdsim report FOLDER --figure NAME [--format svg|pdf|png] [-o FILE]
+       pdsim report FOLDER [--serve] [--port N]
 
 Write an HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens offline.
 --figure writes one figure instead, named as in its link; --slo is the SLO for a sweep's points.
+--serve shows the page in a browser of this machine, with the report of each point of a sweep, another SLO, and the
+points that have ended of a sweep under way; --port is 127.0.0.1's (default: a free one).
 Pages need plotly and figures matplotlib: pip install 'pdsim[report]'."""
 
 PAGES["timeline"] = """\

@@ -68,6 +68,12 @@ def report(folders: Sequence[Path], asked: Asked) -> str:
     folder, figure, form = folders[0], asked.get("--figure", ""), asked.get("--format", "")
     slo = ranking.parse_slo(asked["--slo"]) if "--slo" in asked else None
     output: Path | None = asked.get("--output")
+    if "--serve" in asked or "--port" in asked:
+        page.needs()
+        from pdsim.cli import browse
+
+        browse.serve(folder, _content, asked.get("--port", 0))
+        return ""
     if not figure:
         if form:
             raise ConfigError("--format is of a figure; name it: --figure latency, or leave --format out")

@@ -29,6 +29,11 @@
         }
     return all;
   };
+  const explored = document.getElementById("explore");  // of a page that is served
+  const open = (event) => {
+    const name = /(?:^|>)(\w+)$/.exec(event.points[0].hovertext || event.points[0].text || "");
+    if (name && explored.querySelector(`option[value="${name[1]}"]`)) location.href = "/point?name=" + name[1];
+  };
   const draw = (place) => {
     const { data, layout } = themed(panels[place.dataset.panel], getComputedStyle(root));
     for (const each of [layout.xaxis, layout.yaxis])
@@ -38,6 +43,7 @@
     const first = !drawn.has(place);
     drawn.set(place, true);
     (first ? Plotly.newPlot(place, data, layout, config) : Plotly.react(place, data, layout, config)).then(() => {
+      if (first && explored) place.on("plotly_click", open);
       if (first) root.dataset.drawn = Number(root.dataset.drawn || 0) + 1;
     });
   };

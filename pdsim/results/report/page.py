@@ -18,7 +18,7 @@ from pdsim.results.drawing import DARK, LIGHT, Figure, plotly_panel
 from pdsim.results.record import Table
 from pdsim.version import __version__
 
-__all__ = ["Content", "Tile", "needs", "page"]
+__all__ = ["Content", "Explore", "Tile", "needs", "page"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,25 @@ class Content:
     configuration: Mapping[str, str] = field(default_factory=dict)  # every key, folded
 
 
+@dataclass(frozen=True)
+class Explore:
+    """What a page that is served links to: the *points* of a sweep, by name, and the form of its SLO."""
+
+    points: Mapping[str, str]
+    slo: str = ""
+    up: bool = False  # it is the page of a point
+
+
 def needs() -> None:
     """Raise a `ConfigError` that says what to install if a library that `page` needs is missing."""
     if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
         raise ConfigError(f"report needs {' and '.join(missing)}; pip install 'pdsim[report]'")
 
 
-def page(content: Content) -> str:
+def page(content: Content, explore: Explore | None = None) -> str:
     """Return the page that says *content*, HTML with everything in it; the same content gives the same text.
+
+    With *explore* it has links to other pages of a server (`pdsim.cli.browse`).
 
     Figures are data that the page draws when it is opened, so they can be zoomed and saved as SVG.  Raise a
     `ConfigError` as `needs` does.
@@ -70,6 +81,7 @@ def page(content: Content) -> str:
     templates = Environment(loader=PackageLoader("pdsim.results", "report"), autoescape=True)
     return templates.get_template("page.html").render(
         it=content,
+        explore=explore,
         sections=["summary", *(figure.name for figure in content.figures), *optional, "provenance"],
         panels=data.replace("<", "\\u003c"),  # nothing in it ends its element, or begins a comment or a script
         light=LIGHT,

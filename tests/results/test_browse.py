@@ -1,0 +1,111 @@
+"""`pdsim report --serve`: a sweep is explored in a browser, on loopback alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pdsim.cli import browse, kept
+from pdsim.cli.main import main
+from tests.support.browser import CHROMIUM, Browser
+
+SMALL = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    output = tmp_path_factory.mktemp("swept")
+    words = [*SMALL, "workload.rate=1,8", "executor.workers=1", "--quiet", f"output={output}"]
+    assert main(["sweep", *words]) == 0
+    return next(output.iterdir())
+
+
+@pytest.fixture(scope="module")
+def port(sweep):
+    with browse.server(sweep, kept._content) as pages:
+        thread = threading.Thread(target=pages.serve_forever)
+        thread.start()
+        yield pages.server_port
+        pages.shutdown()
+        thread.join(10)
+
+
+def get(port, path, host="127.0.0.1"):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path, headers={"Host": host})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def names(sweep):
+    return sorted(path.name for path in sweep.iterdir() if path.is_dir())
+
+
+def test_the_sweep_and_each_point_have_a_page(sweep, port):
+    status, text = get(port, "/")
+    assert status == 200
+    for name in names(sweep):
+        assert f'<option value="{name}">' in text
+        assert "pdsim report of a run" in get(port, f"/point?name={name}")[1]
+
+
+def test_another_slo_ranks_anew(port):
+    assert "ttft &lt;= 1 ms" in get(port, "/?slo=ttft=1ms")[1]
+    assert get(port, "/?slo=ttft")[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/point?name=../..", "/point?name=.", "/point", "/run.json", "//etc/passwd"])
+def test_nothing_but_pages_of_the_sweep_is_served(port, path):
+    assert get(port, path) == (404, "no such page; the report is at /")
+
+
+def test_a_page_of_another_site_is_not_answered(port):
+    assert get(port, "/", host="evil.example")[0] == 403
+
+
+def test_the_command_prints_where_and_ends_by_ctrl_c(sweep):
+    command = [sys.executable, "-m", "pdsim", "report", str(sweep), "--serve"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    address = process.stdout.readline()
+    port = int(re.match(r"http://127\.0\.0\.1:(\d+) ", address)[1])
+    assert get(port, "/")[0] == 200
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_click_on_a_point_opens_its_report(sweep, port, tmp_path):
+    browser = Browser(tmp_path)
+    try:
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        browser.wait("document.documentElement && Number(document.documentElement.dataset.drawn || 0) > 0")
+        place = "document.querySelector('.plot .points path').getBoundingClientRect()"
+        browser.evaluate("document.querySelector('.plot').scrollIntoView({block: 'center', behavior: 'instant'})")
+        box = json.loads(browser.evaluate(f"JSON.stringify({place})"))
+        where = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            pressed = {"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}
+            browser.call("Input.dispatchMouseEvent", type=kind, **where, **pressed)
+        browser.wait("location.pathname === '/point' && document.readyState === 'complete'")
+        assert browser.evaluate("new URLSearchParams(location.search).get('name')") in names(sweep)
+        browser.wait("document.querySelector('#explore a') !== null")
+        browser.evaluate("document.querySelector('#explore a').click()")
+        browser.wait("location.pathname === '/' && document.querySelector('[name=slo]') !== null")
+        browser.evaluate("document.querySelector('[name=slo]').value = 'ttft=2s'")
+        browser.evaluate("document.querySelector('#explore form button').click()")
+        browser.wait("location.search === '?slo=ttft%3D2s' && document.readyState === 'complete'")
+        assert browser.complaints == []
+    finally:
+        browser.close()
