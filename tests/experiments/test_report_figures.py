@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -64,6 +65,22 @@ def test_a_figure_of_the_page_shows_the_data(name: str):
     assert words[0] == words[1], "run: python -m experiments.reports.plot"
     if BY.findall(shown) == BY.findall(drawn):  # another release may place them elsewhere
         assert shown == drawn, "run: python -m experiments.reports.plot"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_has_ttft_by_the_rate_of_gathers(tmp_path: Path, pdsim_says):
+    text = FOLDER.with_suffix(".md").read_text(encoding="utf-8")
+    ttft: dict[str, dict[int, list[str]]] = {}
+    for command, memory in re.findall(r"^python -m pdsim (sweep .* kv\.gather=(\w+) .*)$", text, re.MULTILINE):
+        status, stdout, stderr = pdsim_says(*command.split(), "--json", f"output={tmp_path / memory}")
+        assert status == 0, stderr
+        for row in json.loads(stdout)["rows"]:
+            ttft.setdefault(memory, {}).setdefault(row["parallel.prefill.cp"], []).append(f"{row['ttft_p50_s']:.4g}")
+    shown = re.findall(r"^\| ([248]) \| ([\d. |]+) \|$", text, re.MULTILINE)
+    assert {int(cp): cells.split(" | ") for cp, cells in shown} == {
+        cp: [*plain, ttft["symmetric"][cp][-1]] for cp, plain in ttft["plain"].items()
+    }
 
 
 @pytest.mark.slow
