@@ -103,7 +103,10 @@ def diagnose(backend: str) -> Diagnosis:
         hosts = ", ".join(on_hosts()) or "none is installed"
         others = f"use target=model, or a backend that moves host memory: {hosts}"
         missing.append((" and ".join(device.reason for device in needed), others))
-    versions = " ".join(filter(None, map(installed, libraries))) if libraries else _provider(implementation)
+    own = _provider(implementation)
+    # pdsim's version would be taken for that of an engine
+    own = "comes with pdsim" if own.startswith("pdsim ") else own
+    versions = " ".join(filter(None, map(installed, libraries))) if libraries else own
     if not missing:
         return Diagnosis(backend, True, versions or "version unknown")
     reasons, remedies = zip(*missing, strict=True)

@@ -170,6 +170,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:  # noqa:
         "tpot ms": "measured median", "tpot %": "", "ttft ms": "", "ttft %": "",
     } | dict.fromkeys((f"{name} %" for name in TAILS), "") | {"dates %": "between dates, of output"}  # fmt: skip
     return Result(
+        served=True,
         summary=(Metric("servers", len(rows), "configurations and concurrencies"),),
         tables=[_summary(errors, output), Table("Servers", columns, rows)],
         notes=[f"left out: {count} of {why}" for why, count in left_out.items()],

@@ -102,6 +102,9 @@ show -> show needs the folder of a run, such as one in results; see pdsim show -
 show nowhere -> nowhere is not a folder; name the folder of a run
 show . -> . has no config.yaml,
 compare . -> compare takes 2 to 26 folders of runs, got 1
+best -> best needs the folder of a sweep, such as one in results; see pdsim best --help
+best . -> best ranks the points of one sweep, got .; name the folder of a sweep, such as results/sweep-HASH,
+recipe prefill.sh -> prefill.sh is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'
 list modell -> no group 'modell'; did you mean model? There are backend,
 doctor now -> doctor takes no arguments but --host and --config-dir, got 'now'
 run 8xh200 -> '8xh200' is not KEY=VALUE; did you mean hw=8xh200?

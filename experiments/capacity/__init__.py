@@ -118,6 +118,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
             progress(1.0, f"{next(iter(capacities))} searched again")
     ranked = _ranked(by_shape, gpus)
     return Result(
+        served=True,
         summary=_metrics(ranked, by_shape, refused),
         tables=_tables(ranked, by_shape, refused, gpus, config, options.attainment),
         notes=list(drawn.notes),

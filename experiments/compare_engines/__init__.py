@@ -91,6 +91,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     heads = {"transfer engine": "", "serving engine": "", "KV": "between ranks of unlike TP", "metadata": "its way"}
     best, last = rows[0], rows[-1]
     return Result(
+        served=True,
         summary=[
             Metric("combinations", len(rows), "that were served"),
             Metric("combinations_skipped", len(skipped), "that cannot be"),

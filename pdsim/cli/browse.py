@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from pdsim.core.errors import ConfigError
 from pdsim.results.report.page import Content, Explore, page
-from pdsim.sweep import best, collect
-from pdsim.sweep.best import SloLimits
+from pdsim.results.slo import SloLimits, parse_slo
+from pdsim.sweep import collect
 
 __all__ = ["serve", "server"]
 
@@ -53,7 +53,7 @@ def server(folder: Path, content: Make, port: int = 0) -> ThreadingHTTPServer:
             points = _points(folder)
             try:
                 if asked.path == "/":
-                    slo = best.parse_slo(values["slo"]) if "slo" in values else None
+                    slo = parse_slo(values["slo"]) if "slo" in values else None
                     return 200, page(content(folder, slo), Explore(points, values.get("slo", "")))
                 if asked.path == "/point" and values.get("name") in points:
                     return 200, page(content(folder / values["name"], None), Explore(points, up=True))

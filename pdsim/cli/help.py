@@ -170,10 +170,11 @@ Print the output of a kept run or sweep again; -v prints every metric with its d
 each run."""
 
 PAGES["compare"] = """\
-usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
+usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--slo ttft=2s,tpot=30ms] [--json]
 
-Print the keys that differ between complete runs of one experiment, and each metric as a number and as a multiple
-of the first run's.  --json prints one JSON object instead."""
+Print what was run and its command, the keys that differ between complete runs of one experiment, and each metric as
+a number and as a multiple of the first run's.  --slo adds goodput and attainment under another SLO; --json prints
+one JSON object instead."""
 
 PAGES["export"] = """\
 usage: pdsim export FOLDER --format NAME [--to DIR]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError, instead
+from pdsim.results import slo as slos
 from pdsim.results import terminal
 from pdsim.results.store import make, whole_file
 from pdsim.run import recovered
@@ -35,7 +36,10 @@ def folders(command: str, names: Sequence[str]) -> list[Path]:
     if wrong := [folder for folder in paths if not folder.is_dir()]:
         raise ConfigError(f"{wrong[0]} is not a folder; name the folder of a run, such as one in results")
     if not paths:
-        raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
+        what = "sweep" if command == "best" else "run"
+        raise ConfigError(
+            f"{command} needs the folder of a {what}, such as one in results; see pdsim {command} --help"
+        )
     for folder in paths:
         if folder.name.endswith(".incomplete"):
             recovered(folder)
@@ -66,7 +70,7 @@ def report(folders: Sequence[Path], asked: Asked) -> str:
     if len(folders) > 1:
         raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
     folder, figure, form = folders[0], asked.get("--figure", ""), asked.get("--format", "")
-    slo = ranking.parse_slo(asked["--slo"]) if "--slo" in asked else None
+    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
     output: Path | None = asked.get("--output")
     if "--serve" in asked or "--port" in asked:
         page.needs()
@@ -87,7 +91,7 @@ def report(folders: Sequence[Path], asked: Asked) -> str:
     return _written(output or Path(f"{figure}.{form}"), drawing.image(figures[figure], form))
 
 
-def _content(folder: Path, slo: ranking.SloLimits | None) -> Any:
+def _content(folder: Path, slo: slos.SloLimits | None) -> Any:
     if _is_sweep(folder):
         from pdsim.sweep import pareto
 
@@ -97,6 +101,10 @@ def _content(folder: Path, slo: ranking.SloLimits | None) -> Any:
 
     if (folder / sealed.EXPECTED).is_file() and (folder / sealed.MEASURED).is_file():
         return agreement.content(folder)
+    if slo is not None:
+        raise ConfigError(
+            f"--slo is of a sweep, and {folder} is a run; leave it out, or set slo.ttft when it is run"
+        )
     return run_report.content(folder)
 
 
@@ -122,8 +130,11 @@ def timeline(folders: Sequence[Path], asked: Asked) -> str:
 def best(folders: Sequence[Path], asked: Asked) -> str:
     """Print the ranked points of a sweep, and return their chart."""
     if len(folders) > 1 or not _is_sweep(folders[0]):
-        raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
-    slo = ranking.parse_slo(asked["--slo"]) if "--slo" in asked else None
+        raise ConfigError(
+            f"best ranks the points of one sweep, got {' '.join(map(str, folders))}; name the folder of a sweep, "
+            "such as results/sweep-HASH, or see pdsim compare"
+        )
+    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
     ranked = ranking.rank(folders[0], slo)
     if "--json" in asked:
         return dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str)
@@ -154,9 +165,10 @@ def compare(folders: Sequence[Path], asked: Asked) -> str:
     from pdsim.results import compare
 
     _refuse_sweeps("two of its points", folders)
+    slo = slos.parse_slo(asked["--slo"]) if "--slo" in asked else None
     if "--json" in asked:
-        return dumps(compare.as_dict(folders), ensure_ascii=False)
-    for table in compare.tables(folders):
+        return dumps(compare.as_dict(folders, slo), ensure_ascii=False)
+    for table in compare.tables(folders, slo):
         terminal.show_table(table)
     return ""
 

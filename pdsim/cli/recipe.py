@@ -29,6 +29,10 @@ def recipe(words: Sequence[str]) -> int:
     if "--to" in asked:
         return _commands(asked["--to"], rest)
     own = [word for word in rest if "=" in word.split(" ")[0] and not Path(word).exists()]
+    if lost := [word for word in rest if word not in own and " " not in word and not Path(word).is_file()]:
+        raise ConfigError(
+            f"{lost[0]} is not a file; name one, or write a command line in quotes: 'vllm serve MODEL'"
+        )
     texts = [files.text(Path(word)) if Path(word).is_file() else word for word in rest if word not in own]
     if not texts:
         raise ConfigError("recipe needs a command line in quotes, or a file; see pdsim recipe --help")

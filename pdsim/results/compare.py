@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import isfinite
 from pathlib import Path
+from shlex import join
 from string import ascii_uppercase
 from typing import Any
 
@@ -21,8 +22,9 @@ from pdsim.core import units
 from pdsim.core.errors import ConfigError
 from pdsim.results import schema
 from pdsim.results.record import Table
+from pdsim.results.slo import SloLimits, met
 from pdsim.results.store import load
-from pdsim.results.terminal import share
+from pdsim.results.terminal import headline, share
 
 __all__ = ["as_dict", "tables"]
 
@@ -37,12 +39,12 @@ _UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 """What cannot matter to a run: keys by how they begin, and what is so of its configuration then."""
 
 
-def tables(folders: Sequence[Path]) -> list[Table]:
-    """Return what differs, and the metrics, of the complete runs in *folders*, called A, B and so on.
+def tables(folders: Sequence[Path], slo: SloLimits | None = None) -> list[Table]:
+    """Return what was run, what differs, and the metrics, of the complete runs in *folders*, called A, B and so on.
 
     Raise a `ConfigError` if there are not two to 26, if one is not complete, or if they are of several experiments.
     """
-    about = as_dict(folders)
+    about = as_dict(folders, slo)
     names = ascii_uppercase[: len(folders)]
     differences = [[key, *(_text(key, value) for value in values)] for key, values in about["differences"].items()]
     metrics = [
@@ -52,14 +54,21 @@ def tables(folders: Sequence[Path]) -> list[Table]:
     ]
     titles = {"key": ""} | dict(zip(names, about["folders"], strict=True))
     columns = ["metric", *names, *(f"{name}/A" for name in names[1:]), "definition"]
-    return [Table("What differs", titles, differences), Table("Metrics", dict.fromkeys(columns, ""), metrics)]
+    runs = [
+        [name, what, command] for name, what, command in zip(names, about["runs"], about["commands"], strict=True)
+    ]
+    return [
+        Table("Runs", dict.fromkeys(("", "run", "command"), ""), runs),
+        Table("What differs", titles, differences),
+        Table("Metrics", dict.fromkeys(columns, ""), metrics),
+    ]
 
 
-def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return the same as plain data: ``folders``, ``differences`` by key, and ``metrics`` by name.
+def as_dict(folders: Sequence[Path], slo: SloLimits | None = None) -> dict[str, Any]:
+    """Return the same as plain data: ``folders``, ``runs``, ``commands``, ``differences`` by key, and ``metrics``.
 
     Values are lists with one for each run in the order of *folders*, None where a run has none; multiples are of the
-    first, without it.  Raise as `tables`.
+    first, without it.  With *slo* there are goodput and attainment under it, of all requests.  Raise as `tables`.
     """
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
@@ -74,7 +83,27 @@ def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
         definition = next(one[name]["definition"] for one in every if name in one)
         values = [one.get(name, {}).get("value") for one in every]
         metrics[name] = {"values": values, "definition": definition, "multiples": _multiples(values)}
-    return {"folders": [run["folder"] for run in runs], "differences": dict(_differences(runs)), "metrics": metrics}
+    if slo is not None:
+        metrics = _under(slo, [run if own else {} for run, own in zip(runs, every, strict=True)]) | metrics
+    return {
+        "folders": [run["folder"] for run in runs],
+        "runs": [headline(run, Path(run["folder"])) for run in runs],
+        "commands": [join(run.get("command", ())) for run in runs],
+        "differences": dict(_differences(runs)),
+        "metrics": metrics,
+    }
+
+
+def _under(slo: SloLimits, runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    counts = [met(Path(run["folder"]), slo) if run else (0, 0, 0.0) for run in runs]
+    values: dict[str, list[float | None]] = {
+        "asked_goodput": [good / seconds if seconds else None for good, _, seconds in counts],
+        "asked_slo_attainment": [good / count if count else None for good, count, _ in counts],
+    }
+    return {
+        name: {"values": own, "definition": f"under --slo, {slo}", "multiples": _multiples(own)}
+        for name, own in values.items()
+    }
 
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:

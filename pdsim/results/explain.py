@@ -58,7 +58,10 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
         means["size"]["poll"] = stages.pop("poll")
         means["transfer"] = stages
     if not means:
-        raise ConfigError(f"{folder} kept no requests and no transfers that ended, so nothing can be explained")
+        raise ConfigError(
+            f"{folder} kept no requests and no transfers that ended, so nothing can be explained; "
+            f"see pdsim report {folder}"
+        )
     return means
 
 

@@ -135,7 +135,7 @@ class Run:
         # run.json is last: a reader of it finds the other files
         moved = shapes(result.transfers)
         gathering = any(shape.operation == "all_gather" for shape in moved)
-        sources = evidence.gather(self.config, serving=bool(result.requests), gathering=gathering)
+        sources = evidence.gather(self.config, serving=bool(result.requests) or result.served, gathering=gathering)
         proof: dict[str, Any] = {"weakest": evidence.weakest(sources), "sources": sources}
         if sources and self.config.target == "model" and self.config.calibration is not None:
             proof["calibration"] = asdict(self.config.calibration)

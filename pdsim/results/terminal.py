@@ -32,6 +32,7 @@ __all__ = [
     "as_json",
     "brief_lines",
     "group",
+    "headline",
     "program",
     "share",
     "show",
@@ -52,7 +53,7 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
     complete run.
     """
     run, screen = store.load(folder), _Screen(file)
-    screen.say(_headline(run, folder), "bold")
+    screen.say(headline(run, folder), "bold")
     if not verbose:
         met = run["metrics"].get("slo_attainment", {}).get("value") or 0.0
         styles = {**_STYLES, "SLO": "green" if met >= GOAL else "yellow"}
@@ -357,7 +358,8 @@ _LONGEST = 80  # characters of a source
 _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 
 
-def _headline(run: Mapping[str, Any], folder: Path) -> str:
+def headline(run: Mapping[str, Any], folder: Path) -> str:
+    """Return what *run*, kept in *folder*, was: experiment, model, machine, workload, layout, engine and target."""
     moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] and run["target"] != "model" else ""
     where = f"({run['target']}{moved_by}), seed {run['seed']}, pdsim {run['pdsim']}"
     if "ttft_p50_s" not in run["metrics"]:
@@ -531,7 +533,8 @@ def _evidence(sources: Mapping[str, str], most: str, several: bool) -> str:
 def _next(run: Mapping[str, Any], folder: Path) -> list[str]:
     if run["experiment"].startswith("validate"):
         return [f"{program()} report {join([str(folder)])}"]
+    first = "explain" if "ttft_p50_s" in run["metrics"] else "report"  # which is of requests
     options = [word for word in run.get("command", ()) if word.startswith("--config-")]
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
     sweep = [*options, *words, "seed=0,1,2"]
-    return [f"{program()} explain {join([str(folder)])}", f"{program()} sweep {join(sweep)}"]
+    return [f"{program()} {first} {join([str(folder)])}", f"{program()} sweep {join(sweep)}"]

@@ -174,7 +174,10 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     for folder in folders:
         runs.append(_Drawn(KeptRun(folder)))
         if not runs[-1].spans:
-            raise ConfigError(f"{folder} kept no requests and no transfers that ended, so it has no timeline")
+            raise ConfigError(
+                f"{folder} kept no requests and no transfers that ended, so it has no timeline; "
+                f"see pdsim report {folder}"
+            )
     count = 0
     with whole_file(path) as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -13,25 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.core.errors import ConfigError
-from pdsim.core.units import format_time, parse_time
+from pdsim.core.units import format_time
 from pdsim.results import schema
 from pdsim.results.record import Table, pareto, percentile
+from pdsim.results.slo import LATENCIES, SloLimits, met
 from pdsim.results.terminal import GOAL, share
 from pdsim.sweep import collect
 
-__all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table", "verdict"]
+__all__ = ["RATES", "Ranked", "chart", "front", "rank", "table", "verdict"]
 
-_LATENCIES = ("ttft", "tpot", "e2e")
-
-
-@dataclass(frozen=True)
-class SloLimits:
-    """Most seconds of each latency that has a limit: of ttft, tpot and e2e; made by `parse_slo`."""
-
-    limits: Mapping[str, float]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} <= {format_time(limit)}" for name, limit in self.limits.items())
+RATES = ("workload.rate", "workload.speed", "workload.load")
+"""Keys that say how much is offered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +44,6 @@ class Ranked:
     def value(self) -> float:
         """Goodput of one GPU, 1/s."""
         return self.goodput / self.gpus
-
-
-def parse_slo(text: str) -> SloLimits:
-    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.
-
-    Raise a `ConfigError` for an unknown latency and a wrong time.
-
-    >>> str(parse_slo("ttft=2s,tpot=30ms"))
-    'ttft <= 2 s, tpot <= 30 ms'
-    """
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in _LATENCIES:
-            raise ConfigError(f"--slo {text}: {name!r} has no limit; there are {', '.join(_LATENCIES)}, as ttft=2s")
-        if value.replace(".", "", 1).isdecimal():
-            raise ConfigError(f"--slo {text}: {name}={value} has no unit; did you mean {value}s or {value}ms?")
-        try:
-            limits[name] = parse_time(value)
-        except ValueError as error:
-            raise ConfigError(f"--slo {text}: {name}: {error}") from error
-        if not limits[name] > 0:
-            raise ConfigError(f"--slo {text}: {name} must be > 0")
-    return SloLimits(limits)
 
 
 def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
@@ -101,20 +69,14 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
 
 def _ranked(folder: Path, row: Mapping[str, Any], swept: Sequence[str], slo: SloLimits | None) -> Ranked | None:
     own = folder / row["folder"]
-    table = schema.read_table(own / "requests.parquet", ["status", "arrival", "output", *_LATENCIES])
+    table = schema.read_table(own / "requests.parquet", ["status", "output", *LATENCIES])
     requests = table.to_pylist()
     if not requests:
         return None
     config = {} if slo else schema.read_configuration(own / "config.yaml")
-    limits = slo.limits if slo else {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
-    good = sum(
-        request["ttft"] is not None
-        and request["e2e"] is not None
-        and all((request[name] or 0.0) <= limit for name, limit in limits.items())
-        for request in requests
-    )
-    seconds = max((r["arrival"] + r["e2e"] for r in requests if r["e2e"] is not None), default=0.0)
-    values = {name: [r[name] for r in requests if r[name] is not None] for name in _LATENCIES}
+    limits = slo or SloLimits({name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")})
+    good, _, seconds = met(own, limits)
+    values = {name: [r[name] for r in requests if r[name] is not None] for name in LATENCIES}
     median = percentile(values["tpot"], 50.0)
     tokens = sum(request["output"] for request in requests if request["status"] == "ok")
     return Ranked(
@@ -123,7 +85,7 @@ def _ranked(folder: Path, row: Mapping[str, Any], swept: Sequence[str], slo: Slo
         gpus=row["gpus"],
         goodput=good / seconds if seconds else 0.0,
         attainment=good / len(requests),
-        latencies={f"{name}_p{q}": percentile(values[name], float(q)) for q in (99, 50) for name in _LATENCIES},
+        latencies={f"{name}_p{q}": percentile(values[name], float(q)) for q in (99, 50) for name in LATENCIES},
         speed=1.0 / median if median else None,
         throughput=tokens / seconds / row["gpus"] if seconds else 0.0,
         evidence=row["evidence"],
@@ -136,14 +98,24 @@ def front(points: Iterable[Ranked]) -> list[Ranked]:
     return pareto(able, lambda each: (-(each.speed or 0.0), -each.throughput))
 
 
+def within_rates(ranked: Sequence[Ranked]) -> list[str]:
+    """Return the place of each of *ranked* among those that are offered the same; nothing if all or none are."""
+    offered = [tuple(str(each.choice.get(key)) for key in RATES) for each in ranked]
+    if not 1 < len(set(offered)) < len(ranked):
+        return []
+    return [f"{offered[:at].count(own) + 1} of {offered.count(own)}" for at, own in enumerate(offered)]
+
+
 def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
     """Return the first *count* of *ranked* for people: p99s, or medians if no point has requests enough for those.
 
     *ranked* must not be empty.  Columns of what was swept come from the first point.
     """
     q = "p99" if any(each.latencies["ttft_p99"] is not None for each in ranked) else "p50"
+    places = within_rates(ranked)
     columns = {
         "rank": "",
+        **({"at its rate": "rank among the points that are offered the same"} if places else {}),
         "good/s/GPU": "requests that met the objective, a second and GPU",
         "SLO": "share of requests that met it",
         **dict(zip(collect.short(ranked[0].choice), ranked[0].choice, strict=True)),
@@ -157,12 +129,13 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
     rows = [
         [
             number,
+            *places[number - 1 : number],
             f"{each.value:.3g}",
             share(each.attainment),
             *("-" if value is None else str(value) for value in each.choice.values()),
             each.gpus,
             each.point,
-            *("-" if (v := each.latencies[f"{name}_{q}"]) is None else format_time(v) for name in _LATENCIES),
+            *("-" if (v := each.latencies[f"{name}_{q}"]) is None else format_time(v) for name in LATENCIES),
             each.evidence,
         ]
         for number, each in enumerate(ranked[:count], 1)
@@ -176,7 +149,8 @@ def verdict(ranked: Sequence[Ranked]) -> list[str]:
         return []
     return [
         f"every point meets its SLO for {100 * GOAL:.0f} % of requests, so the order is mostly that of the offered "
-        "rates: sweep higher ones, or find the limit of each with pdsim run experiment=capacity"
+        "rates: compare points at one rate, sweep higher ones, or find the limit of each with pdsim run "
+        "experiment=capacity"
     ]
 
 

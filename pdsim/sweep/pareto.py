@@ -9,17 +9,25 @@ GPU, what a provider pays for.  Ranking and front are those of `pdsim.sweep.best
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from shlex import join
 from typing import Any
 
+import numpy as np
+
+from pdsim.config import covers
 from pdsim.core.errors import ConfigError
 from pdsim.core.units import format_time
+from pdsim.results import schema
 from pdsim.results.drawing import Figure, Marks, Panel, Scale
+from pdsim.results.report import run_report
 from pdsim.results.report.page import Content, Tile
+from pdsim.results.slo import SloLimits
 from pdsim.sweep import best, collect
-from pdsim.sweep.best import Ranked, SloLimits
+from pdsim.sweep.best import Ranked
 
-__all__ = ["content"]
+__all__ = ["content", "knee"]
 
 _AXES = 8
 """Panels of the figure of swept keys, at most."""
@@ -51,7 +59,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
             Tile("requests within the SLO there", f"{100 * first.attainment:.3g} %"),
             Tile("points on the Pareto front", str(len(best.front(ranked)))),
         ]
-    drawn = [_pareto(ranked), _keys(ranked)] if ranked else [_metrics(points, rows.schema)]
+    drawn = [_knees(ranked), _pareto(ranked), _keys(ranked)] if ranked else [_metrics(points, rows.schema)]
     evidence = sorted({point["evidence"] for point in points if point["evidence"]})
     reasons = [(point["status"], f"{point['point']}: {point['error']}") for point in points]
     errors = [text for status, text in reasons if status in ("failed", "partial")]
@@ -61,10 +69,13 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         warnings.append(f"and {len(errors) - 5} more points with failures")
     if refused:
         warnings.append(f"{len(refused)} points cannot be run, such as {refused[0]}")
+    command, keys = _command(folder), collect.swept(points, rows.schema)
     return Content(
         over="pdsim report of a sweep",
-        title=f"Sweep of {', '.join(collect.swept(points, rows.schema)) or 'one point'}",
+        title=f"Sweep of {', '.join(keys) or 'one point'}",
         facts={
+            **_first_run(folder, points, keys),
+            "command": command,
             "points": ", ".join(f"{count} {state}" for state, count in counts.items()),
             "evidence": ", ".join(evidence),
             "SLO": str(slo or ""),
@@ -76,8 +87,31 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         figures=[figure for figure in drawn if figure.panels],
         tables=tables,
         shown=1,
-        provenance={"folder": str(folder), "points": collect.POINTS},
+        provenance={**({"command": command} if command else {}), "folder": str(folder), "points": collect.POINTS},
     )
+
+
+def _first_run(folder: Path, points: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> dict[str, str]:
+    # machine, model and workload of the first point that was run, without what was swept, which the title names
+    for point in points:
+        if (path := folder / str(point["folder"]) / "config.yaml").is_file():
+            config = schema.read_configuration(path)
+            same = {key: value for key, value in config.items() if not covers(swept, key)}
+            return run_report.what_was_run(same)
+    return {}
+
+
+def _command(folder: Path) -> str:
+    # the command whose combinations are the points; of points that are zipped or searched for there is none such
+    if not (folder / collect.LEDGER).is_file():
+        return ""
+    values: dict[str, dict[str, None]] = {}
+    rows = collect.read_ledger(folder)[0].values()
+    for row in rows:
+        for key, value in row["overrides"].items():
+            values.setdefault(key, {})[str(value)] = None
+    words = [f"{key}={','.join(each)}" for key, each in values.items()]
+    return f"pdsim sweep {join(words)}" if prod(map(len, values.values())) == len(rows) else ""
 
 
 def _choice(each: Ranked) -> str:
@@ -113,6 +147,63 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
         "unless the SLO, in the right panel, says otherwise."
     )
     return Figure("pareto", "Pareto front", reading, panels)
+
+
+def _knees(ranked: Sequence[Ranked]) -> Figure:
+    # A curve for each choice of the other keys; seeds are one curve's points, in their median.
+    offered = [key for key in best.RATES if key in ranked[0].choice]
+    others = [key for key in ranked[0].choice if key not in (*offered[:1], "seed")]
+    curves: dict[str, dict[float, list[Ranked]]] = {}
+    for each in ranked if offered else ():
+        if isinstance(rate := each.choice[offered[0]], int | float):
+            name = ", ".join(f"{key}={each.choice[key]}" for key in others) or "all points"
+            curves.setdefault(name, {}).setdefault(float(rate), []).append(each)
+    panels = []
+    for title, latency in (("TTFT", "ttft_p50"), ("TPOT", "tpot_p50")):
+        series = []
+        for colour, (name, by_rate) in enumerate([*curves.items()][:_AXES]):
+            known = {
+                rate: float(np.median(values))
+                for rate, own in sorted(by_rate.items())
+                if (values := [value for each in own if (value := each.latencies[latency]) is not None])
+            }
+            if len(known) < 3:
+                continue
+            x, y = [*known], [*known.values()]
+            texts = [
+                f"{name}<br>{offered[0]}={rate:g}: {title} p50 {format_time(value)}" for rate, value in known.items()
+            ]
+            series += [Marks("line", x, y, name, colour), Marks("points", x, y, "", colour, texts=texts)]
+            if (at := knee(x, y)) is not None:
+                series.append(Marks("line", [x[at]] * 2, [min(y), max(y)], f"knee of {name}: {x[at]:g}", 7))
+        if series:
+            ends = [rate for marks in series for rate in marks.x]
+            wide = min(ends) > 0 and max(ends) >= 20 * min(ends)
+            panels.append(
+                Panel(Scale(offered[0], log=wide), Scale(f"{title}, median", "s", log=True), series, title, 360)
+            )
+    reading = (
+        "Left of its knee a deployment keeps up and latency hardly depends on the rate; right of it queues grow. A "
+        "curve without a knee keeps up at every rate here, or at none."
+    )
+    return Figure("knee", "Latency against rate", reading, panels)
+
+
+def knee(x: Sequence[float], y: Sequence[float]) -> int | None:
+    """Return where a latency *y* that grows with the rate *x* bends most, the last before it rises; None if nowhere.
+
+    That is the point furthest below the chord of the curve, both axes scaled to 1 (Satopaa et al., Kneedle, 2011),
+    if the latency at least doubles from there to the end.
+
+    >>> knee([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.2, 9.0]), knee([1.0, 2.0, 3.0], [1.0, 1.1, 1.2])
+    (2, None)
+    """
+    rates, times = (np.asarray(values, dtype=np.float64) for values in (x, y))
+    if rates[-1] <= rates[0] or times[-1] < 2 * times[0]:
+        return None
+    below = (rates - rates[0]) / (rates[-1] - rates[0]) - (times - times[0]) / (times[-1] - times[0])
+    at = int(np.argmax(below))
+    return at if below[at] > 0 and times[-1] >= 2 * times[at] else None
 
 
 def _telling(able: Sequence[Ranked]) -> str:

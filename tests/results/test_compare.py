@@ -59,7 +59,11 @@ def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
     faster = replace(MACHINE, nic=replace(MACHINE.nic, count=4, rate=5e10, latency=2e-6))
     a = kept(tmp_path, rate(0.0025, "ttft_p50_s"), rate(None, "ttft_p99_s"), rate(65536, "kv_bytes"))
     b = kept(tmp_path / "there", rate(0.005, "ttft_p50_s"), rate(None, "ttft_p99_s"), rate(0, "kv_bytes"), hw=faster)
-    differences, metrics = tables([a, b])
+    runs, differences, metrics = tables([a, b])
+    assert [row[0] for row in runs.rows] == ["A", "B"]
+    assert runs.rows[0][1].startswith(
+        "transfer tiny on toy: embedded trace, 1 x TP1 -> 1 x TP1, generic, fast (model)"
+    )
     shown = {row[0]: row[1:] for row in differences.rows}
     assert (shown["hw.nic.rate"], shown["hw.nic.latency"]) == (["0 B/s", "50 GB/s"], ["0 ns", "2 us"])
     assert list(metrics.columns) == ["metric", "A", "B", "B/A", "definition"]

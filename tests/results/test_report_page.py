@@ -24,13 +24,15 @@ COMMANDS = {
     "run": ["run", *SMALL, "kv.staging=true", "parallel.decode.tp=2", "samples=50"],
     "pulled": ["run", *PULLED],
     "transfer": ["run", "experiment=transfer", "experiment.patterns=[pair]", "--quiet"],
-    "sweep": ["sweep", *SMALL, "workload.rate=2,8", "workload=poisson", "executor.workers=1"],
+    "capacity": ["run", "experiment=capacity", "hw=2xh200", "model=qwen3-8b", "workload=smoke", "--quiet"],
+    "sweep": ["sweep", *SMALL, "workload.rate=2,8,32", "workload=poisson", "executor.workers=1"],
 }
 FIGURES = {
     "run": {"latency", "phases", "time", "queues", "transfers", "ranks", "utilisation", "use"},
     "pulled": {"latency", "phases", "time", "queues", "transfers", "ranks", "use"},
     "transfer": {"transfers", "ranks", "use"},
-    "sweep": {"pareto", "keys"},
+    "sweep": {"knee", "pareto", "keys"},
+    "capacity": {"pareto"},
     "validation": {"agreement", "errors"},
 }
 READING = re.compile(r'<p class="reading">([^<]+)</p>')
@@ -170,6 +172,7 @@ def test_a_page_is_report_html_in_the_folder_unless_named(folders):
         (("{run}", "--format", "svg"), "--format is of a figure; name it"),
         (("{run}", "--figure", "latency", "--format", "gif"), "--format must be one of svg, pdf, png, got 'gif'"),
         (("{run}", "-o", "/nowhere/all.html"), "No such file or directory; name a file that can be written with -o"),
+        (("{run}", "--slo", "ttft=1s"), "is a run; leave it out, or set slo.ttft when it is run"),
         (("{run}", "--colour"), "unknown option --colour"),
     ],
 )

@@ -6,7 +6,9 @@ import pytest
 
 from pdsim.cli.main import main
 from pdsim.core.errors import ConfigError
-from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
+from pdsim.results.compare import as_dict
+from pdsim.results.slo import parse_slo
+from pdsim.sweep.best import Ranked, chart, front, rank, table
 from pdsim.sweep.pareto import content
 
 
@@ -34,6 +36,19 @@ def test_the_table_has_ten_rows_with_what_was_swept_first():
     assert list(best.columns)[:3] == ["rank", "good/s/GPU", "SLO"]
     assert len(best.rows) == 10
     assert best.rows[0] == [1, "0.5", "50.0 %", "0", 2, "p0", "1.5 s", "-", "2 s", "assumed"]
+
+
+def test_points_are_ranked_within_the_rates_that_they_are_offered():
+    points = [ranked(f"p{n}", 1, 1, **{"workload.rate": n % 2, "hw": n}) for n in range(4)]
+    assert [row[1] for row in table(points, "best").rows] == ["1 of 2", "1 of 2", "2 of 2", "2 of 2"]
+
+
+def test_a_comparison_counts_requests_under_another_slo(swept):
+    folders = [swept / each.point for each in rank(swept)][:2]
+    metrics = as_dict(folders, parse_slo("ttft=1us"))["metrics"]
+    assert metrics["asked_slo_attainment"]["values"] == [0.0, 0.0]
+    own = [rank(swept)[at].goodput for at in range(2)]
+    assert as_dict(folders, parse_slo("ttft=5s,tpot=50ms"))["metrics"]["asked_goodput"]["values"] == own
 
 
 @pytest.mark.parametrize(

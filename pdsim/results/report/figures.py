@@ -52,7 +52,7 @@ def figures(run: KeptRun) -> list[Figure]:
     """Return every figure that *run* has something for; none without evidence."""
     if run.evidence == "none":
         return []
-    made = [*_of_claims(run), *_of_requests(run), *_of_transfers(run), _samples(run), _use(run)]
+    made = [*_of_claims(run), *_of_capacity(run), *_of_requests(run), *_of_transfers(run), _samples(run), _use(run)]
     return [figure for figure in made if figure.panels]
 
 
@@ -376,6 +376,44 @@ def _use(run: KeptRun) -> Figure:
         "The longest bar is the first to become a limit; in brackets, of how many alike ones it is the busiest."
     )
     return Figure("use", "Links and memory, whole run", reading, panels)
+
+
+# --- a capacity search ---------------------------------------------------------------------------------------------
+
+
+def _of_capacity(run: KeptRun) -> Iterator[Figure]:
+    # from the tables of `experiments.capacity`
+    tables = {table["title"]: table for table in run.about["tables"]}
+    if run.about["experiment"] != "capacity" or not tables["Pareto front"]["rows"]:
+        return
+    points = [
+        dict(zip(tables["Pareto front"]["columns"], row, strict=True)) for row in tables["Pareto front"]["rows"]
+    ]
+    names = list(dict.fromkeys(point["deployment"] for point in points))
+    panels = []
+    for name, column in (("ttft", "TTFT p90 s"), ("tpot", "TPOT p90 s")):
+        series = []
+        for colour, deployment in enumerate(names):
+            mine = [point for point in points if point["deployment"] == deployment]
+            texts = [
+                f"{deployment} at load {point['load']:.2f}: {point['tokens/s/GPU']:.4g} tokens/s/GPU, "
+                f"{column[:8]} {format_time(point[column])}"
+                for point in mine
+            ]
+            x, y = ([float(point[key]) for point in mine] for key in (column, "tokens/s/GPU"))
+            label = deployment if colour < _CURVES else ""
+            series.append(Marks("points", x, y, label, colour, texts=texts))
+        tokens = [point["tokens/s/GPU"] for point in points]
+        if limit := _limit(run, name):
+            series.append(Marks("line", [limit, limit], [0.0, max(tokens)], f"SLO: {format_time(limit)}", 7))
+        panels.append(
+            Panel(Scale(column[:8], "s", log=True), Scale("output tokens/s/GPU", low=0), series, column[:4], 380)
+        )
+    reading = (
+        "Better is up and to the left. Each point is a load at which a deployment meets the SLO, and no other has "
+        "more tokens, a shorter TTFT and a shorter TPOT at once."
+    )
+    yield Figure("pareto", "Pareto front", reading, panels)
 
 
 # --- reproduced reports --------------------------------------------------------------------------------------------

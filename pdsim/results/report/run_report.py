@@ -19,7 +19,7 @@ from pdsim.results.record import Table
 from pdsim.results.report.figures import figures
 from pdsim.results.report.page import Content, Tile
 
-__all__ = ["content", "proofs"]
+__all__ = ["content", "proofs", "what_was_run"]
 
 _TILES = {
     "ttft_p50_s": "TTFT, median",
@@ -47,10 +47,14 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
         warned.append(lines[-1])
     notes = [note for note in about["notes"] if note not in lines and not any(note in line for line in lines)]
     proven = run.evidence != "none"
+    answer = next((table["rows"] for table in about["tables"] if table["title"] == "Answer"), ())
+    lines = [*(f"{name}: {text}" for name, text in answer if name in ("best", "serves", "latency")), *lines]
     return Content(
         over=f"pdsim report of a run: {about['target']}",
         title=f"{about['experiment']} on {about['hw']} with {about['backend']}",
         facts={
+            **what_was_run(run.config),
+            "command": _provenance(about)["command"],
             "status": about["status"],
             "bytes moved by": ", ".join(about["engine"]),
             "seed": str(about["seed"]),
@@ -69,6 +73,17 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     )
 
 
+def what_was_run(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return machine, model and workload of *config*, by dotted key, in a few words each; "" for what it lacks."""
+    trace, arrivals, rate = (config.get(f"workload.{name}") for name in ("trace", "arrivals", "rate"))
+    generated = f"{arrivals}, {rate:g}/s" if rate and arrivals != "embedded" else str(arrivals or "")
+    return {
+        "hardware": str(config.get("hw.name", "")),
+        "model": str(config.get("model.name", "")),
+        "workload": f"trace {Path(trace).name}" if trace else generated,
+    }
+
+
 def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return kind, parameters and text of *sources*, the weakest kinds first."""
     return [
@@ -84,6 +99,11 @@ def _tiles(metrics: Mapping[str, float | int | None]) -> list[Tile]:
         tiles.append(Tile("requests within the SLO", terminal.share(met), "good" if met >= terminal.GOAL else "bad"))
     if (good := metrics.get("goodput")) is not None:
         tiles.append(Tile("goodput", f"{good:.3g}/s"))
+    if rate := metrics.get("capacity_rate"):
+        tiles += [
+            Tile("capacity", f"{rate:.3g}/s"),
+            Tile("output there", f"{metrics['capacity_tokens_per_gpu']:.4g}/s/GPU"),
+        ]
     times = {title: value for name, title in _TILES.items() if (value := metrics.get(name)) is not None}
     return [*tiles, *(Tile(title, format_time(value).replace("us", "µs")) for title, value in times.items())]
 
