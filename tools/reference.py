@@ -7,11 +7,12 @@ this page, into FOLDER.
 
 The other parts stand each between two HTML comments of their page:
 
-- docs/reports.md: claims and figures of reports, from `data/reports`, and metadata, from `data/benchmarks`.
+- docs/reports.md: claims of reports, from `data/reports`, and metadata, from `data/benchmarks`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
   laws of simulation; docs/faults.md: the kinds of faults and the invariants.
-- docs/validation.md and data/validation/README.md: what `tools.validation` says, and big models.
+- docs/validation.md and data/validation/README.md: what `tools.validation` says, figures of
+  reports, and big models.
 - docs/deployments.md: flags of serving engines, from `pdsim.recipes`.
 - README.md: the output of its first command and what staging changes, on the model, where one seed gives the same
   output on every machine.
@@ -218,7 +219,7 @@ def _behind_another_rank(nbytes: str) -> list[float]:
 
 
 def figures() -> Iterator[str]:
-    """Yield the lines of the table of docs/reports.md; figures of several numbers of prompts are one line."""
+    """Yield the lines of the table of docs/validation.md; figures of several numbers of prompts are one line."""
     lines = []
     words = {"reached": "reached", "within what is open": "open", "not reached": "missed"}
     groups: dict[str, list[FigureRow]] = {}
@@ -257,7 +258,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "claims": ("docs/reports.md", claims),
     "metadata": ("docs/reports.md", metadata),
     "inline": ("docs/reports.md", inline),
-    "figures": ("docs/reports.md", figures),
+    "figures": ("docs/validation.md", figures),
     "big models": ("docs/validation.md", big_models),
     "transfers": ("docs/validation.md", validation.transfers),
     "serving engines": ("docs/validation.md", validation.serving),

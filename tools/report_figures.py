@@ -9,7 +9,7 @@ from pdsim.core.repository import data
 
 
 def main() -> None:
-    """Write ``data/reports/figures.csv``, which docs/reports.md shows."""
+    """Write ``data/reports/figures.csv``, which docs/validation.md shows."""
     keep(simulated(compose(["experiment=report_figures"]), lambda *_: None), data("reports", "figures.csv"))
 
 
