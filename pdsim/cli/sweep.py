@@ -32,6 +32,7 @@ from pdsim.results import terminal
 from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point, axes, combinations, name_of
+from pdsim.sweep.trackers import Track
 from pdsim.version import __version__
 
 __all__ = ["OptunaSearch", "Space", "executor_of", "space_of", "sweep"]
@@ -65,6 +66,7 @@ def sweep(words: Sequence[str]) -> int:
         if searched is None and len(points) == 1 and not (json or quiet):
             sys.stderr.write("one point only: no key has several values; write KEY=A,B, as workload.rate=1,2\n")
         folder = _folder(points, space, searched, options)
+        track = plugins.resolve(plugins.TRACKERS, options["--track"])(folder.name) if "--track" in options else None
         with only_json(json) as out:
             if (folder / collect.LEDGER).is_file() and not (json or quiet):
                 out.write(f"resuming {folder}\n")
@@ -73,9 +75,9 @@ def sweep(words: Sequence[str]) -> int:
                 with terminal.Progress("sweep", at_once=True) as bar:
                     shown = silent if quiet or json else bar
                     if searched is None:
-                        rows = driver.sweep(folder, points, executor, shown)
+                        rows = driver.sweep(folder, points, executor, shown, track)
                     else:
-                        rows = _search(searched, folder, composer, executor, shown)
+                        rows = _search(searched, folder, composer, executor, shown, track)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"finished points are in {folder}; repeat the command to resume") from None
             if json or not quiet:
@@ -260,7 +262,12 @@ class OptunaSearch:
 
 
 def _search(
-    what: OptunaSearch, folder: Path, composer: _Composer, executor: Executor, progress: ShowProgress
+    what: OptunaSearch,
+    folder: Path,
+    composer: _Composer,
+    executor: Executor,
+    progress: ShowProgress,
+    track: Track | None,
 ) -> list[dict[str, Any]]:
     try:
         import optuna
@@ -280,7 +287,7 @@ def _search(
         batch = [composer.point(_choice(trial, composer.space)) for trial in trials]
         points |= {point.name: point for point in batch}
         if able := any(point.config is not None for point in points.values()):
-            rows = {row["point"]: row for row in driver.sweep(folder, list(points.values()), executor, show)}
+            rows = {row["point"]: row for row in driver.sweep(folder, list(points.values()), executor, show, track)}
         for trial, point in zip(trials, batch, strict=True):
             value = what.of(rows[point.name]) if able else None
             study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)

@@ -46,6 +46,8 @@ HANDOFFS = "pdsim.handoffs"
 """Classes that say who moves the KV: `pdsim.serving.policies.Handoff`."""
 ROUTERS = "pdsim.routers"
 """Classes that choose instances: `pdsim.serving.policies.RouterPolicy`."""
+TRACKERS = "pdsim.trackers"
+"""Functions that are told of each point of a sweep: `pdsim.sweep.trackers`."""
 
 
 @cache

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shutil
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdsim.core.errors import ConfigError
+from pdsim.core.errors import ConfigError, RunWarning
 from pdsim.core.progress import ShowProgress
 from pdsim.results import store
 from pdsim.run import execute
@@ -20,12 +21,17 @@ from pdsim.sweep import collect
 from pdsim.sweep.collect import FINAL, Ledger
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Point
+from pdsim.sweep.trackers import Track
 
 __all__ = ["measure", "sweep"]
 
 
-def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
+def sweep(
+    folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress, track: Track | None = None
+) -> list[dict[str, Any]]:
     """Run those of *points* that *folder* has no final row of, and return the rows of all, in order.
+
+    *track* is called with each final row, also with those of earlier calls.
 
     Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has
     the rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to,
@@ -36,7 +42,7 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
     with collect.locked(folder):
         book = Ledger(folder)
         try:
-            _run(folder, points, book, executor, progress)
+            _run(folder, points, book, executor, progress, _telling(track))
             return [book.rows[point.name] for point in points]
         finally:
             book.close()
@@ -45,11 +51,35 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
             )
 
 
-def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: ShowProgress) -> None:
+def _telling(track: Track | None) -> Track:
+    # A tracker that fails is given up with a warning: the rows are kept, and the same command tells it again.
+    failed = track is None
+
+    def tell(row: Mapping[str, Any]) -> None:
+        nonlocal failed
+        if failed or track is None or row["status"] not in FINAL:
+            return
+        try:
+            track({key: value for key, value in row.items() if key != "definitions"})
+        except Exception as error:
+            failed = True
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            warnings.warn(
+                f"--track: {why}; no more points are tracked, repeat the command", RunWarning, stacklevel=2
+            )
+
+    return tell
+
+
+def _run(
+    folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: ShowProgress, tell: Track
+) -> None:
     # The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
     for point in points:
         if point.config is None:
             _keep(book, measure(point))
+        if point.name in book.rows:
+            tell(book.rows[point.name])
     left = [each for each in points if book.rows.get(each.name, {}).get("status") not in FINAL]
     begun, before = time.monotonic(), len(points) - len(left)
     if not left:
@@ -60,6 +90,7 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
     try:
         for done, row in enumerate(rows, 1):
             _keep(book, row)
+            tell(row)
             rate = done / max(time.monotonic() - begun, 1e-9)
             best = max(best, _goodput(row))
             text = f"{before + done} of {len(points)} points, {rate:.3g}/s"

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows a sweep, told of each point as it ends: ``pdsim sweep --track NAME``, of `plugins.TRACKERS`.
+
+A tracker is a function that takes the name of the sweep and returns one that takes the row of a point, as
+`pdsim.sweep.points.Point.row` makes it.  It is called again for points of an earlier call of the sweep, and knows
+those that it has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pdsim.core.errors import ConfigError
+
+__all__ = ["Track", "mlflow"]
+
+Track = Callable[[Mapping[str, Any]], None]
+
+
+def mlflow(sweep: str) -> Track:
+    """Return what logs a point as a run of MLflow's experiment *sweep*, where ``MLFLOW_TRACKING_URI`` says.
+
+    Overrides are its parameters, metrics its metrics, the rest its tags. Raise a `ConfigError` without MLflow, and
+    if its store cannot be used.
+    """
+    try:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+    except ImportError:
+        raise ConfigError(
+            "--track mlflow needs MLflow; pip install mlflow, or mlflow-skinny with a server"
+        ) from None
+    try:
+        client = MlflowClient()
+        known = client.get_experiment_by_name(sweep)
+        experiment = known.experiment_id if known else client.create_experiment(sweep)
+        runs = client.search_runs([experiment], max_results=50_000) if known else []
+        have = {run.info.run_name for run in runs if run.info.status == "FINISHED"}
+    except MlflowException as error:
+        raise ConfigError(
+            f"--track mlflow: {' '.join(str(error).split())}; set MLFLOW_TRACKING_URI to a store or server"
+        ) from error
+
+    def track(row: Mapping[str, Any]) -> None:
+        if row["point"] in have:
+            return
+        have.add(row["point"])
+        tags = {
+            f"pdsim.{key}": str(row[key])
+            for key in ("status", "error", "hw", "backend", "target", "evidence", "folder")
+            if row.get(key)
+        }
+        run = client.create_run(experiment, run_name=row["point"], tags=tags).info.run_id
+        for key, value in row["overrides"].items():
+            client.log_param(run, key, value)
+        for name, value in row["metrics"].items():
+            if value is not None:
+                client.log_metric(run, name, value)
+        client.set_terminated(run)
+
+    return track
