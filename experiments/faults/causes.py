@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from pdsim.hardware.costs import Engine
+from pdsim.hardware.costs import Collective, Engine
 from pdsim.hardware.machine import Machine
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
 from pdsim.serving.workload import Request
@@ -49,6 +50,7 @@ class Scenario:
     limit: float
     machine: Machine
     engine: Engine
+    collective: Collective | None  # with which context-parallel ranks gather
     text: str  # what it is, in one line
 
 
@@ -212,6 +214,16 @@ class Causes:
         for prefill, decode, status in value["probes"] if value else ():
             if status != "ok" and not {prefill, decode} & dead:
                 yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
+
+    def sent_wrongly(self) -> Iterator[str]:
+        """Yield each request that was sent out more often than it may be, in one room twice, or without a loss."""
+        for number, past in enumerate(self._histories):
+            rooms = [room for _, room, *_ in past.tries]
+            if len(set(rooms)) < len(rooms) or len(rooms) > self._scenario.job.retries + 1:
+                yield f"request {number} was sent out in rooms {rooms}, with {self._scenario.job.retries} retries"
+            for (at, room, *pair), (again, *_) in pairwise(past.tries):
+                if not any(self._is_out(instance, at, again) for instance in pair):
+                    yield f"request {number} was sent out anew, and neither of {pair} was lost in room {room}"
 
     def _lost(self, status: str, past: History) -> bool:
         if re.search(r"no \w+ instance is left", status):

@@ -20,13 +20,14 @@ from experiments import serve
 from experiments.faults.causes import Causes, Scenario
 from pdsim.compute.forward import Compute
 from pdsim.config import Config
-from pdsim.hardware.costs import Engine, EngineModel
+from pdsim.hardware.costs import Collective, CollectiveModel, Engine, EngineModel
 from pdsim.hardware.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.kv.allgather import MEMORIES
 from pdsim.kv.pages import ORDERS
 from pdsim.kv.policy import Policy, Staging
 from pdsim.models.llm import Hybrid, Llm, Parallel, Side
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
-from pdsim.serving.settings import HostCosts, Kv, SchedulerLimits
+from pdsim.serving.settings import Cache, HostCosts, Kv, SchedulerLimits
 from pdsim.serving.workload import Request, stream
 from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.sim.model import Model
@@ -65,6 +66,8 @@ KINDS = {
     "pulls": "decode reads from prefill; some leases end early",
     "engines": "other orders, threads, queues and reads",
     "routes": "other routing policies, unknown output lengths, fewer retries",
+    "gathers": "context-parallel ranks gather the KV of each forward, on memory of three kinds",
+    "caches": "prompts begin alike; prefix caches on either side, with eviction, host memory and early sends",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -140,6 +143,17 @@ _WIDE_SIDES = (
     (Side(tp=1, instances=3), Side(tp=1, instances=3)),
     (Side(tp=1, cp=2, instances=2), Side(tp=2, instances=2)),
 )
+_GATHER_SIDES = (
+    (Side(tp=1, cp=2), Side(tp=2)),
+    (Side(tp=2, cp=2), Side(tp=1)),
+    (Side(tp=1, cp=4), Side(tp=1, instances=2)),
+    (Side(tp=1, cp=2, instances=2), Side(tp=2)),
+)
+_LINES = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=2e-5, rate=2e6)
+_LIBRARY = Collective(
+    name="trial", implementation="trial", plain=_LINES, symmetric=_LINES, pool=1 << 14, grow_latency=1e-4,
+    grow_rate=1e9, timeout=60.0,
+)  # fmt: skip
 _MESSAGE_POLICIES = (  # which tell of arrivals and metadata by messages
     Policy(metadata="control", notify="message"),
     Policy(queues=2, metadata="control", notify="poll"),
@@ -184,6 +198,10 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         config = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
     if "nodes" in kinds:
         config = _two_nodes(config)
+    if gathers := "gathers" in kinds and not {"caches", "held"} & set(kinds):  # whose first pages are not gathered
+        config = _gathering(config, chosen("gathers", _GATHER_SIDES), random("gathers.memory"))
+    if "caches" in kinds and config.model.hybrid is not None:  # a prefix cache keeps no state beside KV
+        config = replace(config, model=_LLM)
     asks = config.parallel.prefill.dp > 1 and random("query").random() < 0.5
     job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry, chosen("policies", _MESSAGE_POLICIES) if "policies" in kinds else None)
@@ -202,6 +220,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         job = replace(job, handoff=replace(job.handoff, slices="plane"))
     if "full" in kinds:
         engine = _full_queue(engine, random("full"))
+    if "caches" in kinds:
+        job, requests = _cached(job, requests, random("caches"))
     if "scatter" in kinds:
         prefill_pages, decode_pages = _pools(job, random("scatter"), 1.5)
         job = replace(job, prefill_pages=prefill_pages, decode_pages=decode_pages)
@@ -215,7 +235,9 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     ends = [each.end for each in (*faults.slow, *faults.squeezes, *faults.absences)]
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *ends]) + DEADLINE
     specs = serve.specs(config, job, requests)
-    if "held" in kinds and job.engine.handoff == "push":  # what a reader holds has no contents to compare
+    if (
+        "held" in kinds and job.engine.handoff == "push" and not job.cache.decode
+    ):  # what a reader holds has no contents to compare
         specs = [_holding(spec) for spec in specs]
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
@@ -236,6 +258,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         limit=80.0 + calm,
         machine=machine,
         engine=engine,
+        collective=_LIBRARY if gathers else None,
         text=text,
     )
 
@@ -256,10 +279,11 @@ def attempt(scenario: Scenario) -> Tried:
         faults=scenario.faults,
         limit=scenario.limit,
         observer=checks,
+        collective=scenario.collective,
     )
     outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
-    violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome))
+    violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly())
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
 
@@ -546,6 +570,34 @@ def _routed(job: Deployment, random: np.random.Generator) -> Deployment:
     # A routing policy that needs no cache, and retries from none to three.
     policy, unknown, retries = random.random(3).tolist()
     return replace(job, policy=_ROUTES[int(4 * policy)], output_known=unknown < 0.5, retries=int(4 * retries))
+
+
+def _gathering(config: Config, sides: tuple[Side, Side], random: np.random.Generator) -> Config:
+    # On *sides*, unless prefill has context-parallel ranks already.
+    if config.parallel.prefill.cp == 1:
+        config = replace(config, parallel=Parallel(prefill=sides[0], decode=sides[1]))
+    memory = MEMORIES[int(random.integers(len(MEMORIES)))]
+    return replace(config, collective=_LIBRARY, kv=replace(config.kv, gather=memory))
+
+
+def _cached(
+    job: Deployment, requests: Sequence[Request], random: np.random.Generator
+) -> tuple[Deployment, list[Request]]:
+    # Prompts of one to four texts, each request the beginning of one, and a cache on at least one side.
+    side, radix, scheduled, early, host, limit, texts = random.random(7).tolist()
+    tokens = _LONGEST[0]
+    cache = Cache(
+        prefill=side < 0.7,
+        decode=side > 0.4,
+        eviction="radix" if radix < 0.5 else "block",
+        found="scheduled" if scheduled < 0.3 else "computed",
+        early=early < 0.5 and scheduled >= 0.3,  # what is only scheduled cannot be sent yet
+        host=int(2 * tokens * host) if host > 0.5 and side < 0.7 else 0,
+        limit=int(2 * tokens * limit) if limit > 0.7 else 0,
+    )
+    which = 1 + (random.random(len(requests)) * (1 + int(4 * texts))).astype(int)
+    alike = [request._replace(hash_ids=(text,)) for request, text in zip(requests, which.tolist(), strict=True)]
+    return replace(job, cache=cache, staging=None if cache.decode else job.staging), alike
 
 
 _CHANGES = {"limits": _limited, "grows": _growing, "hosts": _hosted, "pulls": _pulled, "routes": _routed}

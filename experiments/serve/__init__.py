@@ -289,6 +289,8 @@ def _gather(config: Config) -> CpGather | None:
 
 
 def _check_cache(config: Config, job: Deployment) -> None:
+    if config.cache.early and config.cache.found == "scheduled":
+        raise ValueError("cache.early sends pages at once, and those of cache.found=scheduled are not computed yet")
     if config.cache.host and config.target != "model":
         raise ValueError("cache.host has target=model; leave it at 0")
     if job.shape.state.mamba or job.shape.state.window:

@@ -60,8 +60,11 @@ class Contents:
         self.layout = layout
         self.marks: Callable[[int, range], npt.NDArray[np.uint64]] | None = None
         """Says by which chunk each of some tokens of a room was computed, if bytes are to carry that too."""
-        self.computed: Callable[[int], int] | None = None
-        """Says how many tokens of a room are computed here, if no others are to be written."""
+        self.computed: Callable[[int], range] | None = None
+        """Says which tokens of a room are computed here, whole pages of others before them, if no others are to be
+        written."""
+        self.prompt: Callable[[int], int] | None = None
+        """Says by which number the tokens of a room go, if several rooms may share the pages of one prompt."""
         self.gathered = False
         """Whether keys and values are stored by `store`, as ranks gather them, and not by `fill`."""
         self._buffer = buffer
@@ -74,6 +77,14 @@ class Contents:
         """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
         if not self.gathered:
             self._fill(self._kv, 0, room, pages, first_token)
+
+    def fill_again(self, room: int, pages: Pages, first_token: int) -> None:
+        """Write into *pages* what `fill` does, also what others have computed, and index rows of those tokens."""
+        own, self.computed = self.computed, None
+        for number, table in enumerate(self.layout.tables):
+            if table.component in ("kv", "index"):
+                self._fill(table, max(0, number - 1), room, pages, first_token)
+        self.computed = own
 
     def token_rows(self, room: int, plane: int, tokens: range) -> Bytes:
         """Return the rows of *tokens* in the *plane*-th plane of keys and values: uint8 of shape (token, row)."""
@@ -150,7 +161,10 @@ class Contents:
     def _fill(self, table: PageTable, number: int, room: int, pages: Pages, first_token: int) -> None:
         for plane, offset, tokens in _stretches(table, pages, first_token):
             if self.computed is not None and table.tensor is None:
-                tokens = range(tokens.start, min(tokens.stop, self.computed(room)))
+                own = self.computed(room)
+                first = max(tokens.start, own.start)
+                offset += (first - tokens.start) // table.tokens * table.item
+                tokens = range(first, min(tokens.stop, own.stop))
             if tokens:
                 rows = self._rows(table, number, room, plane, tokens)
                 for start, piece in self._pieces(table, offset, rows):
@@ -171,6 +185,7 @@ class Contents:
         if table.tensor is not None:
             return _slot(table.tensor, self.layout.tp, self._tp_rank, (room, number, plane))
         heads = (_INDEX,) if table.component == "index" else self._heads
+        room = room if self.prompt is None else self.prompt(room)
         marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
         return _token_rows(heads, table.item // table.tokens, room, plane, tokens, marks)
 

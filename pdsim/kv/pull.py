@@ -222,7 +222,8 @@ class KvReader:
     def _complete(self, room: _ReadRoom) -> None:
         request = room.request
         pages = first(request.pages, request.source)
-        reason = self.pool.verify(request.room, request.input, pages, request.state)
+        held = -(-request.input // self.layout.page_size) - sum(count for _, count in request.source)
+        reason = self.pool.verify(request.room, request.input, pages, request.state, held)
         if reason:
             self._fail(room, MessageError(reason), "")
             return

@@ -199,6 +199,7 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._next: Forward | None = None
+        self._begun: list[int] = []  # failed rooms of it, which ranks hear of when it has begun
         self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
         self._ends = 0.0
         self._held_up = 0.0  # seconds that the requests which the next forward begins hold it up
@@ -288,9 +289,15 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
                 self._queue.remove(room)
             if room.has_pages:
                 self.pages.quarantined.add(number)
-            self.engine.send(self.engine.followers, Abort(number))
-            self.mover.sender.abort(number)
+            if self._next is not None and self.job.cache.found == "scheduled":
+                self._begun.extend(chunk.room for chunk in self._next.chunks if chunk.room == number)
+            if number not in self._begun:
+                self._abort_on_ranks(number)
             self.wake()
+
+    def _abort_on_ranks(self, number: int) -> None:
+        self.engine.send(self.engine.followers, Abort(number))
+        self.mover.sender.abort(number)
 
     def forget(self, number: int) -> None:
         """End a room: nothing of it moves any more on any rank, so what it has here is free."""
@@ -325,9 +332,15 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
             yield self._idle
             return
         if self.pages.to_host or self.pages.from_host:
+            self._next = forward
             yield self._offloaded()
+            wanted, self._next = self._still_wanted(forward), None
+            assert wanted is not None
+            forward = wanted
         engine.send(engine.followers, forward)
         computed = self.worker.compute(forward)
+        while self._begun:
+            self._abort_on_ranks(self._begun.pop())
         if self.job.engine.noticed == "prefill":
             self.clock.call_at(self.clock.now + self.host.costs.launch, self.handoff.look, None)
         if self.job.engine.ahead:
@@ -364,9 +377,10 @@ class PrefillScheduler(InstanceScheduler[PrefillRequest, BlockManager, PrefillLe
         return self.worker.offload(message)
 
     def _still_wanted(self, forward: Forward | None) -> Forward | None:
-        # No rank had heard of it, so none waits for it before the pages of a failed room are free.
-        if forward is None:
-            return None
+        # No rank had heard of it, so none waits for it before the pages of a failed room are free.  Where others may
+        # have found those pages, as they were scheduled, they are computed all the same.
+        if forward is None or self.job.cache.found == "scheduled":
+            return forward
         wanted = {number for number, room in self.rooms.items() if not room.failed}
         kept = [number for number, chunk in enumerate(forward.chunks) if chunk.room in wanted]
         if len(kept) == len(forward.chunks):
@@ -510,9 +524,12 @@ class PrefillWorker:
         self.posts = PostingHost(job.engine.prefill, job.engine.variation, job.seed, f"{engine.instance}.send")
         self.launching: Callable[[float], float] | None = None  # of the rank that schedules
         self._passed = [0.0] * job.prefill.at(engine.index).pp  # when each earlier stage ends its last forward
+        self._gathering: Event | None = None  # of the last forward that is gathered or has been
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `_worked` was called
         self._unposted: deque[tuple[tuple[Chunk, ...], bool]] = deque()  # of forwards that have ended
+        self._unsent: deque[Forward] = deque()  # that have begun, and whose chunks have not all been sent
+        self._early: list[Forward] = []  # of these, those whose cached pages wait for the chunks before them
         engine.works.append(self._worked)
         offload = engine.current(lambda _, message: self.offload(message))
         engine.handlers |= {Forward: engine.current(lambda _, message: self.compute(message)), Offload: offload}
@@ -536,6 +553,7 @@ class PrefillWorker:
         """
         self.mover.sender.expect((*message.cached, *message.chunks))
         self._computing += 1
+        self._unsent.append(message)
         clock = self.engine.clock
         begin = clock.now
         stage_seconds = message.seconds + self.engine.job.gather_seconds(sum(message.tokens))
@@ -567,8 +585,20 @@ class PrefillWorker:
         elif message.tokens:
             forward = self._routed(forward, message)
         if message.cached or engine.job.layerwise:  # a process calls this, and workers are woken by callbacks only
-            engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self.mover.started, begun), message)
+            engine.clock.call_at(engine.clock.now, lambda begun: engine.guard(self._started, begun), message)
         return forward
+
+    def _started(self, message: Forward) -> None:
+        # Another rank may have sent the chunks before by now, and all send in one order.
+        if message is self._unsent[0] or self.engine.job.layerwise:
+            self.mover.started(message)
+        else:
+            self._early.append(message)
+
+    def _sent(self) -> None:
+        self._unsent.popleft()
+        if self._early and self._early[0] is self._unsent[0]:
+            self.mover.started(self._early.pop(0))
 
     def _routed(self, forward: Event, message: Forward) -> Event:
         exchange, tokens = self.engine.job.prefill_time.exchange, sum(message.tokens)
@@ -576,7 +606,11 @@ class PrefillWorker:
         return self.engine.clock.all_of([forward, *travelling])
 
     def _gathered(self, message: Forward, computed: Event, done: Event) -> Program:
+        # All ranks gather in one order, also those that hear of a forward before another has gathered the last.
+        before, self._gathering = self._gathering, done
         yield computed
+        if before is not None and not before.processed:
+            yield before
         assert self.engine.gather is not None
         try:
             yield from self.engine.gather.run(message)
@@ -594,6 +628,7 @@ class PrefillWorker:
         if not turns:
             if not self._unposted:
                 self.mover.computed(message.chunks, True)
+                self._sent()
                 return
             turns = [clock.now]  # after a pause, posts whose turn has passed are still to come
         pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
@@ -605,3 +640,5 @@ class PrefillWorker:
         chunks, last = self._unposted.popleft()
         if not self.engine.has_ended:
             self.engine.guard(self.mover.computed, chunks, last)
+            if last:
+                self._sent()

@@ -17,11 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.kv.contents import Contents
-from pdsim.kv.pages import Pages
+from pdsim.kv.messages import Submit
+from pdsim.kv.pages import Pages, after
 from pdsim.serving.prefill import PrefillWorker
 from pdsim.serving.router import Router
 
 __all__ = ["ComputedChecker", "window_differs"]
+
+
+PROMPTS = 0xF000
+"""The first number of shared prompts, above those of rooms."""
 
 
 class _ChunkSpan(NamedTuple):
@@ -40,6 +45,9 @@ class ComputedChecker:
         self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
         self._planned: dict[tuple[str, int, int], tuple[int, int]] = {}  # by leader, room and chunk: done, and new
         self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, of forwards that have begun
+        self._schedulers: dict[str, Any] = {}  # by instance, of its last incarnation
+        self._ranks: dict[str, dict[str, Any]] = {}  # by instance and name
+        self._prompts: dict[int, int] = {}  # by room
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this incarnation
 
     def joined(self, member: Any) -> None:
@@ -48,24 +56,45 @@ class ComputedChecker:
             return
         prefill = isinstance(member.worker, PrefillWorker)
         contents: Contents = (member.mover.sender if prefill else member.mover.receiver).pool.contents
-        contents.marks = self._marks
+        if member.job.cache.prefill or member.job.cache.decode:  # then a page may be of another room's chunk
+            contents.prompt = self._prompts.__getitem__
+        else:
+            contents.marks = self._marks
         if not prefill:
             return
         name, worker, scheduler = member.rank.name, member.worker, member.scheduler
         self._done[name] = {}
+        self._ranks.setdefault(name.partition(".")[0], {})[name] = member
         if scheduler is not None:
+            self._schedulers[name.partition(".")[0]] = scheduler
+            if scheduler.job.cache.host:
+                pool = scheduler.pages.pool
+                pool.reuse = partial(self._reuse, member, pool.reuse)
             scheduler.iteration_seconds = partial(self._timed, name, scheduler.iteration_seconds)
             scheduler.next_forward = partial(self._chosen, name, scheduler.next_forward)
-        worker.compute = partial(self._compute, name, worker.compute)
-        contents.computed = partial(self.computed, name)
+        worker.compute = partial(self._compute, member, worker.compute)
+        contents.computed = partial(self._own, name)
+
+    def submitted(self, request: Submit) -> None:
+        """Note which prompt *request* has: rooms whose blocks begin alike have the same tokens."""
+        blocks = request.hints.blocks if request.hints is not None else ()
+        self._prompts[request.room] = PROMPTS + blocks[0] if blocks else request.room
+
+    def _own(self, rank: str, room: int) -> range:
+        # Without what it has from a cache, which others have left there.
+        spans = self._spans.get(room)
+        return range(spans[0].start if spans else 0, self.computed(rank, room))
 
     def computed(self, rank: str, room: int) -> int:
         """Return how many tokens of *room*, from its first, *rank* has computed."""
         return self._done[rank].get(room, 0)
 
-    def check(self, verb: str, rank: str, room: int, tokens: int) -> None:
-        """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says."""
-        done = self.computed(rank, room) if rank in self._done else tokens
+    def check(self, verb: str, rank: str, room: int, tokens: int, cached: int = 0) -> None:
+        """Check that *rank* has computed the first *tokens* tokens of *room*, which are touched as *verb* says.
+
+        The first *cached* ones another room has computed: their contents say whether it has.
+        """
+        done = max(cached, self.computed(rank, room)) if rank in self._done else tokens
         if done < tokens:
             what = f"room {room} {verb} {rank} up to token {tokens}, of which {done} are computed there"
             self._report("I10", what)
@@ -83,13 +112,14 @@ class ComputedChecker:
                 self._planned[leader, chunk.room, chunk.index] = piece
         return forward
 
-    def _compute(self, rank: str, compute: Callable[[Any], Any], message: Any) -> Any:
+    def _compute(self, member: Any, compute: Callable[[Any], Any], message: Any) -> Any:
+        rank = member.rank.name
         for chunk in message.chunks:
             piece = self._planned.pop((rank, chunk.room, chunk.index), None)
             if piece is not None:
                 self._plan(chunk.room, _ChunkSpan(chunk.index, piece[0], sum(piece)))
         forward = compute(message)
-        forward.callbacks.insert(0, lambda _: self._ended(rank, message))  # before what is computed is sent
+        forward.callbacks.insert(0, lambda _: self._ended(member, message))  # before what is computed is sent
         return forward
 
     def _plan(self, room: int, span: _ChunkSpan) -> None:
@@ -100,12 +130,39 @@ class ComputedChecker:
             self._report("I10", what)
         spans.append(span)
 
-    def _ended(self, rank: str, message: Any) -> None:
-        done = self._done[rank]
+    def _ended(self, member: Any, message: Any) -> None:
+        # A forward writes whether or not its rooms are still wanted: they must have their pages yet.
+        done = self._done[member.rank.name]
         for chunk in message.chunks:
             for span in self._spans.get(chunk.room, ()):
                 if span.chunk == chunk.index:
                     done[chunk.room] = max(done.get(chunk.room, 0), span.end)
+                    self._write(member, chunk.room, span.start)
+
+    def _write(self, member: Any, room: int, start: int) -> None:
+        scheduler, page_size = self._schedulers[member.rank.name.partition(".")[0]], member.job.page_size
+        if scheduler.engine.incarnation != member.incarnation or not member.rank.device.holds_bytes:
+            return
+        pages = scheduler.pages.pool.owners.get(room)
+        if pages is None:
+            self._report(
+                "I3", f"the forward of room {room} on {member.rank.name} ends when it has no pages any more"
+            )
+        else:
+            member.mover.contents.fill(room, after(pages, start // page_size), start // page_size * page_size)
+
+    def _reuse(self, member: Any, reuse: Callable[..., Any], room: int, count: int, keys: Any) -> Any:
+        given, pool = reuse(room, count, keys), member.scheduler.pages.pool
+        if given is not None and pool.loaded:  # they come from host memory before the forward
+            first, page_size = given[1] - pool.loaded, member.job.page_size
+            for other in self._ranks[member.rank.name.partition(".")[0]].values():
+                lives = other.rank.endpoint.ended is None and other.rank.device.holds_bytes
+                if lives and other.incarnation == member.incarnation:
+                    back = [page for start, size in given[0] for page in range(start, start + size)][
+                        first : given[1]
+                    ]
+                    other.mover.contents.fill_again(room, tuple((page, 1) for page in back), first * page_size)
+        return given
 
     def _marks(self, room: int, tokens: range) -> npt.NDArray[np.uint64]:
         marks = np.zeros(len(tokens), np.uint64)

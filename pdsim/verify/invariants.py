@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from math import isinf
 from typing import Any, NamedTuple
 
 from pdsim.core.errors import MessageError
@@ -26,6 +27,7 @@ from pdsim.kv.messages import (
     TransferDone,
     decode,
 )
+from pdsim.kv.pages import Pages, after
 from pdsim.kv.pull import KvReader, KvSource
 from pdsim.kv.push import KvSender
 from pdsim.kv.receiver import KvReceiver
@@ -53,6 +55,8 @@ INVARIANTS = {
     "I8": "At the end no pages, slots, ring bytes, regions or outstanding tokens are left; no container has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
     "I10": "Prefill sends only what finished forwards have computed.",
+    "I11": "A request is sent out anew only after a loss, in another room, and no more often than it may be.",
+    "I12": "When pages leave quarantine, a scheduler whose requests wait looks at them at once.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -68,7 +72,7 @@ _ORDERED: dict[type, tuple[str, ...]] = {
 class Violation(NamedTuple):
     """An invariant that did not hold, when and how."""
 
-    invariant: str  # "I1" to "I10"
+    invariant: str  # "I1" to "I12"
     at: float  # seconds after the start
     what: str
 
@@ -99,7 +103,8 @@ class InvariantChecker(Observer):
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | ReadRequest] = {}
-        self._preempted: set[int] = set()  # their pages are others than their targets' since
+        self._pages: dict[int, Pages] = {}  # of rooms that have others than their targets', all of them
+        self._preempted: dict[int, int] = {}  # rooms out of the batch: first pages that they found cached since
         self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each incarnation of a rank: what it took up
         self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
@@ -122,12 +127,15 @@ class InvariantChecker(Observer):
         if isinstance(member, Router):
             return
         scheduler: Any = member.scheduler
+        if scheduler is not None:
+            scheduler.forget = partial(self._freed, member, scheduler.forget)
         if isinstance(member.scheduler, DecodeScheduler):
             if isinstance(member.mover.receiver, KvReceiver):
                 scheduler.poll = partial(self._polled, member, scheduler.poll)
             scheduler.batch.join = partial(self._entered, member, scheduler.batch.join)
             preemption = scheduler.preemption
-            preemption.preempt = partial(_note, self._preempted, preemption.preempt)
+            preemption.preempt = partial(self._preempt, preemption.preempt)
+            preemption._resume = partial(self._resumed, preemption._resume)
         order: list[tuple[Any, ...]] = []
         self._orders.append((member, order))
         part = member.mover.sender if isinstance(member.worker, PrefillWorker) else member.mover.receiver
@@ -178,11 +186,12 @@ class InvariantChecker(Observer):
         statuses: Iterable[str],
         explained: Callable[[int, str], bool] = lambda _, __: False,
         unrecovered: Iterable[str] = (),
+        sent_wrongly: Iterable[str] = (),
     ) -> list[Violation]:
         """Return all violations, also of the requests whose *statuses* the router kept.
 
         *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
-        tells of pairs that did not serve when they should have (I9).
+        tells of pairs that did not serve when they should have (I9), *sent_wrongly* of requests (I11).
         """
         for number, status in enumerate(statuses):
             if not status:
@@ -191,6 +200,8 @@ class InvariantChecker(Observer):
                 self._report("I5", f"request {number} ended without a cause: {status}")
         for what in unrecovered:
             self._report("I9", what)
+        for what in sent_wrongly:
+            self._report("I11", what)
         self._check_order()
         return self.violations
 
@@ -219,6 +230,7 @@ class InvariantChecker(Observer):
     def _on_submit(self, _: str, message: Submit) -> None:
         self._leftovers.begin()
         self._rooms[message.room] = message
+        self._computed.submitted(message)
 
     def _on_target(self, _: str, message: Destination) -> None:
         self._targets[message.room] = message
@@ -236,15 +248,20 @@ class InvariantChecker(Observer):
     def _compare(self, room: int, when: str) -> None:
         request, target = self._rooms[room], self._targets[room]
         held = 0 if isinstance(target, ReadRequest) else target.held
+        pages, state = target.pages, target.state
         if room in self._preempted:
-            return  # KV that was computed again or came back from host memory has no contents
+            return  # its KV is not here again yet
         for name, member in _in_incarnation(self._members, request.decode):
             contents: Contents = member.mover.receiver.pool.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
-            reason = contents.verify(room, target.pages, request.input, held)
-            reason = reason or contents.verify_state(room, target.state, request.input, held)
-            reason = reason or window_differs(contents, room, target.state, request.input)
+            if room in self._pages:
+                pages, held = self._pages[room], 0
+                components = zip(contents.layout.shape.state.components, target.state, strict=False)
+                state = tuple(pages if component == "index" else rows for component, rows in components)
+            reason = contents.verify(room, pages, request.input, held)
+            reason = reason or contents.verify_state(room, state, request.input, held)
+            reason = reason or window_differs(contents, room, state, request.input)
             if reason:
                 self._report("I2", f"{name} {when}: {reason}")
 
@@ -267,8 +284,29 @@ class InvariantChecker(Observer):
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
         if number in self._targets and self._rooms[number].decode == leader.incarnation:
+            cached = self._preempted.pop(number, None)
+            if cached is not None or leader.job.cache.decode:
+                self._pages[number] = leader.scheduler.pages.pool.owners[number]
+            if cached is not None:
+                self._compute_again(leader, number, cached)
             self._compare(number, "when decoding begins")
         join(number, *more)
+
+    def _preempt(self, preempt: Callable[[int], Any], number: int) -> Any:
+        self._preempted[number] = 0
+        return preempt(number)
+
+    def _resumed(self, resume: Callable[[Any], None], room: Any) -> None:
+        resume(room)
+        if room.recomputed:  # so far by what was cached
+            self._preempted[room.request.room] = room.recomputed
+
+    def _compute_again(self, leader: Any, number: int, cached: int) -> None:
+        # What a modelled step leaves in the new pages, or a copy from host memory; rows of state have stayed.
+        for _, member in _in_incarnation(self._members, leader.incarnation):
+            if member.rank.device.holds_bytes:
+                contents: Contents = member.mover.receiver.pool.contents
+                contents.fill_again(number, after(self._pages[number], cached // contents.layout.page_size), cached)
 
     # --- I7 ---
 
@@ -297,6 +335,19 @@ class InvariantChecker(Observer):
                         self._report("I7", f"{one} took up {mine} where {two} took up {its}")
                         break
 
+    # --- I12 ---
+
+    def _freed(self, member: Any, forget: Callable[[int], None], number: int) -> None:
+        scheduler = member.scheduler
+        held = number in scheduler.pages.pool.owners
+        forget(number)
+        if isinstance(scheduler, DecodeScheduler):
+            asleep = isinf(scheduler._due) and not scheduler.waits()
+        else:
+            asleep = scheduler._idle is not None and not scheduler._idle.triggered
+        if held and asleep and scheduler._queue and not member.has_ended:
+            self._report("I12", f"{member.rank.name} sleeps when room {number} is free, and others wait")
+
     # --- I8 ---
 
     def _on_stop(self, *_: Any) -> None:
@@ -320,8 +371,3 @@ def _in_incarnation(members: Mapping[str, Any], incarnation: str) -> Iterator[tu
     for name, member in members.items():
         if not isinstance(member, Router) and member.incarnation == incarnation:
             yield name, member
-
-
-def _note(rooms: set[int], call: Callable[[int], Any], number: int) -> Any:
-    rooms.add(number)
-    return call(number)

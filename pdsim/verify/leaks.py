@@ -23,13 +23,13 @@ __all__ = ["LeakChecker"]
 
 _NOT_STATE = frozenset(
     {"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"}
-    | {"host", "posts", "_variation"}
+    | {"host", "posts", "_variation", "hits", "host_hits"}
 )
 """Attributes that are not counted: not the protocol's own, statistics, drawn ahead, or remembered for longer than a
 scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
-_POOLS = frozenset({"_starts", "_counts", "_free", "unused"})
-"""Lists of what is free; how much that is says what is owned."""
+_POOLS = frozenset({"_starts", "_counts", "_free", "unused", "_cached", "_idle", "_nodes", "_host"})
+"""Lists of what is free, also of pages that keep a prefix; how much that is says what is owned."""
 
 _NUMBERED = frozenset({"_fences"})
 """Tables whose keys are numbers of something else than rooms."""
@@ -75,6 +75,9 @@ class LeakChecker:
         grown = _regions(member) - self._regions.get(name, 0)
         if grown > 0:
             self._report("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+        for peer, connection in getattr(member.rank.endpoint, "_connections", {}).items():
+            if left := connection.send_queue.outstanding:
+                self._report("I8", f"{name}: {left} descriptors are outstanding to {peer} when all is over")
         if isinstance(member, Router):
             for instance, tokens in {**member.registry.prefills.load, **member.registry.decodes.load}.items():
                 if tokens:

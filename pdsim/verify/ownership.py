@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.kv.layout import AUX_ROWS, REGION, STAGING, KvLayout, PageTable
-from pdsim.kv.pages import Pages
+from pdsim.kv.pages import Pages, PrefixPagePool
 from pdsim.kv.push import KvSender
 from pdsim.serving.handoff.push import PushDecodeLeader, PushPrefillLeader
 from pdsim.serving.prefill import PrefillWorker
@@ -102,6 +102,10 @@ class OwnershipChecker:
             if inside.any():
                 pool = _pool(leader, table)
                 foreign = _rows(table, offsets[inside], sizes[inside]) - _numbers(pool.get(room, ()))
+                if verb == "landed on" and isinstance(leader.scheduler.pages.pool, PrefixPagePool):
+                    known = {page.page for page in leader.scheduler.pages.pool._cached.values()}
+                    if known & _rows(table, offsets[inside], sizes[inside]):
+                        self._report("I3", f"room {room} {verb} pages of {rank} that are a known prompt's")
                 if foreign:
                     owners = (owner for owner, rows in pool.items() if min(foreign) in _numbers(rows))
                     owner = next((f"room {owner}'s" for owner in owners), "nobody's")
@@ -127,7 +131,7 @@ class OwnershipChecker:
                 if row in rows
             ]
             tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
-        self._computed.check(verb, rank, room, tokens)
+        self._computed.check(verb, rank, room, tokens, leader.scheduler.hits.get(room, 0))
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]

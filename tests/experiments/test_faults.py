@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import psutil
 import pytest
 from msgspec.structs import replace as changed
 
-from experiments.faults import FaultsOptions, run
+from experiments.faults import FaultsOptions, run, scenario
 from experiments.faults.scenario import KINDS, RARE, attempt, draw
 from experiments.faults.trials import CRASH, CampaignParts, FaultTrial, shrunk, tries
+from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
 from pdsim.core.progress import silent
 from pdsim.kv.policy import Policy, Staging
@@ -142,10 +143,17 @@ def takes_its_own(self: PrefillWorker, message: Any) -> None:
         clock.call_at(when, lambda posts: self.mover.computed(*posts), (chunks, number == len(turns)))
     if not turns:
         self.mover.computed(message.chunks, True)
+    self._sent()
 
 
 def takes_any(original: Any, self: Any, sender: str, message: Any) -> None:
     original(self, sender, changed(message, incarnation=self.engine.incarnation))
+
+
+def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: Any) -> Any:
+    yield computed
+    yield from self.engine.gather.run(message)
+    fire(done)
 
 
 DEFECTS = [
@@ -155,6 +163,12 @@ DEFECTS = [
     (339, 3, "aborts edges hosts", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
     # D15: ranks of an instance wrote two rooms in different orders, and a reader learned of a last chunk first
     (462, 4, "delays hosts shuffle", (PrefillWorker, "_computed", takes_its_own), "I7"),
+    # pages of an aborted room were free while its forward waited for others from host memory
+    (1752, 12, "aborts pulls caches", (PrefillScheduler, "_still_wanted", lambda _, forward: forward), "I3"),
+    # a follower sent cached pages before the chunks of the forward before, its leader after them
+    (75, 12, "edges hosts caches", (PrefillWorker, "_started", lambda self, it: self.mover.started(it)), "I7"),
+    # two forwards of a later stage gathered at a time, and not in one order on all ranks
+    (19, 2, "delays layouts gathers", (PrefillWorker, "_gathered", gathers_out_of_turn), "I5"),
     # D5: a message to an earlier incarnation left a room behind at a rank that was started again
     (6031, 39, "delays slow kills restarts", (PushDecode, "_arrive", takes_any), "I8"),
 ]
@@ -169,6 +183,27 @@ def test_a_fix_is_needed_where_it_was(seed: int, requests: int, kinds: str, chan
     assert not shown.run().violations
     with patched((change,)):
         assert shown.run().violations[0].invariant == invariant
+
+
+def drops_what_failed(self: PrefillScheduler, forward: Any) -> Any:
+    wanted = {number for number, room in self.rooms.items() if not room.failed}
+    return forward and changed(forward, chunks=tuple(each for each in forward.chunks if each.room in wanted))
+
+
+def test_a_scheduled_prompt_is_computed_though_its_room_fails(monkeypatch: pytest.MonkeyPatch):
+    """Others have found its pages by then."""
+    cached = scenario._cached
+
+    def scheduled(*arguments: Any) -> Any:
+        job, requests = cached(*arguments)
+        cache = replace(job.cache, prefill=True, found="scheduled", early=False)
+        return replace(job, cache=cache, engine=replace(job.engine, ahead=True)), requests
+
+    monkeypatch.setattr(scenario, "_cached", scheduled)
+    shown = FaultTrial(68, 8, 1.0, frozenset(KINDS) - {"aborts", "caches", "pulls", "edges"})
+    assert not shown.run().violations
+    with patched(((PrefillScheduler, "_still_wanted", drops_what_failed),)):
+        assert shown.run().violations[0].invariant == "I2"
 
 
 FIXED = [
@@ -218,14 +253,12 @@ NOT_DRAWN = {
     "handoff.pool, handoff.decode_cache": "where memory is and who may cache, which no model tells",
     "handoff.handover, handoff.notice, handoff.metadata_stall": "lengths of steps, which other times vary",
     "checked": "all contents are checked",
-    "gather": "memory of the gathers among context-parallel ranks, which only their times depend on",
     "kv_dtype": "bytes are drawn with the models",
     "engine.name, engine.scheduler_options, engine.measured_on, engine.sources": "words, options from outside",
     "engine.step_tokens": "is the chunk, which is drawn",
     "engine.mixed, engine.look": "of colocated engines alone",
     "engine.version": "names the settings that a release starts with, which are drawn one by one",
-    "layerwise, cache.prefill, cache.decode, cache.eviction, cache.found, cache.early, cache.host, cache.limit, "
-    "colocated": "contents cannot be checked: pdsim refuses or skips them with memory=tracked; tests/serving",
+    "layerwise, colocated": "contents are not checked: pdsim refuses or skips them with memory=tracked",
     "backend.path, backend.call, backend.descriptor, backend.latency, backend.rate, backend.line, "
     "backend.fresh_descriptor, backend.lanes, backend.ramp, backend.small, backend.workers, backend.by_option":
     "lengths of posting and of the wire, which other times of the scenario vary",

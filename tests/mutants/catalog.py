@@ -21,7 +21,8 @@ from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.core.errors import TransferFailed, TransferTimeout
+from pdsim.core.clock import fire
+from pdsim.core.errors import TransferError, TransferFailed, TransferTimeout
 from pdsim.hardware.machine import Interconnect
 from pdsim.kv import contents, layout, messages, pages, push
 from pdsim.kv.layout import HeadSlice
@@ -34,8 +35,9 @@ from pdsim.kv.push import GatherBuffers, KvSender, Queues
 from pdsim.kv.receiver import KvReceiver, Ring, StagingReceiver
 from pdsim.kv.rooms import Status
 from pdsim.models.llm import Side
-from pdsim.serving import router
-from pdsim.serving.decode import DecodeScheduler
+from pdsim.serving import block_manager, prefill, router
+from pdsim.serving.block_manager import DecodePages
+from pdsim.serving.decode import DecodeScheduler, Preemption
 from pdsim.serving.deployment import epoch_of, index_of, instance_of
 from pdsim.serving.handoff.pull import PullPrefillLeader
 from pdsim.serving.handoff.push import PushDecode, PushDecodeLeader
@@ -44,6 +46,7 @@ from pdsim.serving.prefill import PrefillScheduler, PrefillWorker
 from pdsim.serving.rank_process import EngineRank
 from pdsim.serving.settings import ServingEngine
 from pdsim.sim.endpoint import SimEndpoint
+from pdsim.sim.posting import SendQueue
 from pdsim.transfer import Transfer
 
 Change = tuple[Any, str, Any]
@@ -449,6 +452,55 @@ def fails_all(original: Any, self: router.Router, incarnation: str, reason: str,
         self._fail(request, reason)
 
 
+def known_at_once(original: Any, self: DecodePages, request: Any, held: int) -> Any:
+    given = original(self, request, held)
+    if given is not None and request.room not in self.pool._keys:
+        self.arrived(request.room)
+    return given
+
+
+def known_by_text(blocks: Any, tokens: int, page_size: int) -> list[int]:
+    return [blocks[0]] * (tokens // page_size)
+
+
+def keeps_asleep(original: Any, self: Any, number: int) -> None:
+    self.wake = nothing
+    original(self, number)
+    del self.wake
+
+
+def once_more(original: Any, self: router.Router, sender: str, message: Any) -> None:
+    kept = self.job
+    self.job = replaced(kept, retries=kept.retries + 1)
+    original(self, sender, message)
+    self.job = kept
+
+
+def remembers_its_pages(original: Any, self: Preemption, number: int) -> Any:
+    pages = self._pages.pool.owners[number]
+    room = original(self, number)
+    room.old = pages
+    return room
+
+
+def goes_on_in_its_old_pages(original: Any, self: Preemption, room: Any) -> None:
+    join = self._batch.join
+    number, pages = room.request.room, self._pages.pool.owners
+    self._batch.join = lambda *what: (pages.__setitem__(number, room.old), join(*what))
+    original(self, room, *())
+    self._batch.join = join
+
+
+def gathers_out_of_turn(self: PrefillWorker, message: Any, computed: Any, done: Any) -> Any:
+    yield computed
+    try:
+        yield from self.engine.gather.run(message)
+    except TransferError as error:
+        self.engine.fail(error)
+    else:
+        fire(done)
+
+
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
            ((push, "advance", lambda old, new: max(old, new)), (KvSender, "_broken", counted_as_done),
@@ -568,6 +620,31 @@ MUTANTS = (
            lambda s: s.job.prefill.size > s.job.decode.size, PULLED),
     Mutant("P4", "pages that a lost reader was reading never come back", "I8",
            ((PullPrefillLeader, "drop", nothing),), lost_and_back("decode"), PULLED),
+    Mutant("C1", "a prompt is known at decode when it has pages, whether or not it arrives", "I2",
+           ((DecodePages, "reserve", known_at_once),), lambda s: s.job.cache.decode),
+    Mutant("C2", "pages are known by their prompt, wherever in it they lie", "I2",
+           ((prefill, "page_keys", known_by_text), (block_manager, "page_keys", known_by_text)),
+           lambda s: s.job.cache.prefill or s.job.cache.decode),
+    Mutant("C3", "a rank sends cached pages before the chunks of the forward before", "I7",
+           ((PrefillWorker, "_started", lambda self, message: self.mover.started(message)),),
+           lambda s: s.job.cache.early and s.job.prefill.size > 1),
+    Mutant("C4", "a failed room's pages are free while its forward waits for those from host memory", "I3",
+           ((PrefillScheduler, "_still_wanted", lambda _, forward: forward),),
+           lambda s: s.job.cache.host > 0 and bool(s.cancels)),
+    Mutant("C5", "two forwards gather on one rank at a time", "I5",
+           ((PrefillWorker, "_gathered", gathers_out_of_turn),), lambda s: s.job.gather is not None and delayed(s)),
+    Mutant("C6", "a preempted request goes on in the pages that it had", "I2",
+           ((Preemption, "preempt", remembers_its_pages), (Preemption, "_resume", goes_on_in_its_old_pages)),
+           lambda s: s.job.engine.memory == "grow" and s.job.engine.preemption == "retract"),
+    Mutant("C7", "a request is sent out once more than it may be", "I11",
+           ((router.Router, "_dropped", once_more),), lambda s: len(s.kill) > 1),
+    Mutant("C8", "prefill is not woken when pages leave quarantine", "I12",
+           ((PrefillScheduler, "forget", keeps_asleep),), failing),
+    Mutant("C9", "decode is not woken when pages leave quarantine", "I12",
+           ((DecodeScheduler, "forget", keeps_asleep),), failing),
+    Mutant("C10", "a post that is given up keeps its place in the send queue", "I8",
+           ((SendQueue, "_leave", lambda original, self, posting: posting.aborted or original(self, posting)),),
+           lambda s: bool(s.engine.intra.depth) and failing(s)),
 )  # fmt: skip
 
 IMPOSSIBLE = {
