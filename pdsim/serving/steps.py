@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -269,8 +270,8 @@ class RunningBatch:
         self._host = costs or HostCosts()
         self._overlap = overlap
         self._variation = variation
-        self._bases = [0.0] + [self._iteration(time.step(batch)) for batch in range(1, limit + 1)]
-        self._costs = [time.context_of(batch) for batch in range(limit + 1)]
+        self._base = cache(lambda batch: self._iteration(time.step(batch)))  # of the batches that there are
+        self._cost = cache(time.context_of)
         self._sequence = time.sequence
         # a heap: step after which it is done, number, tokens at the end
         self._members: list[tuple[int, int, int]] = []
@@ -359,7 +360,7 @@ class RunningBatch:
             return math.inf
         if self._variation is not None:
             self._variation.forget(self._step)
-        self._span = self._spanned(now, self._bases[batch])
+        self._span = self._spanned(now, self._base(batch))
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
@@ -385,7 +386,7 @@ class RunningBatch:
         """
         if not self._overlap or not self._members or self._span is None:
             return max(start, until)
-        end = self._spanned(start, self._bases[len(self._members)]).end(1)
+        end = self._spanned(start, self._base(len(self._members))).end(1)
         return start + max(0.0, until - end)
 
     def first_step(self) -> float:
@@ -397,7 +398,7 @@ class RunningBatch:
         # Attention reads the context of all, or waits for the longest alone: which of both is known when members
         # change.
         batch, context = len(self._members), self._context
-        cost = self._costs[batch]
+        cost = self._cost(batch)
         if self._sequence:
             longest = max((tokens - (end - self._step) for end, _, tokens in self._members), default=0)
             if self._sequence * longest > cost * context:
