@@ -289,7 +289,7 @@ usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
 
   pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
   pdsim profile --from data/compute/h100.csv hw=8xh100    fit earlier measurements
-  pdsim profile --from DIR/h100_sxm --tables vllm:0.24.0 --compact h200_torch hw=8xh100 --name h100_vllm
+  pdsim profile --from h100_sxm --tables vllm:0.24.0 --compact h200_torch hw=8xh100 --name h100_vllm
 
 Measures matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps with and without
 CUDA graphs, in PyTorch.  Every second size and the whole steps are held out of the fit.  hw= gives the peak rates.
@@ -299,7 +299,8 @@ Options:
   --device cpu      on the processor, in small sizes, as a trial
   --gpus N          GPUs to use (default: all)
   --limit TIME      for all measurements, most valuable first (default: 110s)
-  --from FILE       fit these rows instead of measuring; or a GPU's folder of aiconfigurator's operator tables
+  --from FILE       fit these rows instead of measuring; or a folder of operator tables, or such as h100_sxm those of
+                    aiconfigurator-core (pdsim[operators])
   --tables E:V      engine and version of those tables (default: sglang:0.5.10)
   --compact NAME    keep the tables, thinned; norms and launches, which they lack, are those of compute=NAME
   --name NAME       name of the two files (default: the GPU's)

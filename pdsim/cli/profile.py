@@ -70,7 +70,7 @@ def profile(words: Sequence[str]) -> int:
     for option in ("--name", "--compact"):
         plain_name(option, asked.get(option, ""))
     compact, to = asked.get("--compact", ""), asked.get("--to", Path())
-    source: Path | None = asked.get("--from")
+    source = _installed(asked["--from"]) if "--from" in asked else None
     if compact and (source is None or not source.is_dir()):
         raise ConfigError("--compact needs --from DIR, a folder of systems/data of aiconfigurator-core")
     config = compose([*(word for word in overrides if not word.startswith("model=")), "experiment=serve"])
@@ -164,6 +164,20 @@ def _write_rows(path: Path, about: Mapping[str, str], rows: Rows) -> None:
     with whole_file(path, "--to") as file:
         file.write(text.getvalue().encode())
     print(f"profile: {path}")  # noqa: T201
+
+
+def _installed(source: Path) -> Path:
+    # A bare name, such as h100_sxm, is a folder of the tables of aiconfigurator-core.
+    if source.exists() or source.suffix or len(source.parts) > 1:
+        return source
+    found = find_spec("aiconfigurator_core")
+    if found is None or not found.origin:
+        raise ConfigError(f"--from {source}: no such file; pip install 'pdsim[operators]' brings tables of GPUs")
+    folder = Path(found.origin).parent / "systems" / "data"
+    if not (folder / source).is_dir():
+        known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
+        raise ConfigError(f"--from {source}: no such file, and aiconfigurator-core has tables of {known}")
+    return folder / source
 
 
 def read(path: Path) -> tuple[dict[str, str], Rows]:

@@ -133,3 +133,15 @@ def test_the_command_needs_a_folder_with_products(folder: Path):
         profile(["hw=8xh100", "--compact", "h200_torch"])
     with pytest.raises(ConfigError, match=r"gemm_perf\.parquet is not a file; name a folder of systems/data"):
         list(tables_of(folder, "sglang", "2.0"))
+
+
+def test_tables_of_a_gpu_that_nobody_has_are_refused():
+    with pytest.raises(ConfigError, match="--from h900_sxm: no such file"):
+        profile(["hw=8xh100", "--from", "h900_sxm", "--compact", "h200_torch"])
+
+
+def test_installed_tables_are_found_by_the_name_of_a_gpu(tmp_path: Path):
+    pytest.importorskip("aiconfigurator_core")  # pip install 'pdsim[operators]'
+    words = ["hw=8xl40s", "--from", "l40s", "--tables", "vllm:0.24.0", "--compact", "h200_torch", "--name", "mine"]
+    assert profile([*words, "--to", str(tmp_path)]) == 0
+    assert "systems/data/l40s" in (tmp_path / "mine.yaml").read_text()
