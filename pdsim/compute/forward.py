@@ -346,8 +346,9 @@ class OperatorForward:
             return None
         table = tables.read(self.kernels.table)
         return Lookup(
-            table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads
-        )
+            table, self.model, self._heads, self._kv_heads, self.kernels.imbalance, self.kernels.prefill_by_heads,
+            fused=self.graph_tokens > 0,
+        )  # fmt: skip
 
     def _prompts(self, tokens: int, sequences: int) -> float:
         # By a table, what depends on the tokens is one curve, and what on the sequences, the head, is kept: a call
@@ -380,7 +381,8 @@ class OperatorForward:
         if self.model.attention == "mla":  # projections, norms and quantisations: a dense layer's launches more
             eager += layers * kernels.layer_launch
         scaled = sum(one.times for one, dtype in self._products[kernels.absorbed_prefill] if dtype == "fp8")
-        return self.launch_factor * (eager + scaled * kernels.scale_launch)
+        apart = 0 if self.graph_tokens else scaled  # torch.compile fuses it
+        return self.launch_factor * (eager + apart * kernels.scale_launch)
 
     @cached_property
     def _attention_layers(self) -> int:

@@ -59,6 +59,7 @@ class Lookup:
     imbalance: str = "power_law_1.01"
     # latent attention of prefill is that of heads: keys of head_dim + rope_dim, values of head_dim
     by_heads: bool = False
+    fused: bool = False  # torch.compile scales activations in the norm or activation before a product
     _curves: dict[tuple[str, int, int, int], Curve] = field(default_factory=dict, repr=False)
     _prefill: dict[int, Curve] = field(default_factory=dict, repr=False)
     _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -97,15 +98,17 @@ class Lookup:
         """Return the seconds that scaling *rows* by *width* activations to 8 bits takes beside a product.
 
         vLLM's products were measured with the conversion by a constant scale; finding that of a row takes more
-        (aiconfigurator, ``collector/vllm/collect_gemm.py`` and ``collect_computescale.py``).
+        (aiconfigurator, ``collector/vllm/collect_gemm.py`` and ``collect_computescale.py``).  Where both are *fused*
+        with the operator before, the conversion is taken off.
         """
         if self._narrow != "fp8" or "quantize" not in self.table:
             return 0.0
         name = ("quantize", width, 0, 0)
         curve = self._curves.get(name)
         if curve is None:
-            curve = self._curves[name] = self.table.curve("quantize", ("scale", "fp8"), "tokens", width=width)
-        return curve(rows)
+            kind = "static" if self.fused else "scale"
+            curve = self._curves[name] = self.table.curve("quantize", (kind, "fp8"), "tokens", width=width)
+        return -curve(rows) if self.fused else curve(rows)
 
     @cached_property
     def _narrow(self) -> str:

@@ -102,6 +102,7 @@ def test_products_of_8_bits_launch_the_scaling_of_their_activations():
     slow, narrow = replace(KERNELS, layer_launch=1.0, scale_launch=0.25), replace(DENSE, dtype_bytes=1)
     assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
     assert whole(kernels=slow, model=narrow).prefill([(0, 10)]) == 4.0  # 2 layers of 4 products each
+    assert whole(kernels=slow, model=narrow, graph_tokens=1).prefill([(0, 10)]) == 2.0  # torch.compile fuses it
 
 
 def test_experts_with_tiles_of_their_own_have_a_roof_of_their_own():

@@ -265,3 +265,5 @@ def test_products_of_8_bits_lack_only_the_search_for_scales():
     searched = with_launches.table.curve("quantize", ("scale", "fp8"), "tokens", width=4096)
     assert with_launches.quantize(1, 4096) == pytest.approx(searched(1))
     assert without.quantize(1, 4096) == 0.0
+    converted = with_launches.table.curve("quantize", ("static", "fp8"), "tokens", width=4096)
+    assert replace(with_launches, fused=True, _curves={}).quantize(1, 4096) == pytest.approx(-converted(1))
