@@ -24,6 +24,7 @@ from pdsim.core.progress import ShowProgress
 from pdsim.core.units import NotNegativeInt, PositiveInt, Share
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer.job import Target
+from pdsim.verify.reached import DIAGRAMS, MESSAGES
 
 __all__ = ["FaultsOptions", "run"]
 
@@ -108,8 +109,34 @@ def _result(
         Metric("scenarios_per_s", ran / seconds, "scenarios run now / wall seconds, processes in parallel"),
     ]
     notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]
-    tables = [ends, Table("Violations", columns, rows)] if rows else [ends]
+    tables = [ends, *([Table("Violations", columns, rows)] if rows else []), reached(tried)]
     return Result(metrics, tables, failures=failures, notes=notes)
+
+
+def reached(tried: Iterable[Tried]) -> Table:
+    """Return how often each transition and message was reached in *tried*, the rarest first, and where most."""
+    names = [f"{part} {step}" for part, steps in DIAGRAMS.items() for step in steps.split()]
+    times, scenarios, kinds = Counter[str](), Counter[str](), {name: Counter[str]() for name in (*names, *MESSAGES)}
+    all_kinds, every = Counter[str](), list(tried)
+    for each in every:
+        own = set(each.text.split(", ")) & set(KINDS)
+        all_kinds.update(own)
+        times.update(each.reached)
+        for name in kinds.keys() & each.reached.keys():
+            scenarios[name] += 1
+            kinds[name].update(own)
+    rows = []
+    for name in sorted(kinds, key=lambda name: (times[name], name)):
+        shares = {kind: count / all_kinds[kind] for kind, count in kinds[name].items()}
+        most = max(shares, key=lambda kind: shares[kind], default="")
+        rows.append([name, times[name], scenarios[name], f"{most} {shares[most]:.0%}" if most else ""])
+    columns = {
+        "what": "transition of a room, or message",
+        "times": "how often in all scenarios",
+        "scenarios": "in which it was reached",
+        "kind": "of circumstances with which most often, and in which share of its scenarios",
+    }
+    return Table("What was reached, the rarest first", columns, rows)
 
 
 def _bad(tried: Iterable[Tried]) -> int:

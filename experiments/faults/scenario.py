@@ -33,6 +33,7 @@ from pdsim.sim.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.sim.model import Model
 from pdsim.transfer.job import RankSpec
 from pdsim.verify.invariants import InvariantChecker, Violation
+from pdsim.verify.reached import counted
 
 __all__ = ["KINDS", "RARE", "Scenario", "Tried", "attempt", "draw"]
 
@@ -42,32 +43,32 @@ KINDS = {
     "stray": "bytes move at any instant between post and completion",
     "shuffle": "simultaneous events happen in any order of ranks",
     "slow": "a rank is up to fifty times slower for a while",
-    "squeezes": "a link is cut, or a hundred times slower, for a while",
+    "squeezes": "a link is cut or slow for a while",
     "aborts": "a quarter of the users leave",
     "kills": "a rank is killed",
     "restarts": "an instance that lost a rank starts again",
     "torn": "a transfer moves in two to four parts",
     "losses": "several instances lose a rank each",
-    "together": "a prefill and a decode instance are killed at once and start again",
+    "together": "a prefill and a decode instance are killed and start again",
     "silences": "a rank's control messages are held for up to two deadlines",
     "router": "the router is killed",
-    "broken": "transfers fail after none, some or all of their bytes have moved",
+    "broken": "transfers fail after none, some or all bytes",
     "full": "a short send queue: posting waits, or is refused",
     "layouts": "PP with CP, data parallelism, decode stages, three instances a side",
     "policies": "metadata by message; notification by message or poll",
     "limits": "time limits for decode pages and for arrival",
-    "held": "decode holds some first pages, which are not sent",
+    "held": "decode holds some first pages",
     "nodes": "the sides are on two nodes, joined by RDMA",
     "edges": "lengths of whole pages or chunks, or one more; outputs of one or two tokens",
     "scatter": "pools hold little more than the longest request; slow scattering",
-    "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP",
-    "grows": "decode's pages grow; preempted KV is computed again or goes to host memory",
+    "pauses": "a rank stands still for up to two deadlines",
+    "grows": "decode's pages grow; preempted KV is computed again or retracted",
     "hosts": "host costs of SGLang's and vLLM's loops",
     "pulls": "decode reads from prefill; some leases end early",
     "engines": "other orders, threads, queues and reads",
     "routes": "other routing policies, unknown output lengths, fewer retries",
-    "gathers": "context-parallel ranks gather the KV of each forward, on memory of three kinds",
-    "caches": "prompts begin alike; prefix caches on either side, with eviction, host memory and early sends",
+    "gathers": "context-parallel ranks gather KV",
+    "caches": "prompts begin alike; prefix caches, with eviction and host memory",
 }
 """The kinds of faults and unusual circumstances, and their effects: the table of `docs/faults.md`.
 
@@ -174,6 +175,7 @@ class Tried(NamedTuple):
     statuses: dict[str, int]  # how many requests ended with each first word: ok, PeerLost, Aborted and so on
     events: int  # of the simulation: equal numbers are a good sign of equal runs
     text: str  # layout, pools and kinds of faults, in a line
+    reached: dict[str, int] = {}  # noqa: RUF012  # transitions and messages, how often (`pdsim.verify.reached`)
 
 
 def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
@@ -281,11 +283,12 @@ def attempt(scenario: Scenario) -> Tried:
         observer=checks,
         collective=scenario.collective,
     )
-    outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
+    with counted(checks.reached):
+        outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
     statuses = causes.know(outcome, checks.held, checks.broken_rooms)
     violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome), causes.sent_wrongly())
     counts = dict(Counter(status.partition(":")[0] for status in statuses))
-    return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
+    return Tried(scenario.seed, violations, counts, outcome.events, scenario.text, dict(checks.reached))
 
 
 def _config(seed: int, random: np.random.Generator) -> Config:

@@ -9,6 +9,7 @@ the router of the job has to send.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import isinf
@@ -40,6 +41,7 @@ from pdsim.verify import refuse_compiled
 from pdsim.verify.computed import ComputedChecker, window_differs
 from pdsim.verify.leaks import LeakChecker
 from pdsim.verify.ownership import OwnershipChecker
+from pdsim.verify.reached import Rooms
 
 __all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
 
@@ -55,8 +57,8 @@ INVARIANTS = {
     "I8": "At the end no pages, slots, ring bytes, regions or outstanding tokens are left; no container has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
     "I10": "Prefill sends only what finished forwards have computed.",
-    "I11": "A request is sent out anew only after a loss, in another room, and no more often than it may be.",
-    "I12": "When pages leave quarantine, a scheduler whose requests wait looks at them at once.",
+    "I11": "A request is sent anew only after a loss, in another room, as often as it may be.",
+    "I12": "When pages leave quarantine, requests that wait get them.",
 }
 """The checked invariants, by name; `docs/faults.md` has the table."""
 
@@ -94,6 +96,7 @@ class InvariantChecker(Observer):
         self.violations: list[Violation] = []
         self.held: set[int] = set()
         self.broken_rooms: set[int] = set()
+        self.reached: Counter[str] = Counter()  # transitions and messages (`pdsim.verify.reached`)
         self._allowed = allowed
         self._computed = ComputedChecker(self._report)
         self._owners = OwnershipChecker(self._report, self._computed)
@@ -129,6 +132,8 @@ class InvariantChecker(Observer):
         scheduler: Any = member.scheduler
         if scheduler is not None:
             scheduler.forget = partial(self._freed, member, scheduler.forget)
+            scheduler.rooms = Rooms(scheduler.rooms)
+            scheduler.rooms.reached = self.reached
         if isinstance(member.scheduler, DecodeScheduler):
             if isinstance(member.mover.receiver, KvReceiver):
                 scheduler.poll = partial(self._polled, member, scheduler.poll)
@@ -149,6 +154,7 @@ class InvariantChecker(Observer):
             message = decode(payload)
         except MessageError:
             return  # a refusal, which ends its receiver: `ended` will tell
+        self.reached[type(message).__name__] += 1
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(sender, message)

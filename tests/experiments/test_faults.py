@@ -14,8 +14,8 @@ import psutil
 import pytest
 from msgspec.structs import replace as changed
 
-from experiments.faults import FaultsOptions, run, scenario
-from experiments.faults.scenario import KINDS, RARE, attempt, draw
+from experiments.faults import FaultsOptions, reached, run, scenario
+from experiments.faults.scenario import KINDS, RARE, Tried, attempt, draw
 from experiments.faults.trials import CRASH, CampaignParts, FaultTrial, shrunk, tries
 from pdsim.core.clock import fire
 from pdsim.core.errors import ConfigError
@@ -47,8 +47,16 @@ def explore(**options: Any) -> Result:
 @pytest.mark.slow
 def test_the_real_code_is_clean():
     trials = [FaultTrial(seed) for seed in range(1000, 1100)]
-    found = [each for each in tries(trials, workers=2) if each.violations]
-    assert [(each.seed, str(each.violations[0])) for each in found] == []
+    tried = list(tries(trials, workers=2))
+    assert [(each.seed, str(each.violations[0])) for each in tried if each.violations] == []
+    assert [row for row in reached(tried).rows if row[1] < (10 if ">" in row[0] else 1)] == []
+
+
+def test_what_was_reached_is_counted_the_rarest_first():
+    tried = [Tried(seed, [], {}, 0, "1 x tp=1, late, kills", {"Fence": seed, "Ping": 9}) for seed in (1, 2)]
+    rows = reached([*tried, Tried(3, [], {}, 0, "1 x tp=1, late", {"Ping": 1})]).rows
+    assert rows[0][1:] == [0, 0, ""]
+    assert rows[-2:] == [["Fence", 3, 2, "kills 100%"], ["Ping", 19, 3, "late 100%"]]
 
 
 def test_a_seed_gives_one_scenario_and_one_course_of_events():

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scenario reached: transitions of the protocol's state diagrams, and its messages, counted by name.
+
+The diagrams are those of `PrefillRequest`, `DecodeRequest` and `Status`; ``over`` is when a scheduler lets a room
+go.  What no scenario reaches, no invariant has checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pdsim.kv import messages, push
+from pdsim.kv.rooms import Status
+from pdsim.serving.decode import DecodeRequest
+from pdsim.serving.prefill import PrefillRequest
+from pdsim.serving.rank_process import Room
+
+__all__ = ["DIAGRAMS", "MESSAGES", "Rooms", "counted"]
+
+DIAGRAMS = {
+    "prefill": "waiting>queued queued>running running>over running>kept kept>over kept>revoked revoked>over "
+    "waiting>failed queued>failed running>failed failed>over",
+    "decode": "reserved>arrived arrived>ready ready>running running>over running>preempted preempted>running "
+    "reserved>failed failed>over",
+    "sender": "WAITING>TRANSFERRING TRANSFERRING>SUCCESS WAITING>FAILED TRANSFERRING>FAILED",
+}
+"""The transitions of each diagram, as ``from>to``."""
+
+MESSAGES = tuple(sorted(kind.__name__ for kind in messages.KvMessage.__subclasses__()))
+"""The kinds of messages."""
+
+
+class Rooms(dict[int, Room]):
+    """The rooms of a scheduler, which counts in *reached* those that leave."""
+
+    reached: Counter[str]
+
+    def pop(self, number: int, *default: Any) -> Any:
+        """Return room *number*, which is over."""
+        room = super().pop(number, *default)
+        if isinstance(room, Room):
+            self.reached[f"{_side(room)} {room.state}>over"] += 1
+        return room
+
+    def __delitem__(self, number: int) -> None:
+        self.pop(number)
+
+
+def _side(room: Room) -> str:
+    return "prefill" if isinstance(room, PrefillRequest) else "decode"
+
+
+@contextmanager
+def counted(reached: Counter[str]) -> Iterator[None]:
+    """Count in *reached* the transitions of all rooms of this process, while the block runs."""
+
+    def set_state(room: Room, name: str, value: Any) -> None:
+        if name == "state" and isinstance(room, PrefillRequest | DecodeRequest) and name in vars(room):
+            reached[f"{_side(room)} {room.state}>{value}"] += 1
+        object.__setattr__(room, name, value)
+
+    advanced = vars(push)["advance"]  # which a test may have replaced
+
+    def sender(old: Status, new: Status) -> Status:
+        status: Status = advanced(old, new)
+        if status is not old:
+            reached[f"sender {old.name}>{status.name}"] += 1
+        return status
+
+    Room.__setattr__ = set_state  # type: ignore[method-assign,assignment]
+    vars(push)["advance"] = sender
+    try:
+        yield
+    finally:
+        del Room.__setattr__
+        vars(push)["advance"] = advanced
