@@ -404,7 +404,8 @@ def brief_lines(run: Mapping[str, Any], folder: Path, *, page: bool = False) -> 
     if len(failures) > 3:
         yield f"... and {len(failures) - 3} more: -v"
     if sources:
-        yield _evidence(sources, most, schema.read_configuration(folder / "config.yaml").get("hw.nodes") != 1)
+        hw = schema.read_nested(folder / "config.yaml").get("hw") or {}
+        yield _evidence(sources, most, hw.get("nodes") != 1)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
     yield from (note for note in run["notes"] if " has no effect on " in note)  # what was typed in vain
